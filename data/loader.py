@@ -50,7 +50,8 @@ class LoadedBatch:
     ----------
     arrays : dict
         Arrays by the name of the network's input, with the shape of its box. Inputs are normalized, and 0 outside the
-        sample (padding). Targets with a reduction are reduced to patches.
+        sample (padding). Targets with a reduction are reduced to patches. Arrays that the batch leaves out
+        (:attr:`Batch.only`) have any contents.
     batch : Batch
     slot : int
         Number of the set of buffers.
@@ -175,7 +176,8 @@ class Loader:
         t0 = time.perf_counter()
         arrays = self._slots[slot]
         for name, array in arrays.items():
-            self._fill(name, batch, array)
+            if batch.only is None or name in batch.only:
+                self._fill(name, batch, array)
         if self._ahead is not None:
             self._ahead.after_fill(slot, arrays)
         if self._recorder is not None:

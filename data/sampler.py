@@ -35,6 +35,8 @@ class Batch:
         Position of this batch in the sequence.
     augmented : bool
         Whether its samples are augmented, if the data set has rules for it.
+    only : collection of str or None
+        Names of the inputs to read; None: all of them.
     """
 
     indices: tuple[int, ...]
@@ -42,6 +44,7 @@ class Batch:
     epoch: int
     position: int
     augmented: bool = False
+    only: frozenset[str] | None = None
 
     def parts(self, count: int) -> Iterator[Batch]:
         """Yield `count` equal parts of the batch, in order. Local."""

@@ -19,7 +19,7 @@ from ..kernels import LossArrays
 from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer
 from ..lowering.context import Context, Lowered
-from ..lowering.operations import KernelSpec, Timing
+from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Value, View
 from .layer import Layer, Node, Passes, Shape
 from .needs import is_broadcast, operand_blocks, with_axes
@@ -38,6 +38,7 @@ __all__ = [
     "LossTerm",
     "check_counts",
     "check_normalization",
+    "is_weighing",
     "loss_timing",
     "weights_view",
 ]
@@ -201,10 +202,6 @@ class Loss(Layer):
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         """Return the comparisons of a prediction and a target of these sample shapes."""
         return (Judgement(),)
-
-    @property
-    def of_batch(self) -> str:
-        return "its sum of weights" if self.normalization == "weights" else ""
 
     def divides(self, weighted: bool) -> bool:
         """Return whether the sum is divided by the sum of weights; `weighted` is whether positions have weights."""
@@ -387,6 +384,8 @@ class LossBlock(ABC):
         self.layer: Any = place.layer
         self.prediction, self.target, self.value = prediction, target, value
         self.weights, self.divisor = weights, divisor
+        #: This rank's weights in all parts of a batch.
+        self.counted: Any = None if divisor is None else environment.kernels.device.zeros((1,), np.float64)
 
     @property
     def count(self) -> int:
@@ -403,7 +402,22 @@ class LossBlock(ABC):
     @reads("weights")
     @writes("divisor")
     def weigh(self) -> None:
-        """Sum the weights of this block, with their mean over channels; the result is summed over the ranks."""
+        """Write this rank's part of the divisor, which is summed over the ranks.
+
+        If a batch is trained in parts, the divisor of each part is the mean over the parts, whose weights were counted
+        before the first part: the mean loss of the parts is then that of the whole batch.
+        """
+        mode = self.mode
+        if not mode.training or mode.parts == 1:
+            self.sum_weights()
+        elif not mode.counting:
+            np.divide(self.counted, mode.parts, out=self.divisor)
+        else:
+            self.sum_weights()
+            np.add(self.divisor, self.counted if mode.part else 0.0, out=self.counted)
+
+    def sum_weights(self) -> None:
+        """Sum the weights of this block to `divisor`, with their mean over channels."""
         counted = self.weights[: self.count]
         np.sum(counted, dtype=np.float64, out=self.divisor.reshape(()))
         self.divisor /= counted.shape[-1]
@@ -411,6 +425,11 @@ class LossBlock(ABC):
     @abstractmethod
     def forward(self) -> None:
         """Compute `value` and the gradient."""
+
+
+def is_weighing(operation: Operation) -> bool:
+    """Return whether an operation sums the weights that divide a loss (:meth:`LossBlock.weigh`)."""
+    return isinstance(operation, Run) and operation.method == LossBlock.weigh.__name__
 
 
 class LossOfKernel(LossBlock):

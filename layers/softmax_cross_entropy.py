@@ -165,7 +165,10 @@ class _WeightedLoss(LossOfKernel):
     @reads("target", "weights")
     @writes("divisor")
     def weigh(self) -> None:
-        """Compute the weight of this block's targets, which is summed over the ranks."""
+        super().weigh()
+
+    def sum_weights(self) -> None:
+        """Compute the weight of this block's targets."""
         self._weight.set(self.count, 1.0)
         self._weight()
 

@@ -44,6 +44,10 @@ class Mode:
         Number of the part, for a batch that is computed in consecutive parts.
     size
         Number of samples of a part: the first sample of this part is number ``part * size`` of the batch.
+    parts
+        Number of parts of a batch in training.
+    counting
+        Whether losses only add up their sums of weights, before the first part of a batch is computed.
     state
         `seed`, `step` and the number of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
         :meth:`tell` before every pass.
@@ -57,6 +61,8 @@ class Mode:
     valid: int = 0
     part: int = 0
     size: int = 0
+    parts: int = 1
+    counting: bool = False
     state: Any = None
     loss_scale: Any = None
     _told: int = 0

@@ -286,8 +286,8 @@ class TrainingConfig(Table):
     validations with an undefined score do not count. 0: training continues to the last epoch."""
     accumulate: Count = 1
     """Number of parts in which every batch is computed, one after another. Their gradients are added up: this is the
-    step of the whole batch with the memory of a part. Results over several samples are then over a part: the statistics
-    of batch norm, Dice of a batch, losses divided by weights (the run lists them)."""
+    step of the whole batch with the memory of a part, divided by the weights of the whole batch. The statistics of
+    batch norm and Dice of a batch are over a part (the run lists them)."""
     average: Below1 = 0.0
     """Weight of the old values in moving averages of all parameters, for example 0.999; 0: no averages. Validations,
     `halograd evaluate`, `apply` and `export` use the averages instead of the parameters."""

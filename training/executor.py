@@ -20,12 +20,14 @@ from ..device import is_low
 from ..dtensor import Box, End, Exchange, Layout
 from ..kernels.guards import GUARDS
 from ..layers import Network
+from ..layers.loss import is_weighing
 from ..layers.reduction_chunks import exposed_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy, parameter_blocks
 from ..lowering.operations import Operation
 from ..lowering.views import Value
 from ..perfmodel.cost import memory_of, program_of
+from ..program.before import operations_before
 from ..program.compiler import compile_program
 from ..program.gradients import check_gradients, reduce_gradients
 from ..program.program import Program, Target
@@ -90,7 +92,7 @@ class Executor:
         memory.
     parts
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
-        `mode.part` is the number of the pass.
+        `mode.part` is the number of the pass. If a loss is divided by its weights, :meth:`count` every part first.
     debug
         Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
         find a kernel that writes outside of its memory, and memory that is free or that a kernel does not declare is
@@ -113,6 +115,8 @@ class Executor:
         Checks of gradients by name (:meth:`check_gradients`).
     graphs
         With `graph`, the training passes as graphs: forward, backward.
+    counted
+        Inputs that :meth:`count` reads: targets and weights whose sums divide a loss; empty with one part.
 
     Raises
     ------
@@ -142,6 +146,7 @@ class Executor:
     ) -> None:
         self.probed, self.parts = frozenset(probed), parts
         self.checks: dict[str, GradientCheck] = {}
+        self.counted, self._counts = frozenset[str](), 0
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.debug = debug
         self.memory = Memory(kernels)
@@ -163,7 +168,7 @@ class Executor:
             if comm.rank == 0:
                 self.strategy.warn_of_idle_ranks(network, batch, comm.size)
             self.dtype = check_dtype(dtype, kernels)
-            self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch)
+            self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch, parts=parts if trainable else 1)
             self.store = store or self._make_store(seed)
             if store is None and self.store.loss_scale is not None:
                 opened.callback(self.store.loss_scale.close)
@@ -272,10 +277,23 @@ class Executor:
                 items += self._on_gradients(segment.before, segment.name)
                 items += map(partial(runner.item, segment), segment.operations, bound)
                 items += self._on_gradients(segment.after, segment.name)
+        self._make_counting()
         forward.append(Item(self.pass_loss.put, program.forward[-1].name if program.forward else ""))
         backward += self._on_gradients(program.end, program.backward[-1].name if program.backward else "")
         self._forward = {kind: self._calls(forward, "forward", kind) for kind in ("training", "evaluation")}
         self._backward = self._calls(backward, "backward", "training")
+
+    def _make_counting(self) -> None:
+        """Make the calls of :meth:`count`: those that lead to sums of weights, without the sums over the ranks."""
+        self._counting = list[Call]()
+        if self.mode.parts == 1:
+            return
+        operations, read = operations_before(self.program, [o for o in self.program if is_weighing(o)])
+        bound = zip(self.program.forward, self.runner.forward, strict=True)
+        calls = (pair for segment, own in bound for pair in zip(segment.operations, own, strict=True))
+        self._counting = [call for operation, call in calls if operation in operations]
+        values = self.program.values
+        self.counted = frozenset(n for n in self.network.inputs if values[n].region.view.buffer in read)
 
     def _on_gradients(self, operations: Iterable[Operation], layer: str) -> list[Item]:
         reducer = self.reducer
@@ -364,12 +382,35 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
+        if self._counting and self.mode.training:
+            if self._counts != self.parts:
+                raise ValueError(
+                    f"forward(): expected {self.parts} calls of count() before the first part, because a loss is "
+                    f"divided by its weights in the whole batch, got {self._counts}"
+                )
+            if self.mode.part + 1 == self.parts:
+                self._counts = 0
         self.mode.tell()
         self.pulse.count += 1
         for call in self._forward["training" if self.mode.training else "evaluation"]:
             call()
         self._check_memory()
         self.pass_loss.begin()
+
+    def count(self) -> None:
+        """Add the weights of a part, whose targets and weights are in the inputs (`counted`), to those of the batch.
+
+        Collective. Call it for all parts of a batch, in order, before the first part is computed; without `counted`
+        it does nothing.
+        """
+        if not self._counting:
+            return
+        mode, part = self.mode, self.mode.part
+        mode.training, mode.counting, mode.part = True, True, self._counts % self.parts
+        for call in self._counting:
+            call()
+        mode.counting, mode.part = False, part
+        self._counts = self._counts % self.parts + 1
 
     def _check_memory(self) -> None:
         """With `debug`, raise GuardError or AccessError on all ranks if a kernel on one misused memory. Collective."""

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -344,12 +344,16 @@ class TrainingRun:
         epoch = self.sampler.epoch
         loss: SupportsFloat = math.nan
         begin = asked = time.perf_counter()  # `asked`: samples were requested
-        count = self.session.executor.parts
-        parts = (part for batch in self.sampler.rest_of_epoch() for part in batch.parts(count))
-        for part, _ in enumerate(self.session.feed(parts), 1):
-            self.session.executor.pulse.step = self.optimizer.step
+        executor, part = self.session.executor, 0
+        parts = (part for batch in self.sampler.rest_of_epoch() for part in self._parts_of(batch))
+        for loaded in self.session.feed(parts):
+            executor.pulse.step = self.optimizer.step
+            if loaded.only is not None:
+                executor.count()
+                continue
             self._vote()
-            if part % count:
+            part += 1
+            if part % executor.parts:
                 self.trainer.add()
                 asked = time.perf_counter()
                 continue
@@ -377,6 +381,13 @@ class TrainingRun:
                 begin = asked = time.perf_counter()
         self._end_epoch(epoch)
         return float(loss)
+
+    def _parts_of(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the parts of a batch; before them, what they have to count (`Executor.counted`)."""
+        executor = self.session.executor
+        if executor.counted:
+            yield from (replace(part, only=executor.counted) for part in batch.parts(executor.parts))
+        yield from batch.parts(executor.parts)
 
     def _log_step(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps

@@ -191,8 +191,8 @@ class Session:
                 if self.ahead is not None:
                     self.ahead.bring(item)
                 else:
-                    for name, array in inputs.items():
-                        np.copyto(array, item.arrays[name], casting="unsafe")
+                    for name in inputs.keys() if item.batch.only is None else item.batch.only:
+                        np.copyto(inputs[name], item.arrays[name], casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")

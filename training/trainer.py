@@ -41,7 +41,7 @@ class Trainer:
         trainer.settle()
 
     For a batch in parts (`Executor.parts`), call :meth:`add` for every part except the last, and :meth:`step` for the
-    last.
+    last. If a loss is divided by its weights (`Executor.counted`), first call :meth:`Executor.count` for every part.
 
     The gradients of a bucket are summed during the rest of backward, and its parameters are updated before their first
     layer in the next forward pass. Read parameters only after :meth:`settle`.

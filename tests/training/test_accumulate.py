@@ -253,8 +253,14 @@ AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"
 
 
 @pytest.mark.mpi
-def test_a_run_in_parts_is_that_of_whole_batches(comm, config):
+@pytest.mark.parametrize("loss", ["BinaryCrossEntropyWithLogits()", "SoftmaxCrossEntropy([1.0, 9.0])"])
+def test_a_run_in_parts_is_that_of_whole_batches(comm, config, loss):
     """A run in parts, stopped and resumed, has the losses and the evaluation of a run of whole batches."""
+    if comm.rank == 0:
+        channels = 1 if "Binary" in loss else 2
+        text = OWN.replace("BinaryCrossEntropyWithLogits()", loss).replace("Conv(1, 3", f"Conv({channels}, 3")
+        (config.parent / "net.py").write_text(text)
+    comm.barrier()
     files = [f"model.file='{config.parent / 'net.py'}:build'", f"data.path='{config.parent / 'data.h5'}'"]
     parts = [(cut, 2 if "sample" in cut else 4) for cut in CUTS[comm.size]]
     cuts = [[*overrides_of(cut), f"training.accumulate={number}"] for cut, number in parts]
@@ -276,5 +282,112 @@ def test_what_depends_on_the_batch():
     assert hg.Dice().of_batch and not hg.Dice(reduction="sample").of_batch
     x, t = hg.Input((4, 4, 2), "x"), hg.Input((4, 4, 1), "t", "int32")
     both = hg.SoftmaxCrossEntropy()(x, t) + hg.SoftmaxCrossEntropy(ignore_index=0)(x, t) + hg.Dice("softmax")(x, t)
-    assert both.layer.of_batch == "its sum of weights, its sums over samples"
+    assert both.layer.of_batch == "its sums over samples"
     assert not hg.SoftmaxCrossEntropy().of_batch
+
+
+# -- losses that are divided by their weights ------------------------------------------------------
+
+
+def divided() -> hg.Network:
+    """Return a network with losses at two scales, with ignored positions and weights, some of them for training only.
+
+    The weights of the small scale are computed from those of the other one by a layer.
+    """
+    x, w = hg.Input((8, 6, 2), "x"), hg.Input((8, 6, 1), "w")
+    t, few = hg.Input((8, 6, 1), "target", "int32"), hg.Input((4, 3, 1), "few", "int32")
+    y = hg.GroupNorm(3, name="norm", activation="relu")(hg.Conv(6, 3, padding=1, name="conv1")(x))
+    z = hg.Conv(3, 1, name="fine")(hg.Dropout(0.2, name="dropout")(y))
+    small = hg.Conv(3, 2, stride=2, name="coarse")(y)
+    loss = hg.SoftmaxCrossEntropy(ignore_index=2, name="ce")(z, t)
+    loss = loss + 0.5 * hg.SoftmaxCrossEntropy([1.0, 2.0, 0.5], ignore_index=1)(small, few)
+    size, few_weights = hg.Conv(1, 1, name="size")(y), hg.MaxPool(2)(w)
+    loss = loss + 2.0 * hg.AbsoluteError(normalization="weights")(size, hg.Input((8, 6, 1), "s"), w)
+    squares = hg.MeanSquaredError(normalization="weights")(small, hg.Input((4, 3, 3), "m"), few_weights)
+    loss = loss + hg.training_only(squares)
+    return hg.Network({"prediction": z, "loss": loss}, name="divided")
+
+
+def unequal(executor: Executor, step: int, part: int) -> None:
+    """Fill the inputs with a part of a batch whose samples have very different weights; one part may have none."""
+    some = slice(part * executor.batch, (part + 1) * executor.batch)
+    share = np.linspace(0, 1, BATCH) ** 2
+    for name, node in executor.network.inputs.items():
+        array = random_array((BATCH, *node.shape), name, step)
+        if name in ("target", "few"):
+            keep = np.abs(array) % 1 < share.reshape(-1, 1, 1, 1)
+            array = np.where(keep, np.abs(array * 10).astype(int) % 3, 2 if name == "target" else 1)
+        elif name == "w":
+            array = np.maximum(array, 0) * share.reshape(-1, 1, 1, 1)
+        executor.set_input(name, array[some])
+
+
+def run_divided(comm, strategy, parts, scheme=None):
+    """Return losses, parameters and their blocks of steps with :func:`divided`. Collective."""
+    strategy = Strategy(strategy, reduction=Scheme(scheme)) if scheme else Strategy(strategy)
+    with Executor(divided(), comm, get_backend("numpy"), BATCH // parts, strategy, "float64", parts=parts) as executor:
+        trainer = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(0.3), 1.0)
+        losses = []
+        for step in range(STEPS):
+            for part in range(parts if executor.counted else 0):
+                unequal(executor, step, part)
+                executor.count()
+            for part in range(parts):
+                unequal(executor, step, part)
+                if part + 1 < parts:
+                    trainer.add()
+            losses.append(float(trainer.step()))
+        trainer.settle()
+        blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
+        params, read = copied(executor.store.params), executor.counted
+    return SimpleNamespace(losses=losses, params=params, blocks=blocks, read=read)
+
+
+@functools.cache
+def whole_divided():
+    with Communicator(MPI.COMM_SELF) as comm:
+        return run_divided(comm, {}, 1)
+
+
+def check_divided(comm, found):
+    with comm.agreement():
+        want = whole_divided()
+        np.testing.assert_allclose(found.losses, want.losses, rtol=1e-11)
+        for name, array in found.params.items():
+            np.testing.assert_allclose(array, want.params[name][found.blocks[name]], rtol=0, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_divided_losses_of_one_process(parts):
+    """A step in parts with very different weights, some of them 0, is the step of the whole batch."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = run_divided(comm, {}, parts)
+        check_divided(comm, found)
+    assert found.read == {"target", "few", "w"} and not whole_divided().read
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_divided_losses_under_all_grids(subtests):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            with subtests.test(grid=grid):
+                check_divided(comm, run_divided(comm, grid, 2 if grid["sample"] > 2 else 4))
+
+
+@pytest.mark.ranks(2)
+def test_divided_losses_with_sharded_sums():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check_divided(comm, run_divided(comm, {"height": 2}, 4, "sharded"))
+
+
+def test_parts_that_are_not_counted_are_refused():
+    with (
+        Communicator(MPI.COMM_SELF) as comm,
+        Executor(divided(), comm, get_backend("numpy"), 4, dtype="float64", parts=2) as executor,
+    ):
+        trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
+        unequal(executor, 0, 0)
+        executor.count()
+        with pytest.raises(ValueError, match=r"forward\(\): expected 2 calls of count\(\) .*, got 1"):
+            trainer.add()
+        executor.forward(training=False)  # an evaluation is of one part
