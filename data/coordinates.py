@@ -99,7 +99,7 @@ def write_coordinates(
 
 def _on_the_grid_of(fields: Mapping[str, Field], outputs: Mapping[str, tuple[int, ...]]) -> str:
     """Return the first input with the grid of an output, else the first input."""
-    inputs = [name for name, one in fields.items() if not one.is_target]
+    inputs = [name for name, one in fields.items() if not one.is_target and not one.static]
     grids = [shape[:-1] for shape in outputs.values() if len(shape) > 1]
     return next((name for name in inputs if fields[name].shape[:-1] in grids), inputs[0])
 

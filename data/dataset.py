@@ -28,7 +28,7 @@ from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks, open_cached
 from .disk import DataError, one_line, open_file
 from .storage import check_files
-from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
+from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = ["Hdf5Dataset", "named"]
@@ -123,6 +123,8 @@ class Hdf5Dataset:
         self._scratch = np.empty(0, np.uint8)
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
+        #: The last part that was read of every field that all samples share: box, and its values.
+        self._shared: dict[str, tuple[Box, NDArray[Any]]] = {}
         if structure is None:
             self._file = open_file(self.path)
             try:
@@ -155,7 +157,7 @@ class Hdf5Dataset:
         """Close the file. `close` may be called twice; a later read opens it again."""
         if self._file is not None:
             self._file.close()
-        self._file, self._datasets = None, {}
+        self._file, self._datasets, self._shared = None, {}, {}
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read this rank's box of an input of a global batch. Local.
@@ -251,11 +253,16 @@ class Hdf5Dataset:
     def _open(self, file: h5py.File, field: Field) -> h5py.Dataset:
         """Open a dataset without reading its attributes."""
         found = find(file, self.path, field.dataset)
-        shape = (len(found), *shape_of(found, field.kind)) if found.ndim else ()
-        wanted = (self.structure.samples, *field.shape)
+        if field.static:
+            same = found.ndim == len(field.static)
+            shape = static_shape(found, field.static, len(field.shape) - 1) if same else tuple(found.shape)
+            wanted, order = field.shape, "channels last"
+        else:
+            shape = (len(found), *shape_of(found, field.kind)) if found.ndim else ()
+            wanted, order = (self.structure.samples, *field.shape), "samples first and channels last"
         if shape != wanted:
             raise DataError(
-                f"{self.path}: expected {field.dataset!r} to be {wanted}, samples first and channels last, as when the "
+                f"{self.path}: expected {field.dataset!r} to be {wanted}, {order}, as when the "
                 f"run began, got {shape}; it was replaced, or this node sees another file"
             )
         if field.chunks is None:
@@ -276,11 +283,29 @@ class Hdf5Dataset:
         if part.size == 0:
             return tuple(slice(0, 0) for _ in filled)
         source, kept = self._dataset(name), kept_labels(name, self.ranges, self.labels)
+        if field.static:
+            out[filled] = self._read_shared(name, source, Box.of_ranges(part.ranges[1:]), out.dtype, kept)
+            return filled
         for k in range(*part.ranges[0]):
             where = _selection(field.kind, self._index(indices[k]), part.slices()[1:])
             at: Any = (k - box.start[0], *filled[1:])
             self._read_sample(source, field, where, out[at], kept)
         return filled
+
+    def _read_shared(
+        self, name: str, source: h5py.Dataset, box: Box, dtype: np.dtype[Any], kept: Sequence[float]
+    ) -> NDArray[Any]:
+        """Return a box ``(*spatial, C)`` of a field that all samples share. It stays in memory for the next samples."""
+        known = self._shared.get(name)
+        if known is None or known[0] != box or known[1].dtype != dtype:
+            axes, order = self.fields[name].static, "DHW"[1 - box.ndim :] + "C"
+            where = tuple(slice(*box.ranges[order.index(axis)]) for axis in axes)
+            stored = np.empty([one.stop - one.start for one in where], source.dtype)
+            self._read_stored(source, where, stored)
+            last = stored.transpose(sorted(range(len(axes)), key=lambda k: order.index(axes[k])))
+            self._shared[name] = box, np.empty(box.shape, dtype)
+            self._convert(self.fields[name], last.reshape(box.shape), self._shared[name][1], kept)
+        return self._shared[name][1]
 
     def _read_sample(
         self,
@@ -292,24 +317,34 @@ class Hdf5Dataset:
     ) -> None:
         """Read a part of a sample to `out` ``(*spatial, C)``."""
         dtype, extent = source.dtype, tuple(s.stop - s.start for s in where if isinstance(s, slice))
-        self.bytes_read += math.prod(extent) * dtype.itemsize
         direct = field.kind in ("channels last", "vector") and field.packing is None
         direct &= dtype == out.dtype and bool(out.flags.c_contiguous)
         # Read in the type of the file, because HDF5 converts numbers 2 to 180 times slower than NumPy.
         stored = out if direct else self._scratch_array(dtype, extent)
+        self._read_stored(source, where, stored)
+        for part, target in _parts(stored, out, field.kind) if not direct else ():
+            self._convert(field, part, target, kept)
+
+    def _read_stored(self, source: h5py.Dataset, where: tuple[int | slice, ...], stored: NDArray[Any]) -> None:
+        """Read a part of a dataset in its own dtype."""
+        self.bytes_read += stored.nbytes
         try:
             source.read_direct(stored, where)
         except HDF5_FAULTS as error:
+            sample = f"sample {where[0]} of " if isinstance(where[0], int) else ""
             raise DataError(
-                f"{self.path}: cannot read sample {where[0]} of {source.name!r} ({one_line(error)}); the "
+                f"{self.path}: cannot read {sample}{source.name!r} ({one_line(error)}); the "
                 "file is damaged or was changed while it was open: write it again"
             ) from error
-        for part, target in _parts(stored, out, field.kind) if not direct else ():
-            if field.packing is not None:
-                field.packing.unpack(part, target, kept)
-            else:
-                with np.errstate(all="ignore"):  # a number that overflows becomes infinite, which the check finds
-                    np.copyto(target, part, casting="unsafe")
+
+    @staticmethod
+    def _convert(field: Field, stored: NDArray[Any], out: NDArray[Any], kept: Sequence[float]) -> None:
+        """Write the values of stored numbers to `out`, of the same shape."""
+        if field.packing is not None:
+            field.packing.unpack(stored, out, kept)
+            return
+        with np.errstate(all="ignore"):  # a number that overflows becomes infinite, which the check finds
+            np.copyto(out, stored, casting="unsafe")
 
     def _scratch_array(self, dtype: np.dtype[Any], extent: tuple[int, ...]) -> NDArray[Any]:
         """Return a reused array of this shape, so that reading does not allocate at every step."""

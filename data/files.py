@@ -24,8 +24,8 @@ from .targets import LabelMap
 
 __all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
-"""Endings of the names of HDF5 files in a folder."""
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4")
+"""Endings of the names of HDF5 files, which those of netCDF-4 are, in a folder."""
 _WILD = "*?["
 _ONE_SIZE = "pad samples to one size, with weights of 0 there (docs/data.md, Samples of several sizes)"
 

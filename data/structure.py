@@ -34,6 +34,7 @@ __all__ = [
     "is_text",
     "looking_into",
     "plain_attributes",
+    "scales_of",
 ]
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,9 @@ class Field:
         Packing of the stored data; None: not packed.
     chunks : Chunks or None
         Chunks that are read as a whole; None: parts are read without their chunks.
+    static : str
+        Axes in the file of a field that all samples share, out of ``D H W C``: ``"HW"``. Missing axes have the extent
+        1, and `kind` has no meaning. Empty: every sample has its own values.
     """
 
     dataset: str
@@ -91,6 +95,7 @@ class Field:
     attributes: dict[str, Any] = attribute(default_factory=dict)
     packing: Packing | None = None
     chunks: Chunks | None = None
+    static: str = ""
 
     def channel(self, k: int) -> str:
         """Return number and name of a channel, for messages."""
@@ -147,13 +152,15 @@ def examine(
         kind = input_kind(first, path, layout)
         fields = {}
         for name, dataset in found.items():
-            own = kind if dataset is first else field_kind(dataset, path, first, kind)
-            shape = shape_of(dataset, own)
+            static = "" if dataset is first else static_axes(dataset, first, kind)
+            own = kind if dataset is first or static else field_kind(dataset, path, first, kind)
+            shape = static_shape(dataset, static, len(first.shape) - 2) if static else shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
             said = plain_attributes(dataset, OF_NUMBERS)
             packing = storage.packing(dataset) if unpack else None
-            source, chunks = {**inputs, **targets}[name], chunks_of(dataset, 2 if own == "channels first" else 1)
-            fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks)
+            source, rows = {**inputs, **targets}[name], 2 if own == "channels first" else 1
+            chunks = None if static else chunks_of(dataset, rows)
+            fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks, static)
         together = groups(file, path, len(first), storage)
         check_files(path, storage.files)
     return Structure(fields, len(first), together, storage.files, plain_attributes(file))
@@ -225,8 +232,8 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
     if len(shape) < 1 or shape[0] != samples:
         raise DataError(
             f"{path}: {inputs.name!r} has {samples} samples, {dataset.name!r} the shape {shape}; expected as many on "
-            "the first axis; map a field that all samples share to each of them, by a virtual dataset (docs/data.md, "
-            "Fields that all samples share)"
+            "the first axis, or a field that all samples share: on the same grid, or with an attribute 'layout' of its "
+            "axes ('HW', 'H') or dimension scales"
         )
     stated = _text(dataset.attrs.get("layout"))
     if isinstance(stated, str) and stated in _LAYOUTS and len(stated) == len(shape):
@@ -243,6 +250,43 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
         f"{path}: {inputs.name!r} has the grid {spatial}, {dataset.name!r} the shape {shape}; expected that grid (or "
         "one coarser by a whole factor), with or without channels, one row per sample, or an attribute 'layout'"
     )
+
+
+def static_axes(dataset: h5py.Dataset, inputs: h5py.Dataset, kind: Kind) -> str:
+    """Return the axes of a dataset without an axis of samples, a field that all samples share; "" for others.
+
+    The axes follow from its attribute ``layout`` (``"HW"``, ``"HWC"``; ``"H"``, a number per row), else from dimension
+    scales that it has in common with the inputs, else from its shape, if its first axis has another extent than that of
+    the samples.
+    """
+    grid = shape_of(inputs, kind)[:-1]
+    spatial = "DHW"[-len(grid) :]
+    stated = _text(dataset.attrs.get("layout"))
+    if isinstance(stated, str) and len(stated) == dataset.ndim and stated and set(stated) <= {*spatial, "C"}:
+        return stated if len(set(stated)) == len(stated) else ""
+    letters = f"NC{spatial}" if kind == "channels first" else f"N{spatial}C"
+    theirs, own = scales_of(inputs), scales_of(dataset)
+    if own and all(own) and theirs[0]:
+        by_scale = [next((a for a, some in zip(letters, theirs) if scales[0] in some), "") for scales in own]
+        return "".join(by_scale) if all(by_scale) and "N" not in by_scale and dataset.ndim else ""
+    if dataset.ndim == 0 or len(dataset) == len(inputs):
+        return ""
+    if _is_grid(dataset.shape, grid):
+        return spatial
+    axes = letters[1:]
+    where = [n for n, axis in zip(dataset.shape, axes) if axis != "C"]
+    return axes if dataset.ndim == len(axes) and _is_grid(where, grid) else ""
+
+
+def _is_grid(shape: Sequence[int], grid: Sequence[int]) -> bool:
+    """Return whether a shape is a grid, one coarser by whole factors, or has an extent of 1 on some of its axes."""
+    return len(shape) == len(grid) and _is_coarser(shape, grid)
+
+
+def static_shape(dataset: h5py.Dataset, axes: str, rank: int) -> tuple[int, ...]:
+    """Return ``(*spatial, C)`` of a field without samples, for samples of this number of spatial axes."""
+    extents = dict(zip(axes, dataset.shape))
+    return tuple(extents.get(axis, 1) for axis in ("DHW"[-rank:] if rank else "") + "C")
 
 
 def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
@@ -342,6 +386,25 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
         items = [_plain(one) for one in value]
         return None if any(one is None for one in items) else items
     return _plain(value)
+
+
+def scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
+    """Return the dimension scales of each axis, without deleted ones.
+
+    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
+    """
+    given = found.attrs.get("DIMENSION_LIST")
+    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
+        return [[] for _ in found.shape]
+    targets = [[_target(found.file, one) for one in row] for row in given]
+    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
+
+
+def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
+    try:
+        return file[reference] if isinstance(reference, h5py.Reference) and reference else None
+    except HDF5_FAULTS:
+        return None
 
 
 def is_text(value: Any) -> bool:

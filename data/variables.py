@@ -15,7 +15,7 @@ import numpy as np
 from .dataset import Hdf5Dataset
 from .disk import DataError, one_line
 from .storage import Storage
-from .structure import HDF5_FAULTS, Field, is_text
+from .structure import HDF5_FAULTS, Field, is_text, scales_of
 
 __all__ = ["BOUNDS", "NO_VARIABLE", "SAMPLE", "Axes", "Surroundings", "Variable", "mappings_of", "mark"]
 
@@ -99,7 +99,7 @@ class Surroundings:
         self.sizes = {axis: n for axis, n in zip(self._axes, self._inputs.shape) if axis is not None}
         self.variables, self.faults = dict[str, Variable](), dict[str, str]()
         self.scales, self.dimensions = dict[int, list[str]](), dict[int, str]()
-        self._attached = [(axis, s) for axis, scales in zip(self._axes, _scales_of(self._inputs)) for s in scales]
+        self._attached = [(axis, s) for axis, scales in zip(self._axes, scales_of(self._inputs)) for s in scales]
         self.has_scales = bool(self._attached)
         self.mapping = self._text("grid_mapping")
         for axis, label in zip(self._axes, _labels_of(self._inputs)):
@@ -137,7 +137,7 @@ class Surroundings:
 
     def _axes_by_scale_or_shape(self, found: h5py.Dataset) -> Axes:
         """Return the axes of a dataset: by dimension scales shared with the input, else by its shape."""
-        own = _scales_of(found)
+        own = scales_of(found)
         if own and all(own):
             fits = [tuple(next((axis for axis, s in self._attached if s == scales[0]), None) for scales in own)]
         else:
@@ -188,25 +188,6 @@ class Surroundings:
             if group == "/":
                 return None
             group = posixpath.dirname(group)
-
-
-def _scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
-    """Return the dimension scales of each axis, without deleted ones.
-
-    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
-    """
-    given = found.attrs.get("DIMENSION_LIST")
-    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
-        return [[] for _ in found.shape]
-    targets = [[_target(found.file, one) for one in row] for row in given]
-    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
-
-
-def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
-    try:
-        return file[reference] if isinstance(reference, h5py.Reference) and reference else None
-    except HDF5_FAULTS:
-        return None
 
 
 def _labels_of(found: h5py.Dataset) -> list[str]:
