@@ -298,8 +298,9 @@ class Hdf5Dataset:
         """Return a box ``(*spatial, C)`` of a field that all samples share. It stays in memory for the next samples."""
         known = self._shared.get(name)
         if known is None or known[0] != box or known[1].dtype != dtype:
-            axes, order = self.fields[name].static, "DHW"[1 - box.ndim :] + "C"
-            where = tuple(slice(*box.ranges[order.index(axis)]) for axis in axes)
+            axes, order = self.fields[name].static, "N" + "DHW"[1 - box.ndim :] + "C"
+            ranges = [(0, 1), *box.ranges]
+            where = tuple(slice(*ranges[order.index(axis)]) for axis in axes)
             stored = np.empty([one.stop - one.start for one in where], source.dtype)
             self._read_stored(source, where, stored)
             last = stored.transpose(sorted(range(len(axes)), key=lambda k: order.index(axes[k])))

@@ -83,8 +83,8 @@ class Field:
     chunks : Chunks or None
         Chunks that are read as a whole; None: parts are read without their chunks.
     static : str
-        Axes in the file of a field that all samples share, out of ``D H W C``: ``"HW"``. Missing axes have the extent
-        1, and `kind` has no meaning. Empty: every sample has its own values.
+        Axes in the file of a field that all samples share, out of ``D H W C``: ``"HW"``, or ``"NHW"`` if it has one
+        sample. Missing axes have the extent 1, and `kind` has no meaning. Empty: every sample has its own values.
     """
 
     dataset: str
@@ -233,7 +233,7 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
         raise DataError(
             f"{path}: {inputs.name!r} has {samples} samples, {dataset.name!r} the shape {shape}; expected as many on "
             "the first axis, or a field that all samples share: on the same grid, or with an attribute 'layout' of its "
-            "axes ('HW', 'H') or dimension scales"
+            "axes ('HW', 'H') or dimension scales (docs/data.md, Fields that all samples share)"
         )
     stated = _text(dataset.attrs.get("layout"))
     if isinstance(stated, str) and stated in _LAYOUTS and len(stated) == len(shape):
@@ -271,11 +271,20 @@ def static_axes(dataset: h5py.Dataset, inputs: h5py.Dataset, kind: Kind) -> str:
         return "".join(by_scale) if all(by_scale) and "N" not in by_scale and dataset.ndim else ""
     if dataset.ndim == 0 or len(dataset) == len(inputs):
         return ""
-    if _is_grid(dataset.shape, grid):
-        return spatial
-    axes = letters[1:]
-    where = [n for n, axis in zip(dataset.shape, axes) if axis != "C"]
-    return axes if dataset.ndim == len(axes) and _is_grid(where, grid) else ""
+    shape, axes = dataset.shape, letters[1:]
+    found = _axes_by_shape(shape, axes, grid)
+    if not found and shape[0] == 1 and len(shape) > 1:
+        rest = _axes_by_shape(shape[1:], axes, grid)
+        return f"N{rest}" if rest else ""
+    return found
+
+
+def _axes_by_shape(shape: Sequence[int], axes: str, grid: Sequence[int]) -> str:
+    """Return the axes of a shape that is a grid, with or without channels; "" for others."""
+    if _is_grid(shape, grid):
+        return axes.replace("C", "")
+    where = [n for n, axis in zip(shape, axes) if axis != "C"]
+    return axes if len(shape) == len(axes) and _is_grid(where, grid) else ""
 
 
 def _is_grid(shape: Sequence[int], grid: Sequence[int]) -> bool:

@@ -393,6 +393,11 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     reductions = {}
     for name, field in fields.items():
         wanted = network.inputs[name].shape
+        if field.static and field.is_target and name not in weights_of(network):
+            raise UserError(
+                f"data.targets: expected a target {name!r} of each sample, got {field.dataset!r} in {data.where}, "
+                f"which all samples share (its axes are {field.static!r}, without those of samples)"
+            )
         if field.is_target and field.shape != wanted:
             # Weights of the cells of a patch are averaged, whatever the rule for labels.
             rule = "fraction" if name in weights_of(network) else data.rule

@@ -39,6 +39,8 @@ CASES = {
     "channels first": ((2, 4, 6), "NCHW", {}, (), "CHW"),
     "stated": ((2, 4, 6), "NHWC", {"layout": "CHW"}, (), "CHW"),
     "stated out of order": ((6, 4), "NHWC", {"layout": "WH"}, (), "WH"),
+    "a single sample": ((1, 4, 6), "NHWC", {}, (), "NHW"),
+    "a single sample with channels": ((1, 2, 4, 6), "NCHW", {}, (), "NCHW"),
     "per row": ((4,), "NHWC", {"layout": "H"}, (), "H"),
     "as many rows as samples": ((5, 6), "NHWC", {"layout": "HW"}, (), "HW"),
     "scale of rows": ((4,), "NHWC", {}, ("lat",), "H"),
@@ -57,8 +59,9 @@ def test_every_box_is_the_slice(tmp_path, case):
     if case == "packed":
         stored[stored == 7] = 8
     with Hdf5Dataset(write(tmp_path / "a.h5", stored, layout, scales, **attributes), "x", {"w": "field"}) as dataset:
-        values = np.einsum(f"{axes}->{''.join(sorted(axes, key='DHWC'.index))}", stored)
-        values = values.reshape([dict(zip(axes, shape)).get(axis, 1) for axis in "HWC"])
+        once, named = (stored[0], axes[1:]) if axes[0] == "N" else (stored, axes)
+        values = np.einsum(f"{named}->{''.join(sorted(named, key='DHWC'.index))}", once)
+        values = values.reshape([dict(zip(named, once.shape)).get(axis, 1) for axis in "HWC"])
         values = values * attributes.get("scale_factor", 1)
         field = dataset.fields["w"]
         assert field.static == axes and field.shape == values.shape and field.is_target

@@ -9,8 +9,6 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data import DataError, Hdf5Dataset
-from halograd.dtensor import Box
 from halograd.errors import UserError
 from halograd.training import evaluate, train
 from tests.training.runs import write_own
@@ -21,25 +19,6 @@ DOCS = Path(__file__).parents[2] / "docs/data.md"
 def code(heading: str) -> str:
     """Return the example below a heading of docs/data.md."""
     return re.split(r"```python\n|```", DOCS.read_text(encoding="utf-8").split(f"### {heading}\n")[1])[1]
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("shape", [(6, 8), (6, 1), (1, 6, 8), (1, 6, 8, 1)])
-def test_fields_that_all_samples_share(comm, working, shape):
-    rng = np.random.default_rng(0)
-    with h5py.File("data.h5", "w") as file:
-        file["fields"], file["orography"] = rng.random((5, 6, 8, 2)), rng.random(shape)
-        file["fields"].attrs["layout"] = "NHWC"
-        once = file["orography"][()]
-    message = r"'/fields' has 5 samples, '/orography' the shape .* \(docs/data.md, Fields that all samples share\)"
-    with pytest.raises(DataError, match=message):
-        Hdf5Dataset("data.h5", {"x": "fields", "o": "orography"}, None)
-    example = code("Fields that all samples share")
-    exec(example if shape[0] > 1 else example.replace("once.shape", "once.shape[1:]").replace("(once)", "(once)[0]"))
-    with Hdf5Dataset("data.h5", {"x": "fields", "o": "orography of each"}, None) as dataset:
-        out = np.empty((5, *dataset.fields["o"].shape))
-        dataset.read("o", range(5), Box.of_shape(out.shape), out)
-        assert (out.reshape(5, *np.squeeze(once).shape) == np.squeeze(once)).all()
 
 
 PADDED = """

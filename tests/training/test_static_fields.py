@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
+from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from tests.training.cuts import CUTS, check_resumed, curve, overrides_of
 from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
@@ -63,3 +64,9 @@ def test_as_fields_of_each_sample(comm, config):
 def test_resumed(comm, config):
     cuts = [overrides_of(cut) for cut in CUTS[comm.size]]
     check_resumed(comm, config, [], cuts)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_target_of_all_samples_is_refused(comm, config):
+    with pytest.raises(UserError, match=r"data.targets: expected a target 't' of each sample, got 'g' .* axes"):
+        train(config, [f"strategy.height={comm.size}", 'data.targets.t="g"'], comm=comm)
