@@ -123,7 +123,9 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     temporary.mkdir()
     mark = jobs.new_mark()
     extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(temporary), "TMPDIR": str(temporary)}
-    extra |= jobs.bytecode(folder)
+    compiled = folder / "compiled"
+    compiled.mkdir(exist_ok=True)
+    extra |= {jobs.COMPILED: str(compiled), **jobs.bytecode(folder)}
     begin = time.monotonic()
     process = subprocess.Popen(
         command(name, options.test_limit, arguments_for(name, half, options)),

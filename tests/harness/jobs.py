@@ -18,6 +18,8 @@ from tests.harness.limits import grace
 from tests.harness.record import VARIABLE
 
 MARK = "HALOGRAD_TEST_JOB"
+#: Variable with the folder of CUDA programs that the processes of the suite have compiled for the CPU.
+COMPILED = "HALOGRAD_TEST_COMPILED"
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 

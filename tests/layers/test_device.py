@@ -205,12 +205,12 @@ def test_losses_compute_what_they_compute_on_the_host(name):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("weights", [(6, 5, 1), (1, 1, 1), (1,)], ids=str)
 @pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=NEEDS_COMPILER)])
-def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tmp_path):
+def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights):
     """Weighted losses on a device equal those on the host, by device kernels or by functions of its arrays."""
     from halograd.kernels.numpy import NumpyBackend
 
     with Communicator(MPI.COMM_WORLD) as comm:
-        kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)) if cuda else None)
+        kernels = FakeBackend(HostBackend(HostLauncher()) if cuda else None)
         for name, (make, shape, target) in LOSSES.items():
             if name == "several":
                 continue
@@ -232,10 +232,10 @@ def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tm
 
 @pytest.mark.ranks(1)
 @NEEDS_COMPILER
-def test_a_target_that_is_no_class_makes_the_loss_undefined(tmp_path):
+def test_a_target_that_is_no_class_makes_the_loss_undefined():
     """A target that is no class makes the loss NaN on a device, where the host does not read targets."""
     make, shape, target = LOSSES["cross-entropy"]
-    kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)))
+    kernels = FakeBackend(HostBackend(HostLauncher()))
     with Communicator(MPI.COMM_WORLD) as comm:
         loss, _ = loss_and_gradient(make, shape, target, comm, kernels, {}, wrong=True)
     kernels.close()

@@ -37,11 +37,11 @@ CASES = {"dropping": dropping, "regression": regression, "mesh": NETWORKS["mesh"
 
 
 @pytest.fixture(scope="module")
-def cuda(tmp_path_factory):
+def cuda():
     """Return the CUDA kernels, compiled for the CPU, each once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
+    return HostBackend(HostLauncher())
 
 
 def compare(name, parts, cuda, optimizer="sgd", clip=None, bound=1e-11):

@@ -28,10 +28,10 @@ from tests.training.steps import advance, fill
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
+def kernels():
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    backend = FakeBackend(HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host"))))
+    backend = FakeBackend(HostBackend(HostLauncher()))
     yield backend
     backend.close()
 

@@ -14,11 +14,11 @@ MOST = 60
 
 
 @pytest.fixture(scope="module")
-def cuda(tmp_path_factory):
+def cuda():
     """Return our CUDA kernels, compiled for the CPU, each once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
+    return HostBackend(HostLauncher())
 
 
 #: By network and number of parts of the height.

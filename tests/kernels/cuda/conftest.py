@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,16 +20,15 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLO
 
 
 @pytest.fixture(scope="session", params=PLACES)
-def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
+def host(request) -> Iterator[HostLauncher]:
     """Return a launcher: the double of a device, a mirrored GPU, or the mirrored double (HALOGRAD_CUDA_MIRROR)."""
-    folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
     real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
     if not real and compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     if not real and not mirrored:
-        yield HostLauncher(folder)
+        yield HostLauncher()
         return
-    device = mirror.on_cupy(folder, CupyLauncher()) if real else mirror.on_host(folder, HostLauncher(folder))
+    device = mirror.on_cupy(CupyLauncher()) if real else mirror.on_host(HostLauncher())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch: device.run(launch))
         yield device

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +21,7 @@ from halograd.kernels.cuda.launch import Extents, Function, Launcher, address
 from halograd.kernels.cuda.sources import CudaProgram
 from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.numpy import NumpyBackend
+from tests.harness.jobs import COMPILED
 
 SHIM = Path(__file__).parent / "host_shim.h"
 # The kernels access elements as vectors, which CUDA permits and C++ does not.
@@ -30,19 +35,27 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="cuda-on-the-host-")  # removed when the process ends
+
+
+def folder() -> Path:
+    """Return the folder of compiled programs: that of the suite, whose processes share it, or this process's own."""
+    return Path(os.environ.get(COMPILED) or _own_folder().name)
+
+
 class HostLauncher(Launcher):
     """Launcher that runs kernels on the CPU.
 
     Parameters
     ----------
-    folder
-        Folder of compiled programs.
     units
         Number of multiprocessors. Few of them make small grids, so that loops over a grid run several times.
     """
 
-    def __init__(self, folder: Path, units: int = 2) -> None:
-        self.folder, self.units = folder, units
+    def __init__(self, units: int = 2) -> None:
+        self.units = units
         self.launched: list[str] = []
         self.programs: set[CudaProgram] = set()
         self._libraries: dict[CudaProgram, ctypes.CDLL] = {}
@@ -92,11 +105,15 @@ class HostLauncher(Launcher):
         command = [str(compiler()), *OPTIONS, *macros, f"-I{SHIM.parent}"]
         text = program.text
         key = hashlib.sha256("\n".join([*command, text, SHIM.read_text()]).encode()).hexdigest()[:16]
-        source, library = self.folder / f"{program.source}-{key}.cpp", self.folder / f"{program.source}-{key}.so"
-        if not library.exists():
-            source.write_text(text)
-            done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
-            assert done.returncode == 0, f"{program}: {done.stderr[:4000]}"
+        source = folder() / f"{program.source}-{key}.cpp"
+        library, unfinished = source.with_suffix(".so"), source.with_suffix(".new")
+        with source.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may compile it
+            if not library.exists():
+                source.write_text(text)
+                done = subprocess.run([*command, "-o", str(unfinished), str(source)], capture_output=True, text=True)
+                assert done.returncode == 0, f"{program}: {done.stderr[:4000]}"
+                unfinished.rename(library)  # a killed process leaves no part of it
         return library
 
 

@@ -73,9 +73,9 @@ class MirrorLauncher(HostLauncher):
     """
 
     def __init__(
-        self, folder: Any, kernels: Launcher, allocate: Callable[[int], Any], put: Callable[..., Any], get: Callable
+        self, kernels: Launcher, allocate: Callable[[int], Any], put: Callable[..., Any], get: Callable
     ) -> None:
-        super().__init__(folder, kernels.units)
+        super().__init__(kernels.units)
         self._kernels, self._allocate, self._put, self._get = kernels, allocate, put, get
 
     def set_order(self, backward: bool) -> None:
@@ -128,7 +128,7 @@ def _moved(address: int, copies: list[Copy]) -> int:
     return address
 
 
-def on_cupy(folder: Any, kernels: Launcher) -> MirrorLauncher:
+def on_cupy(kernels: Launcher) -> MirrorLauncher:
     """Return a mirror with kernels on the current CUDA device."""
     import cupy
 
@@ -142,10 +142,10 @@ def on_cupy(folder: Any, kernels: Launcher) -> MirrorLauncher:
     def get(memory: Any, at: int, nbytes: int) -> np.ndarray:
         return cupy.asnumpy(memory[at : at + nbytes])
 
-    return MirrorLauncher(folder, kernels, allocate, put, get)
+    return MirrorLauncher(kernels, allocate, put, get)
 
 
-def on_host(folder: Any, kernels: HostLauncher) -> MirrorLauncher:
+def on_host(kernels: HostLauncher) -> MirrorLauncher:
     """Return a mirror with kernels on the CPU, in separate memory, to check the mirror."""
 
     def allocate(nbytes: int) -> tuple[Any, int]:
@@ -158,4 +158,4 @@ def on_host(folder: Any, kernels: HostLauncher) -> MirrorLauncher:
     def get(memory: Any, at: int, nbytes: int) -> np.ndarray:
         return memory[at : at + nbytes].copy()
 
-    return MirrorLauncher(folder, kernels, allocate, put, get)
+    return MirrorLauncher(kernels, allocate, put, get)

@@ -12,9 +12,9 @@ from .host import HostBackend, HostLauncher
 
 
 @pytest.fixture
-def apart(host, tmp_path, monkeypatch) -> HostBackend:
+def apart(host, monkeypatch) -> HostBackend:
     """Return a backend whose kernels run on copies of the test's arrays."""
-    device = mirror.on_host(tmp_path, HostLauncher(tmp_path))
+    device = mirror.on_host(HostLauncher())
     monkeypatch.setattr(Launch, "__call__", lambda launch: device.run(launch))
     return HostBackend(device)
 

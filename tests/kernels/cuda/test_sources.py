@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +15,14 @@ import pytest
 from halograd.kernels import ACTIVATIONS, KernelError
 from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.cuda.sources import ADDED, FOLDER, CudaProgram, kernels_of, record_of, text_of
+from tests.harness.jobs import COMPILED
+from tests.harness.limits import LIMIT
 
 from .conftest import DTYPES
 from .host import HostBackend, HostLauncher, compiler
 from .nvrtc import Nvrtc
 
+ROOT = Path(__file__).parents[3]
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 #: Each architecture with half of the dtypes, which differ in two conversions only.
 ARCHITECTURES = {"sm_80": ("float64", "float16"), "sm_90": ("float32", "bfloat16")}
@@ -61,7 +66,7 @@ def test_kinds_of_activations_are_numbered_alike():
 
 
 @pytest.mark.parametrize("where, what", [("GELU_TANH,\n", "GELU_TANH,\n    NEW,\n"), ("-1\n#endif", "12\n#endif")])
-def test_a_kind_without_a_case_does_not_compile(tmp_path, where, what):
+def test_a_kind_without_a_case_does_not_compile(where, what):
     """A kind that has a number but no case does not compile, and neither does an unknown number."""
     if compiler() is None:
         pytest.skip("needs g++")
@@ -74,15 +79,28 @@ def test_a_kind_without_a_case_does_not_compile(tmp_path, where, what):
 
     message = "NEW" if "NEW" in what else "no such kind of activation"
     with pytest.raises(AssertionError, match=message):
-        HostLauncher(tmp_path)._compile(Changed("elementwise"))
+        HostLauncher()._compile(Changed("elementwise"))
 
 
-def test_a_number_that_is_no_kind_gives_nan(tmp_path, monkeypatch):
+def test_a_program_is_compiled_once_for_all_processes(tmp_path, monkeypatch):
+    if compiler() is None:
+        pytest.skip("needs g++")
+    monkeypatch.setenv(COMPILED, str(tmp_path))
+    library = HostLauncher()._compile(CudaProgram("reduce"))
+    assert library.parent == tmp_path and not list(tmp_path.glob("*.new"))
+    code = "import subprocess; from halograd.kernels.cuda.sources import CudaProgram; "
+    code += "from tests.kernels.cuda import host; host.subprocess.run = None; "
+    code += "print(host.HostLauncher()._compile(CudaProgram('reduce')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout == f"{library}\n", done.stderr
+
+
+def test_a_number_that_is_no_kind_gives_nan(monkeypatch):
     if compiler() is None:
         pytest.skip("needs g++")
     monkeypatch.setattr("halograd.kernels.cuda.pointwise.ACTIVATIONS", ("none",) * len(ACTIVATIONS) + ("relu",))
     x, y, dy, dx = (np.ones(4, np.float32) for _ in range(4))
-    for kernel in HostBackend(HostLauncher(tmp_path)).activation("relu", x, y, dy, dx):
+    for kernel in HostBackend(HostLauncher()).activation("relu", x, y, dy, dx):
         kernel()
     assert np.isnan(y).all() and np.isnan(dx).all()
 
@@ -194,14 +212,14 @@ def meet(host: HostLauncher, name: str, mode: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_threads_wait_at_barriers(tmp_path, host, backward):
-    host = HostLauncher(tmp_path)
+def test_threads_wait_at_barriers(host, backward):
+    host = HostLauncher()
     host.set_order(backward)
     assert np.array_equal(meet(host, "meet", 0), np.arange(256, 0, -1))
 
 
-def test_faults_are_found(tmp_path, host):
-    host = HostLauncher(tmp_path)
+def test_faults_are_found(host):
+    host = HostLauncher()
     with pytest.raises(AssertionError, match="a barrier in a KERNEL"):
         meet(host, "alone", 0)
     with pytest.raises(AssertionError, match="some threads of a block ended while others waited"):

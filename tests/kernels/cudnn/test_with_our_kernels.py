@@ -25,11 +25,11 @@ G = Geometry.of((3, 3), 1, 1)
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory) -> HostLauncher:
+def host() -> HostLauncher:
     """Return a launcher that compiles each program once for this file."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host"))
+    return HostLauncher()
 
 
 @pytest.fixture
