@@ -10,7 +10,8 @@ torch the peak of all live tensors. Work space of oneDNN is left out on both sid
 :mod:`benchmarks.recompute`; nothing is computed for them.
 
 Step times are those of :mod:`benchmarks.step`: processes in turn on the same two cores, which must have the same
-losses. There is one contest of halograd and torch per problem and rule. ``ratio`` is halograd divided by torch.
+losses. There is one contest of halograd and torch per problem and rule; in ``matched``, torch computes blocks again,
+and halograd has the memory of torch. ``ratio`` is halograd divided by torch.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ from halograd.models import build
 
 __all__ = ["memory", "times"]
 
+#: Contest in which halograd has the memory of torch with blocks computed again.
+MATCHED = "matched"
+
 
 def memory(network: Network) -> dict[str, tuple[int, int]]:
     """Return the memory of halograd and of torch, by rule [B]."""
-    parameters = sum(4 * math.prod(spec.shape) for spec in network.parameters().values())
-    own = arenas(network, strategies(network))
-    return {rule: (own[rule] + 2 * parameters, peak_bytes(network, regions_of(network, rule))) for rule in RULES}
+    own, beside = arenas(network, strategies(network)), 2 * parameters_of(network)
+    return {rule: (own[rule] + beside, peak_bytes(network, regions_of(network, rule))) for rule in RULES}
+
+
+def parameters_of(network: Network) -> int:
+    """Return the size of the parameters [B]."""
+    return sum(4 * math.prod(spec.shape) for spec in network.parameters().values())
 
 
 def times(problem: str, rule: str, settings: Settings) -> Outcome:
@@ -52,9 +60,12 @@ def times(problem: str, rule: str, settings: Settings) -> Outcome:
     EntryError
         If one of them fails, or their losses differ.
     """
-    regions = regions_of(PROBLEMS[problem].make(), rule)
+    network = PROBLEMS[problem].make()
+    regions, spec = regions_of(network, "block" if rule == MATCHED else rule), {"recompute": rule}
+    if rule == MATCHED:
+        spec = {"arena": peak_bytes(network, regions) - 2 * parameters_of(network)}
     entries = [
-        Entry("halograd", f"halograd, {rule}", "halograd", spec={"recompute": rule}),
+        Entry("halograd", f"halograd, {rule}", "halograd", spec=spec),
         Entry("torch", f"torch, {rule}", "torch", spec={"regions": regions}),
     ]
     return run(problem, entries, settings, lambda line: None)
@@ -81,7 +92,7 @@ def main(
     print(f"\n{'step [ms]':16}{'':12}{'halograd':>12}{'torch':>12}{'ratio':>8}   (median; best)")
     try:
         for problem in problems.split(","):
-            for rule in RULES:
+            for rule in (*RULES, MATCHED):
                 found = times(problem, rule, Settings(rounds=rounds, budget=budget)).times
                 best = [1e3 * found[name].best for name in ("halograd", "torch")]
                 line = row(problem, rule, *(1e3 * found[name].median for name in ("halograd", "torch")))

@@ -14,6 +14,8 @@ from benchmarks.recompute import strategies
 from halograd.comm import Communicator
 from halograd.kernels import BatchNormKernels, Kernel, get_backend
 from halograd.layers.strategy import Strategy
+from halograd.program.keeping import Keeping
+from halograd.program.program import Target
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
@@ -29,7 +31,7 @@ class HalogradSubject:
     ----------
     spec
         ``problem``, ``threads`` per rank, ``options`` of the strategy; on one rank ``recompute``, the rule of the
-        outputs that are computed again.
+        outputs that are computed again, or ``arena``, the bytes of an arena in which as little as possible is.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -41,6 +43,9 @@ class HalogradSubject:
         strategy = Strategy(parts, options=spec.get("options", {}))
         if "recompute" in spec:
             strategy = strategies(network)[spec["recompute"]]
+        if "arena" in spec:
+            keeping = Keeping(network, strategy, Target(problem.batch))
+            strategy = keeping.within(spec["arena"]) or keeping.fewest()
         self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, "float32", seed=0)
         self.trainer = Trainer(self.executor, SGD(self.executor.store), Constant(problem.rate))
         for name, array in problem.data(network).items():

@@ -31,8 +31,9 @@ ALIGNMENT = 64
 
 #: An arena of at most this multiple of the least possible size is taken.
 NEAR = 1.005
-#: Number of orders without success that are derived from one order, for buffers that are released and written again.
-TRIES = 4
+#: Numbers of orders without success that are derived from one order, for buffers that are released and written again:
+#: the smallest, and the number for one buffer, of which many have the part that falls to each.
+TRIES, TRIES_OF_ONE = 4, 600
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,12 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
             best = found if best is None or found[1] < best[1] else best
     assert best is not None
     if any(len(some) > 1 for some in spans.values()):
-        trial, left = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes)), TRIES
+        trial = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes))
+        left = tries = max(TRIES, TRIES_OF_ONE // len(spans))
         while left and best[1] > NEAR * least:
             # What lies at the end is placed first.
             offsets, end = found = _in_order(trial, spans, begin)
-            best, left = (found, TRIES) if end < best[1] else (best, left - 1)
+            best, left = (found, tries) if end < best[1] else (best, left - 1)
             trial.sort(key=lambda buffer: offsets[buffer] + aligned(buffer.nbytes) < end)
     return best
 

@@ -123,6 +123,12 @@ class Keeping:
             [len(s.before) + len(s.operations) + len(s.after) for s in program.backward],
         )
         here = len(self._places)
+        #: Last layer whose backward pass reads each output; -1: there is none.
+        self._readers = np.full(count, -1)
+        for segment in program.backward:
+            place = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
+            for buffer in (b for o in segment.operations for b in o.buffers() if b in owners):
+                self._readers[owners[buffer]] = max(self._readers[owners[buffer]], place)
         #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays.
         self._alive, others = np.zeros((count, here)), np.zeros(len(operations) + 1)
         for buffer, some in spans.items():
@@ -164,7 +170,12 @@ class Keeping:
         #: Memory of a run, time to repeat it, bytes of its outputs that are kept, each [beginning + 1, kept behind].
         self._need = np.full((n + 1, n + 1), np.inf)
         for row in range(n + 1):
-            rows = total[np.minimum(behind[row:] + 1, n)] - total[row] + self._others
+            ends = np.minimum(behind[row:] + 1, n)
+            rows = total[ends] - total[row]
+            # A run is repeated before the backward pass of the last layer that reads one of its outputs.
+            since = np.maximum.accumulate(np.append(-1, self._readers[row:]))
+            rows = np.where(places > since[:, None], total[ends] - total[behind[row:]], rows) + self._others
+            rows += self._alive[row - 1] if row else 0.0  # the output that is kept before the run
             rows = np.where((places >= row) & (places <= behind[row:, None]), rows, 0.0)
             self._need[row, row:] = rows.max(axis=1, initial=0.0)
         self._extra, self._again = kept, again
@@ -186,7 +197,7 @@ class Keeping:
         finite = np.where(np.isfinite(self._need), self._need + self._more + self._extra, 0.0)
         high = float(finite.max(initial=0.0) + self._held.sum() + self._more.sum(axis=1).max(initial=0.0))
         low = float(self._others.max(initial=0.0))
-        while high - low > 0.0005 * high:
+        while high - low > 1e-5 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
         return high
@@ -251,7 +262,7 @@ class Keeping:
         seconds, nbytes = np.full((n + 2, most), np.inf), np.full((n + 2, most), np.inf)
         before = np.zeros((n + 2, most), np.intp)  # flat index of the state of the layer that is kept before
         seconds[0, 0] = nbytes[0, 0] = 0.0
-        held = np.append(self._held, 0.0)
+        held = np.append(0.0, self._held)[:, None]  # by row: the output that is kept there
         for behind in range(n + 1):
             rows = slice(0, behind + 1)
             kept = nbytes[rows] + self._more[rows, behind, None]
@@ -261,7 +272,7 @@ class Keeping:
             if not len(at):
                 continue
             time = (seconds[rows] + self._again[rows, behind, None]).reshape(-1)[at]
-            kept = (kept + self._extra[rows, behind, None]).reshape(-1)[at] + held[behind]
+            kept = (kept + self._extra[rows, behind, None] + held[rows]).reshape(-1)[at]
             chosen = _undominated(time, kept, most)
             count = len(chosen)
             seconds[behind + 1, :count], nbytes[behind + 1, :count] = time[chosen], kept[chosen]
