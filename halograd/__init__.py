@@ -21,11 +21,12 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` loads the names
     from .layers import *  # noqa: F403  (all layers are exported)
     from .training.executor import Executor
     from .training.monitors import Callback
-    from .training.optimizers import LARS, SGD, Adam, AdamW
-    from .training.schedules import Constant, Cosine, StepDecay, WarmUp
+    from .training.optimizers import LAMB, LARS, SGD, Adam, AdamW, Lion
+    from .training.schedules import Constant, Cosine, Linear, OneCycle, Plateau, Polynomial, StepDecay, WarmUp
     from .training.trainer import Trainer
 
 __all__ = [
+    "LAMB",
     "LARS",
     "SGD",
     "Adam",
@@ -40,6 +41,11 @@ __all__ = [
     "Executor",
     "Halo",
     "Layout",
+    "Linear",
+    "Lion",
+    "OneCycle",
+    "Plateau",
+    "Polynomial",
     "StepDecay",
     "Trainer",
     "UserError",

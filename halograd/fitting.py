@@ -17,6 +17,7 @@ from .data import ArrayDataset, ChannelStatistics, Dataset
 from .errors import UserError
 from .layers import Network
 from .models.own import give
+from .registry import Registry
 from .schema import nearest
 from .signatures import check_methods
 from .training.build import make_network
@@ -24,9 +25,12 @@ from .training.checkpoint import read_header
 from .training.config import Config, DataConfig, TrainingConfig, check_config
 from .training.directory import checkpoint_of
 from .training.log import read_log
+from .training.metrics import METRICS
 from .training.monitors import Callback
+from .training.optimizers import OPTIMIZERS, OptimizerSettings
 from .training.root import on_root
 from .training.run import train
+from .training.schedules import SCHEDULES, schedule_of
 from .training.trained import apply, evaluate, find_trained
 
 __all__ = ["TrainedRun", "fit"]
@@ -82,7 +86,16 @@ def fit(
         Keys of the tables ``[training]`` (``epochs`` and ``batch`` are required; ``seed``, ``patience``, ...) and
         ``[data]`` (``validation``, ``augment``, ...); and whole tables of a configuration: ``model`` (options),
         ``optimizer``, ``schedule``, ``strategy``, ``output``, ``backend``, ``reduction``, ``run``. The default is Adam
-        with a constant learning rate of 0.001.
+        with a constant learning rate of 0.001. Three of them may be objects:
+
+        - ``schedule``: a :class:`halograd.training.Schedule`, or a function from the number of the update (0, 1, ...)
+          to its learning rate;
+        - ``optimizer``: a class, or its settings (``AdamW.Settings(...)``); ``kind`` of a table may be a class too;
+        - ``metrics``: a list of metrics of the first prediction, in addition to those of the loss: names as in
+          ``output.metrics``, objects or classes.
+
+        Objects that a script makes are known only there: to evaluate such a run by the command line, name other ones by
+        ``--set``.
 
     Raises
     ------
@@ -94,6 +107,33 @@ def fit(
     _check_callbacks(callbacks)
     result = train(config, (), resume, world, plan_run, rank_schemes_of, callbacks)
     return TrainedRun(Path(config.output.directory), network if isinstance(network, Network) else None, world, result)
+
+
+def _schedule(given: Any) -> Any:
+    """Return the table ``[schedule]`` of an object, a function or a table."""
+    if isinstance(given, Mapping):
+        return _with_kind(given, SCHEDULES)
+    if not callable(given) or isinstance(given, type):
+        raise UserError(
+            f"fit(): schedule: expected a table, a halograd.training.Schedule, or a function of the step, got {given!r}"
+        )
+    return {"kind": SCHEDULES.give(schedule_of(given))}
+
+
+def _optimizer(given: Any) -> Any:
+    """Return the table ``[optimizer]`` of a class, of settings or of a table."""
+    if isinstance(given, OptimizerSettings):
+        return given.model_dump(exclude_unset=True)
+    return _with_kind(given if isinstance(given, Mapping) else {"kind": given}, OPTIMIZERS)
+
+
+def _with_kind(table: Mapping[str, Any], registry: Registry[Any]) -> dict[str, Any]:
+    """Return a table whose `kind`, if it is a class, is its name."""
+    kind = table.get("kind", "")
+    if isinstance(kind, str):
+        return dict(table)
+    named = getattr(kind, "name", "")
+    return {**table, "kind": named if named in registry.names and registry[named] is kind else registry.give(kind)}
 
 
 def _check_callbacks(callbacks: Any) -> None:
@@ -115,7 +155,11 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
         for table in (TrainingConfig, DataConfig)
     )
     others = {key: value for key, value in given.items() if key not in {**training, **own_keys}}
-    known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields]
+    metrics = [one if isinstance(one, str) else METRICS.give(one) for one in others.pop("metrics", ())]
+    for key, make in (("schedule", _schedule), ("optimizer", _optimizer)):
+        if key in others:
+            others[key] = make(others[key])
+    known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields, "metrics"]
     for key in others.keys() - set(known):
         raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
     tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
@@ -124,6 +168,8 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
     tables["data"] = {**own_keys, **_data(data, "fit()")}
     tables["training"] = {**training, **tables.get("training", {})}
     tables["output"] = {**tables.get("output", {}), "directory": str(out)}
+    if metrics:
+        tables["output"]["metrics"] = [*tables["output"].get("metrics", []), *metrics]
     return {"optimizer": dict(_ADAM), "schedule": {"kind": "constant", "learning_rate": 1e-3}, **tables}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from pydantic_core import core_schema
 from .documents import shown
 from .errors import UserError
 from .schema import build, nearest
-from .user_code import describe, is_location, load
+from .user_code import SCRIPT, describe, is_location, load
 
 __all__ = ["Chosen", "Registry"]
 
@@ -53,6 +54,7 @@ class Registry(Generic[Kind]):
         self.kind, self.base, self.key = kind, base, key
         self._classes: dict[str, type[Kind]] = {}
         self._later: dict[str, Callable[[], type[Kind]]] = {}
+        self._given: dict[str, Any] = {}
 
     def register(self, cls: type[Kind]) -> type[Kind]:
         """Add a class under its attribute `name`; return the class. Raises ValueError if the name is taken."""
@@ -70,6 +72,20 @@ class Registry(Generic[Kind]):
         if self._classes.get(name) is not None or name in self._later:
             raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken")
         self._later[name] = load
+
+    def give(self, given: Any) -> str:
+        """Register a class, or an object, that a script has made; return its name for a configuration. Local.
+
+        Every rank calls it. The name is known in this process only. Every :meth:`make` returns a copy of an object.
+        """
+        made = given if isinstance(given, type) else type(given)
+        if not issubclass(made, self.base):
+            raise UserError(f"{self.key}: expected a {self.base.__name__}, or a class derived from it, got {given!r}")
+        name = f"{SCRIPT}:{made.__name__}"
+        while self._given.get(name, given) is not given:
+            name += "_"
+        self._given[name] = given
+        return name
 
     @cached_property
     def _installed(self) -> Mapping[str, EntryPoint]:
@@ -102,6 +118,14 @@ class Registry(Generic[Kind]):
             return self._classes[name]
         if name in self._later:
             return self._later[name]()
+        if name in self._given:
+            given = self._given[name]
+            return self._checked(given if isinstance(given, type) else type(given), name, at)
+        if name.startswith(f"{SCRIPT}:"):
+            raise UserError(
+                f"{at}: {name.partition(':')[2]!r} was made by a script, and is known only there (halograd.fit); use it"
+                f' there, or name another by --set {at}=..., as "FILE.py:CLASS" for one of your own'
+            )
         if is_location(name):
             return self._checked(load(name, at, "class"), name, at)
         if name in self._installed:
@@ -133,6 +157,8 @@ class Registry(Generic[Kind]):
         `key`. Raises UserError for an unknown name, and for settings that its class does not permit.
         """
         at = at or self.key
+        if text in self._given and not isinstance(self._given[text], type):
+            return copy.deepcopy(self._given[text])
         name, values = _split(text)
         head = name.partition(":")[0]
         if head in self.names and head != name:

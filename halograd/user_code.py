@@ -17,7 +17,11 @@ from typing import Any
 from .documents import shown
 from .errors import UserError
 
-__all__ = ["check_files", "checksums", "describe", "is_location", "load"]
+__all__ = ["SCRIPT", "check_files", "checksums", "describe", "is_location", "load"]
+
+
+#: Replaces the file name in the location of an object that a script has made.
+SCRIPT = "script"
 
 
 def is_location(name: str) -> bool:

@@ -13,20 +13,18 @@ from pydantic.errors import PydanticUserError
 
 from halograd import schema
 from halograd.errors import UserError
-from halograd.user_code import describe, load
+from halograd.user_code import SCRIPT, describe, load
 
 from ..layers import Network
 
 __all__ = ["build_own", "call_own", "give", "is_made", "load_function", "options_of_own", "source_of"]
 
-#: Replaces the file name in the location of an object that a script has made.
-_SCRIPT = "script"
 _MADE: dict[str, Any] = {}
 
 
 def give(made: Any, name: str) -> str:
     """Register an object that a script has created, and return its location as a text. Local; every rank calls it."""
-    where = f"{_SCRIPT}:{name}"
+    where = f"{SCRIPT}:{name}"
     _MADE[where] = made
     return where
 
@@ -95,7 +93,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
         See :func:`halograd.user_code.load`.
     """
     location, _, name = where.rpartition(":")
-    if location == _SCRIPT:
+    if location == SCRIPT:
         raise UserError(
             f"{key}: {name!r} was made by a script, not by a function in a file; use it there (halograd.fit), or give "
             f'such a function by --set {key}="FILE.py:FUNCTION"'
@@ -105,7 +103,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 def source_of(where: str) -> tuple[str, str]:
     """Return the location of a function and a checksum of its file, which a run records as its source. Local."""
-    script = where.startswith(f"{_SCRIPT}:")
+    script = where.startswith(f"{SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""
     return where, f"{zlib.crc32(text):08x}"

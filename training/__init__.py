@@ -15,15 +15,29 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation
     from .executor import Executor
     from .metrics import METRICS, Confusion, Metric
-    from .optimizers import LARS, OPTIMIZERS, SGD, Adam, AdamW, Optimizer, OptimizerSettings
+    from .optimizers import LAMB, LARS, OPTIMIZERS, SGD, Adam, AdamW, Lion, Optimizer, OptimizerSettings
     from .run import train
-    from .schedules import SCHEDULES, Constant, Cosine, Schedule, ScheduleSettings, StepDecay, TrainingSpan, WarmUp
+    from .schedules import (
+        SCHEDULES,
+        Constant,
+        Cosine,
+        Linear,
+        OneCycle,
+        Plateau,
+        Polynomial,
+        Schedule,
+        ScheduleSettings,
+        StepDecay,
+        TrainingSpan,
+        WarmUp,
+    )
     from .store import ParameterStore
     from .timeline import Timeline, write_trace
     from .trained import apply, evaluate
     from .trainer import Diverged, Trainer
 
 __all__ = [
+    "LAMB",
     "LARS",
     "METRICS",
     "OPTIMIZERS",
@@ -38,10 +52,15 @@ __all__ = [
     "Diverged",
     "Evaluation",
     "Executor",
+    "Linear",
+    "Lion",
     "Metric",
+    "OneCycle",
     "Optimizer",
     "OptimizerSettings",
     "ParameterStore",
+    "Plateau",
+    "Polynomial",
     "Schedule",
     "ScheduleSettings",
     "Snapshot",
@@ -67,11 +86,12 @@ _HOMES = {
     "evaluation": ("Evaluation",),
     "executor": ("Executor",),
     "metrics": ("METRICS", "Confusion", "Metric"),
-    "optimizers": ("LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings"),
+    "optimizers": ("LAMB", "LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Lion", "Optimizer", "OptimizerSettings"),
     "run": ("train",),
     "trained": ("apply", "evaluate"),
     "schedules": (
-        *("SCHEDULES", "Constant", "Cosine", "Schedule", "ScheduleSettings", "StepDecay", "TrainingSpan", "WarmUp"),
+        *("SCHEDULES", "Constant", "Cosine", "Linear", "OneCycle", "Plateau", "Polynomial", "Schedule"),
+        *("ScheduleSettings", "StepDecay", "TrainingSpan", "WarmUp"),
     ),
     "store": ("ParameterStore",),
     "halograd.layers": ("Strategy",),

@@ -99,6 +99,8 @@ class TrainingProgress:
         Count of each class, by target, if a loss is balanced by it; None if classes were never counted.
     described
         Attributes of the targets in their files (units, ...), by target.
+    schedule
+        State of the schedule, from :meth:`Schedule.state_dict`; empty if the rate depends on the step alone.
     """
 
     step: int = 0
@@ -113,6 +115,7 @@ class TrainingProgress:
     best: dict[str, Any] | None = None
     class_counts: dict[str, list[int]] | None = None
     described: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from .log import RunLog
     from .monitors import BestScore
     from .optimizers import Optimizer
-    from .session import Session
+    from .schedules import Schedule
+from .session import Session
 
 __all__ = ["CheckpointFolder", "Checkpoints"]
 
@@ -198,7 +199,7 @@ class Checkpoints:
     ----------
     session, folder, log
         Session, folder and log of the run.
-    optimizer, sampler, best, auto
+    optimizer, sampler, best, auto, schedule
         Objects whose state a checkpoint holds in addition to the parameters.
     """
 
@@ -211,7 +212,9 @@ class Checkpoints:
         sampler: Sampler,
         best: BestScore,
         auto: AutoReduction | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
+        self._schedule = schedule
         self._session, self._log = session, log
         self.folder = folder
         self._optimizer, self._sampler, self._best, self._auto = optimizer, sampler, best, auto
@@ -304,6 +307,7 @@ class Checkpoints:
             best=self._best.state_dict(),
             class_counts=samples.class_counts,
             described=samples.described,
+            schedule={} if self._schedule is None else self._schedule.state_dict(),
         )
 
     def last(self) -> str:

@@ -7,7 +7,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -225,8 +225,10 @@ class TrainingRun:
         default = "loss" if config.output.checkpoint_epochs == 1 or config.training.patience else "none"
         names = self.evaluation.names if self._held_out else {}
         self.best = BestScore(config.output.best or default, names, config.training.patience)
+        schedule.follow(names)
         self._unvalidated = self._warned = False
-        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.best, self.trainer.auto)
+        states = self.optimizer, self.sampler, self.best, self.trainer.auto, schedule
+        self.checkpoints = Checkpoints(session, folder, log, *states)
         self.step_times: StepTimes | None = None
         self.steps = 0
         self.validation: dict[str, Any] = {}
@@ -242,7 +244,8 @@ class TrainingRun:
             entries = read_log(self.log.path) if comm.rank == 0 else []
             first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
             diverged = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
-            self._warn_of_schedule(entries)
+            self.trainer.schedule.load_state_dict(progress.schedule)
+            self._warn_of_schedule(entries, progress.schedule)
         self.watch.first, self.watch.diverged = comm.bcast((first, diverged.get(self.optimizer.step)))
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
@@ -260,7 +263,7 @@ class TrainingRun:
                 "training.epochs to continue"
             )
 
-    def _warn_of_schedule(self, entries: Sequence[Entry]) -> None:
+    def _warn_of_schedule(self, entries: Sequence[Entry], state: Mapping[str, Any]) -> None:
         """Warn if the learning rate jumps because the resumed run has another schedule or number of epochs."""
         before = next((entry for entry in reversed(entries) if entry["event"] == "begin"), None)
         if before is None:
@@ -271,7 +274,9 @@ class TrainingRun:
             schedule = SCHEDULES.settings(table["kind"], table)
         except (KeyError, UserError):  # a log of another version
             return
-        was = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])(step)
+        earlier = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])
+        earlier.load_state_dict(state)
+        was = earlier(step)
         if not math.isclose(was, now, rel_tol=1e-9):
             _log.warning(
                 "the schedule has changed (%d epochs before, %d now): the learning rate of step %d is %.3g, "
@@ -453,6 +458,7 @@ class TrainingRun:
                 self._stop(unvalidated=True)
                 return  # the scores of part of the samples are no validation
             self.validation, better = found, self._is_best(found, epoch)
+            self.trainer.schedule.validated(found)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
         self.log.say(text)

@@ -1,5 +1,7 @@
 """Tests of `hg.fit`: a script's network is trained, evaluated and applied as by the command line."""
 
+from types import MappingProxyType
+
 import h5py
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from mpi4py import MPI
 import halograd as hg
 from halograd.data import ArrayDataset, DataError
 from halograd.errors import UserError
-from halograd.training import evaluate, train
+from halograd.fitting import _optimizer
+from halograd.training import METRICS, SCHEDULES, SGD, Metric, Optimizer, Schedule, evaluate, train
 from halograd.training.parts import PartFile
 from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
 
@@ -231,3 +234,94 @@ def test_objects_of_a_script_are_never_continued(comm, folder, monkeypatch):
             run.apply(make(x + 1), folder / "p.h5")
         assert run.apply(make(x), folder / "p.h5")["computed"] == 12
         np.testing.assert_array_equal(predictions(folder / "p.h5"), predictions(folder / "whole.h5"))
+
+
+class Within(Metric):
+    """Share of the predictions that differ from their targets by less than a limit."""
+
+    better = MappingProxyType({"within": "higher"})
+
+    def __init__(self, limit=1.0):
+        self.limit, self.counts = limit, np.zeros(2, np.int64)
+
+    def add(self, prediction, target, weights=None):
+        near = np.abs(prediction - target) < self.limit
+        self.counts += near.size, near.sum()
+
+    def scores(self):
+        n, near = self.counts
+        return {"within": near / n if n else None}
+
+
+class Damped(SGD):
+    """SGD of a tenth of the rate."""
+
+    def rule(self, piece, numbers):
+        np.multiply(piece.g, 0.1 * numbers.rate * numbers.scale, out=piece.scratch[0])
+        np.subtract(piece.p, piece.scratch[0], out=piece.p)
+
+    def kernel(self, arrays):
+        return Optimizer.kernel(self, arrays)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_objects_of_a_script(comm, folder):
+    """Schedules, optimizers and metrics of a script are objects, functions and classes: under cuts, and resumed."""
+    data, cut = {"path": str(folder / "data.h5"), "validation": 0.3}, {"height": comm.size} if comm.size > 1 else {}
+
+    def fit(out, comm=comm, cut=cut, **more):
+        given = {**OPTIONS, "strategy": cut, "comm": comm, **more}
+        given["output"] = {"progress": False, "best": "within"}
+        return hg.fit(unet(), data, folder / out, **given)
+
+    mine = {"schedule": lambda step: 0.02 / (1 + step), "optimizer": Damped, "metrics": ["errors", Within(0.5)]}
+    fit("out", **{**mine, "epochs": 1})
+    run = fit("out", resume=True, **mine)
+    assert run.best["name"] == "within" and 0 < run.history["within"][-1] < 1 and run.history["mae"]
+    assert run.evaluate()["within"] == run.history["within"][-1]
+    comm.barrier()
+    if comm.rank == 0:
+        table = {"kind": "sgd"}
+        rates = {"schedule": Halved(0.002), "optimizer": table, "metrics": [Within(0.5)]}
+        alone = fit("alone", MPI.COMM_SELF, {}, **rates)
+        assert run.losses == pytest.approx(alone.losses, rel=1e-9)
+        assert run.history["within"] == alone.history["within"]
+
+
+class Halved(Schedule):
+    """The rate divided by the number of the update."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __call__(self, step, group=""):
+        return self.rate / (1 + step)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": 0.1}, "fit(): schedule: expected a table, a halograd.training.Schedule, or a function"),
+        ({"optimizer": Within}, "optimizer.kind: expected a Optimizer, or a class derived from it, got <class"),
+        ({"metrics": [SGD]}, "output.metrics: expected a Metric, or a class derived from it, got <class"),
+        ({"schedule": lambda step: -1.0}, "schedule: expected a learning rate >= 0 for step 0, got -1.0"),
+        ({"optimizer": {"kind": hg.Lion, "beta3": 1}}, "optimizer.beta3: unknown key"),
+    ],
+)
+def test_other_objects_are_refused(comm, folder, given, message):
+    with pytest.raises(UserError) as error:
+        hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, **{**OPTIONS, **given})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.ranks(1)
+def test_names_of_a_script_are_known_there_only():
+    with pytest.raises(UserError, match=r"schedule\.kind: 'Mine' was made by a script, .*; use it there, or"):
+        SCHEDULES.find("script:Mine")
+    first, second = (METRICS.give(Within(limit)) for limit in (0.5, 2.0))
+    assert first != second and [METRICS.make(name).limit for name in (first, second)] == [0.5, 2.0]
+    assert METRICS.make(first) is not METRICS.make(first)
+    settings = hg.AdamW.Settings(kind="adamw", weight_decay=0.1)
+    assert _optimizer(settings) == {"kind": "adamw", "weight_decay": 0.1}
+    assert _optimizer(hg.AdamW) == {"kind": "adamw"}

@@ -5,7 +5,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.kernels.numpy import updates
-from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
+from halograd.training.optimizers import LAMB, LARS, SGD, Adam, AdamW, Lion, Optimizer
 from tests.support.lean import traced
 from tests.training.own_optimizer import OwnLARS, RMSprop
 from tests.training.steps import copied
@@ -64,6 +64,21 @@ def lars(p, g, rate, state, decay, layerwise):
     return p - state["v"]
 
 
+def lion(p, g, rate, state, decay):
+    m = state.get("m", 0)
+    state["m"] = 0.98 * m + 0.02 * g
+    return p - rate * (np.sign(0.9 * m + 0.1 * g) + decay * p)
+
+
+def lamb(p, g, rate, state, decay, layerwise):
+    t = state["t"] = state.get("t", 0) + 1
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
+    state["v"] = 0.999 * state.get("v", 0) + 0.001 * g * g
+    u = (state["m"] / (1 - 0.9**t)) / (np.sqrt(state["v"] / (1 - 0.999**t)) + 1e-6) + decay * p
+    norms = np.linalg.norm(p), np.linalg.norm(u)
+    return p - rate * (norms[0] / norms[1] if layerwise and all(norms) else 1.0) * u
+
+
 DECAY = {"weight_decay": 0.01}
 CASES = {
     "sgd": (lambda s: SGD(s), lambda *a, d: sgd(*a, 0, 0, False)),
@@ -72,6 +87,8 @@ CASES = {
     "adam": (lambda s: Adam(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, False)),
     "adamw": (lambda s: AdamW(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, True)),
     "lars": (lambda s: LARS(s, momentum=0.9, trust=0.02, weight_decay=0.01), lambda *a, d: lars(*a, 0.01 * d, d)),
+    "lion": (lambda s: Lion(s, beta2=0.98, **DECAY), lambda *a, d: lion(*a, 0.01 * d)),
+    "lamb": (lambda s: LAMB(s, **DECAY), lambda *a, d: lamb(*a, 0.01 * d, d)),
     "own": (lambda s: RMSprop(s, decay=0.9, **DECAY), lambda *a, d: rms(*a, 0.01 * d)),
     "own norms": (lambda s: OwnLARS(s), lambda *a, d: lars(*a, 0.01 * d, d)),
 }

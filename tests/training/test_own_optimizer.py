@@ -107,6 +107,6 @@ def test_what_is_refused_in_one_line(tmp_path, monkeypatch, sets, message):
 @pytest.mark.ranks(2)
 def test_norms_of_whole_parameters_need_whole_parameters(comm, config):
     own = ['optimizer={kind = "own.py:OwnLARS"}', "strategy.height=2"]
-    with pytest.raises(UserError, match=r"expected sgd, adam or adamw with .*, got own.py:OwnLARS, which"):
+    with pytest.raises(UserError, match=r"expected sgd, adam, adamw or lion with .*, got own.py:OwnLARS, which"):
         train(config, [*own, 'reduction.name="sharded"'], comm=comm)
     assert train(config, own, comm=comm)["diverged"] is None

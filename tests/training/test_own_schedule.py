@@ -85,7 +85,11 @@ def test_a_group_has_a_rate_of_its_own(comm, config):
     [
         (["schedule.rise=2"], "schedule.rise: expected a number < 1, got 2"),
         (["schedule.final=0.1"], "schedule.final: unknown key; expected one of kind, learning_rate, warmup_epochs, "),
-        (["schedule.kind=steps"], 'schedule.kind: expected constant, step, cosine, or "FILE.py:CLASS", got \'steps\''),
+        (
+            ["schedule.kind=steps"],
+            "schedule.kind: expected constant, step, cosine, polynomial, linear, one_cycle, plateau, or "
+            '"FILE.py:CLASS", got \'steps\'',
+        ),
         (['schedule.kind="one_cycle.py:Cycle"'], "schedule.kind: expected a class 'Cycle' in one_cycle.py, got OneC"),
         (['schedule.kind="none.py:Cycle"'], "schedule.kind: expected a Python file, got 'none.py'"),
     ],

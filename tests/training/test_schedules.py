@@ -4,7 +4,20 @@ import math
 
 import pytest
 
-from halograd.training.schedules import Constant, Cosine, DecaySettings, StepDecay, WarmUp, make_schedule
+from halograd.errors import UserError
+from halograd.training.schedules import (
+    SCHEDULES,
+    Constant,
+    Cosine,
+    DecaySettings,
+    Linear,
+    OneCycle,
+    Plateau,
+    Polynomial,
+    StepDecay,
+    WarmUp,
+    make_schedule,
+)
 
 
 def test_constant():
@@ -69,3 +82,63 @@ def test_negative_begin():
 def test_falling_milestones():
     with pytest.raises(ValueError, match=r"milestones: expected rising steps, got \(5, 3\)"):
         StepDecay(1.0, (5, 3))
+
+
+def of(epochs=4, **table):
+    """Return the schedule of a table, for epochs of five steps."""
+    return make_schedule(SCHEDULES.settings(table["kind"], {"learning_rate": 2.0, **table}), epochs, 5)
+
+
+def test_polynomial_and_line_after_a_warm_up():
+    rate = of(kind="polynomial", power=3, final=0.5, warmup_epochs=1)
+    assert [rate(s) for s in (0, 4, 5)] == pytest.approx([0.4, 2.0, 2.0])
+    assert rate(14) == pytest.approx(0.5 + 1.5 * 0.4**3) and rate(20) == rate(99) == 0.5
+    assert [of(kind="linear")(s) for s in (0, 5, 10, 20, 21)] == pytest.approx([2, 1.5, 1, 0, 0])
+    assert of(kind="linear", final=1.0) == Linear(2.0, 20, 1.0, 1.0)
+    assert of(kind="polynomial") == Polynomial(2.0, 20, 0.9)
+
+
+@pytest.mark.torch
+def test_one_cycle_is_that_of_torch():
+    import torch
+
+    for steps, rise in ((20, 0.3), (7, 0.5), (100, 0.25)):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+        theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2.0, total_steps=steps, pct_start=rise)
+        mine = OneCycle(2.0, steps, rise, final=2.0 / 25 / 1e4)
+        for step in range(steps):
+            assert mine(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-15), step
+            optimizer.step()
+            if step + 1 < steps:
+                theirs.step()
+    assert [OneCycle(2.0, 1)(s) for s in (0, 1)] == [2.0, 0.0]
+    with pytest.raises(UserError, match="warmup_epochs: expected 0 with one_cycle, which rises itself, got 1"):
+        of(kind="one_cycle", warmup_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("better", "values"), [("lower", [5, 4, 4, 4.5, None, 4.1, 4.2]), ("higher", [1, 2, 2, 1, math.nan, 1, 1])]
+)
+def test_plateau(better, values):
+    """Two validations without improvement, undefined ones left out, multiply the rate; state continues elsewhere."""
+    table = {"kind": "plateau", "score": "iou", "factor": 0.5, "patience": 2, "least": 0.6, "warmup_epochs": 0.2}
+    rates, schedule = [], of(**table)
+    schedule.follow({"loss": "lower", "iou": better})
+    for value in values:
+        schedule.validated({"loss": 1.0, "iou": value})
+        rates.append(schedule(9))
+        again = of(**table)
+        again.follow({"iou": better})
+        again.load_state_dict(schedule.state_dict())
+        schedule = again
+    assert rates == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.6]
+    other = Plateau(2.0, 0.5, 2)
+    other.load_state_dict(schedule.state_dict())
+    assert (other.drops, other.best, other.waited) == (2, None, 0)
+
+
+def test_plateau_without_its_score():
+    with pytest.raises(UserError, match=r"schedule\.score: expected one of loss, iou, got 'dice'"):
+        of(kind="plateau", score="dice").follow({"loss": "lower", "iou": "higher", "own": None})
+    with pytest.raises(UserError, match=r"expected held-out samples, whose scores it follows, got data.validation = 0"):
+        of(kind="plateau").follow({})
