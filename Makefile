@@ -10,8 +10,11 @@
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3
 VENV ?= .venv
-# EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own.
+# EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own. With EXTRAS=mpich,test,lint,docs pip
+# installs these tools with the rest, which takes less time than a call for each.
 EXTRAS ?= mpich,test
+TOOLS := lint docs oracle peers nvrtc
+comma := ,
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # Empty for an environment outside of this clone that this clone has not made: it is used as it is, nothing is installed
@@ -41,9 +44,9 @@ $(VENV)/.stamp-python:
 $(VENV)/.stamp-base: $(VENV)/.stamp-python pyproject.toml setup.py
 	@echo "== installing halograd, MPI and the test tools (some minutes the first time)"
 	@$(PIP) install -e ".[$(EXTRAS)]"
-	@touch $@
+	@touch $@ $(addprefix $(VENV)/.stamp-,$(filter $(TOOLS),$(subst $(comma), ,$(EXTRAS))))
 
-$(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-oracle $(VENV)/.stamp-peers $(VENV)/.stamp-nvrtc: $(VENV)/.stamp-%: $(VENV)/.stamp-base
+$(addprefix $(VENV)/.stamp-,$(TOOLS)): $(VENV)/.stamp-%: $(VENV)/.stamp-base
 	@echo "== installing the extra '$*'"
 	@$(PIP) install -e ".[$(EXTRAS),$*]"
 	@touch $@

@@ -61,6 +61,21 @@ def test_what_runs_the_suite(clone, target, options):
     assert done.returncode == 0 and calls == f"tests/run_suite.py{options} -x\n", done.stdout + done.stderr
 
 
+def test_tools_named_with_the_extras_are_installed_at_once(clone):
+    """Tools among EXTRAS are installed by one call of pip, and not again by the targets that need them."""
+    own = environment(clone / ".venv", "")
+    for stamp in STAMPS[1:]:
+        (own / f".stamp-{stamp}").unlink()
+    done, calls = make(clone, "venv", "EXTRAS=mpich,test,lint,docs")
+    installed = [call for call in calls.splitlines() if "install" in call]
+    assert len(installed) == 1 and installed[0].endswith("install -e .[mpich,test,lint,docs]"), done.stderr
+    done, calls = make(clone, "lint", "docs-tools")
+    assert done.returncode == 0 and [call for call in calls.splitlines() if "install" in call] == installed
+    assert "ruff check" in calls
+    _, calls = make(clone, "nvrtc")
+    assert calls.splitlines()[-1].endswith("install -e .[mpich,test,nvrtc]")
+
+
 def test_another_environment_is_not_removed(clone):
     other = environment(clone.parent / "other", "/another/clone")
     done, _ = make(clone, "distclean", f"VENV={other}")
