@@ -296,8 +296,9 @@ class StandardAugmentation(Augmentation):
         """Return, for each channel that is a component of a vector, its axis and the channels of all components."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for vector in self.settings.vectors:
-            if set(vector) <= set(field.channel_names):
-                channels = tuple(field.channel_names.index(name) for name in vector)
+            # A name occurs several times in fields of several time steps.
+            where = [[k for k, own in enumerate(field.channel_names) if own == name] for name in vector]
+            for channels in zip(*where):
                 found |= {k: (axis, channels) for axis, k in enumerate(channels)}
         return found
 

@@ -19,7 +19,7 @@ import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, pairwise
 from typing import Any
 
 import h5py
@@ -90,7 +90,8 @@ def write_coordinates(
     if not parts or not outputs:
         return []
     try:
-        joined = _JoinedVariables(parts, _on_the_grid_of(parts[0].fields, outputs), allow_external)
+        name, rows = _on_the_grid_of(parts[0].fields, outputs), getattr(dataset, "rows", None)
+        joined = _JoinedVariables(parts, name, allow_external, rows)
     except (DataError, *HDF5_FAULTS) as error:
         return [f"all ({one_line(error)})"]
     _CoordinateWriter(file, joined, outputs).write()
@@ -122,9 +123,14 @@ class _JoinedVariables:
         Number of samples of all files.
     """
 
-    def __init__(self, parts: Sequence[Hdf5Dataset], name: str, allow_external: bool) -> None:
+    def __init__(
+        self, parts: Sequence[Hdf5Dataset], name: str, allow_external: bool, rows: NDArray[np.int64] | None = None
+    ) -> None:
         self._parts, self._input = parts, parts[0].fields[name].dataset
-        self.samples, self.spatial = sum(map(len, parts)), parts[0].fields[name].shape[:-1]
+        ends = np.cumsum([0, *map(len, parts)])
+        rows = np.arange(int(ends[-1])) if rows is None else rows  # the samples of all files that have predictions
+        self._rows = [rows[(rows >= low) & (rows < high)] - low for low, high in pairwise(ends.tolist())]
+        self.samples, self.spatial = len(rows), parts[0].fields[name].shape[:-1]
         self.values = dict[str, NDArray[Any]]()
         self._paths = dict[str, list[str]]()
         self._pieces = dict[str, list[NDArray[Any]]]()  # values of samples, by file
@@ -183,7 +189,10 @@ class _JoinedVariables:
         path = self._parts[number].path
         try:
             with open_file(path) if opened is None else nullcontext(opened) as file:
-                return np.asarray(file[self._input].file[self._paths[name][number]][()])
+                value = np.asarray(file[self._input].file[self._paths[name][number]][()])
+                axes, rows = self.variables[name].axes, self._rows[number]
+                whole = SAMPLE not in axes or len(rows) == len(self._parts[number])
+                return value if whole else np.take(value, rows, axes.index(SAMPLE))
         except (DataError, *HDF5_FAULTS) as error:
             self.leave_out(name, f"in {path}: {one_line(error)}")
             return None
@@ -203,8 +212,8 @@ class _JoinedVariables:
     @property
     def ranges(self) -> list[slice]:
         """Range of samples of each file."""
-        ends = np.cumsum([0, *map(len, self._parts)]).tolist()
-        return [slice(*ends[k : k + 2]) for k in range(len(self._parts))]
+        ends = np.cumsum([0, *map(len, self._rows)]).tolist()
+        return [slice(*ends[k : k + 2]) for k in range(len(self._rows))]
 
 
 def _difference(mine: Variable, theirs: Variable) -> str:

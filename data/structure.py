@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from pathlib import Path
@@ -117,6 +117,8 @@ class Structure:
         Other files that hold data of the datasets, with their sizes [B].
     attributes : dict
         Attributes of the file: title, history, ...
+    times : float64 array ``(N,)`` or None
+        Coordinate of time of the samples, if the first input has one as a dimension scale.
     """
 
     fields: dict[str, Field]
@@ -124,6 +126,7 @@ class Structure:
     groups: NDArray[np.int64] | None
     files: dict[str, int]
     attributes: dict[str, Any] = attribute(default_factory=dict)
+    times: NDArray[np.float64] | None = None
 
 
 def examine(
@@ -161,9 +164,9 @@ def examine(
             source, rows = {**inputs, **targets}[name], 2 if own == "channels first" else 1
             chunks = None if static else chunks_of(dataset, rows)
             fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks, static)
-        together = groups(file, path, len(first), storage)
+        together, times = groups(file, path, len(first), storage), _times_of(first, storage)
         check_files(path, storage.files)
-    return Structure(fields, len(first), together, storage.files, plain_attributes(file))
+    return Structure(fields, len(first), together, storage.files, plain_attributes(file), times)
 
 
 @contextmanager
@@ -352,6 +355,17 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
             "another name"
         )
     return np.asarray(numbers, dtype=np.int64)
+
+
+def _times_of(inputs: h5py.Dataset, storage: Storage) -> NDArray[np.float64] | None:
+    """Return the scale of the first axis that is a coordinate of time by its units ("hours since ..."), as in CF."""
+    for scale in scales_of(inputs)[0]:
+        units = _text(scale.attrs.get("units"))
+        is_time = isinstance(units, str) and " since " in units and scale.dtype.kind in "iuf"
+        with suppress(DataError):  # without its numbers, the order of the samples is that of time
+            if is_time and scale.shape == (len(inputs),) and storage.check(inputs.file, scale.name):
+                return np.asarray(scale[()], np.float64)
+    return None
 
 
 def _text(value: Any) -> Any:

@@ -116,7 +116,8 @@ def _look(config: Config, network: Network) -> _Looked:
     data, looked = config.data, _Looked(0)
     inputs, _ = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
-    wanted = network.inputs[name].shape
+    *grid, channels = network.inputs[name].shape
+    wanted = (*grid, channels // data.history)
     for path in find_files(data.path):
         with open_file(path) as file, looking_into(path):
             found = find(file, path, dataset, Storage(path, data.allow_external))

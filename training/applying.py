@@ -351,6 +351,9 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     for output in outputs:
         for name, value in output.attributes.items():
             file[output.name].attrs[name] = value
+        if session.config.data.lag:  # the coordinate of time is that of the inputs
+            lag, steps = session.config.data.lag, session.config.data.rollout
+            file[output.name].attrs["steps_ahead"] = np.arange(lag, lag * steps + 1, lag)
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups

@@ -148,9 +148,24 @@ class DataConfig(Table):
     normalized). These two read all samples once before the run, each rank a share of them. ``"mask"`` fills inputs in
     the same way, and sets the weights of the loss to 0 where a target is invalid; weights need no dataset then."""
     augment: Annotated[AugmentationSettings, Chosen(AUGMENTATIONS, "standard")] | None = None
+    lag: Whole = 0
+    """Samples are successive times: targets are those of `lag` samples later, in the same simulation (dataset
+    ``simulation``) and file, without copies. 0: targets of the sample itself."""
+    history: Count = 1
+    """Number of times of the inputs, `lag` samples apart, the last one that of the sample; their channels are
+    concatenated, oldest first."""
+    rollout: Count = 1
+    """Number of times of the targets, `lag` samples apart; their channels are concatenated."""
     labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
     """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers
     that are not listed do not change. Replacements precede `rule` and the check of targets."""
+
+    @model_validator(mode="after")
+    def _times(self) -> DataConfig:
+        for key in ("history", "rollout"):
+            if getattr(self, key) > 1 and not self.lag:
+                raise ValueError(f"{key}: expected lag = 1 or more with it, got 0; set data.lag, or remove {key}")
+        return self
 
     @property
     def where(self) -> str:

@@ -35,6 +35,7 @@ from ..data import (
 from ..data.files import check_alike
 from ..data.masked import Masked
 from ..data.source import DatasetView
+from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
@@ -103,8 +104,10 @@ class Samples:
         Sets the class counts in the loss of `network`.
         """
         data = config.data
-        dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
+        dataset: Dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
+            if data.lag:
+                dataset = TimeSteps(dataset, data.lag, data.history, data.rollout, labelled)
             if data.invalid == "mask" and labelled:
                 dataset = _masked(data, dataset, network)
             if data.labels and labelled:

@@ -254,5 +254,5 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
     """Return the settings that determine the held-out samples."""
     data = config.get("data", {})
-    own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
+    own = [data.get(key) for key in ("path", "validation", "split", "invalid", "lag", "history", "rollout")]
     return [*own, config.get("training", {}).get("seed")]

@@ -1,0 +1,170 @@
+"""Pairs of times: inputs of some time steps, and targets of later ones, without copies (``data.lag``).
+
+::
+
+    rows of one simulation      0   1   2   3   4   5   6   7
+    lag = 2, history = 2        x       x                        inputs, oldest first
+    rollout = 2                                 y       y        targets
+
+A sample is a row with all of its steps in the same simulation, or file, and without a gap in time between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from .disk import DataError
+from .source import DatasetView
+from .structure import Field
+
+__all__ = ["TimeSteps", "simulations"]
+
+_log = logging.getLogger(__name__)
+
+#: A distance in time of more than so many usual ones is a gap; months have 28 to 31 days.
+_GAP = 1.5
+
+
+def simulations(dataset: Any) -> NDArray[np.int64]:
+    """Return a number for every row of a data set; rows with the same number follow one another in time. Local.
+
+    Rows have different numbers if they are of different groups (``simulation``) or files, or if the coordinate of time
+    has a gap, or a step backwards, between them.
+    """
+    files = getattr(dataset, "file_of", np.zeros(len(dataset), np.int64))
+    groups = np.zeros(len(dataset), np.int64) if dataset.groups is None else dataset.groups
+    found = np.unique(np.stack([files, groups], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    times = [getattr(getattr(part, "structure", None), "times", None) for part in getattr(dataset, "parts", [])]
+    breaks = np.zeros(len(dataset), np.int64)
+    for file, own in enumerate(times):
+        rows = np.flatnonzero(files == file)
+        if own is None:
+            continue
+        for number in np.unique(found[rows]):
+            chain = np.flatnonzero(found[rows] == number)
+            distances = np.diff(own[chain])
+            usual = np.median(distances) if len(distances) else 0.0
+            breaks[rows[chain[1:]]] = np.cumsum(~((distances > 0) & (distances <= _GAP * usual)))
+    if breaks.any():
+        _log.warning(
+            "%s: time has %d gaps or steps backwards; data.lag pairs no samples across them",
+            dataset.path, len(np.unique(np.stack([found, breaks], 1), axis=0)) - len(np.unique(found)),
+        )  # fmt: skip
+    return np.unique(np.stack([found, breaks], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+class TimeSteps(DatasetView):
+    """Samples of several time steps of another data set, each of whose samples is a time. Local.
+
+    Inputs have the channels of `history` steps, oldest first, the last step being that of the sample; targets those of
+    the next `rollout` steps. Fields that all samples share do not change.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Times, in order within each simulation (:func:`simulations`).
+    lag : int
+        Distance of two steps, in samples of `dataset`.
+    history, rollout : int
+        Numbers of steps of inputs and of targets.
+    labelled : bool
+        Whether targets are read; else the steps of inputs suffice.
+
+    Attributes
+    ----------
+    rows : int64 array
+        Samples of `dataset` that have all of their steps, in order.
+
+    Raises
+    ------
+    DataError
+        No sample has all of its steps.
+    """
+
+    def __init__(self, dataset: Any, lag: int, history: int = 1, rollout: int = 1, labelled: bool = True) -> None:
+        super().__init__(dataset)
+        self.lag, self.history, self.rollout = lag, history, rollout
+        numbers = simulations(dataset)
+        order = np.argsort(numbers, kind="stable")
+        first, last = -lag * (history - 1), lag * rollout if labelled else 0
+        chosen = np.arange(-first, len(order) - last)
+        if len(chosen):
+            ordered = numbers[order]
+            chosen = chosen[ordered[chosen + first] == ordered[chosen + last]]
+        if not len(chosen):
+            longest = int(np.bincount(numbers).max()) if len(numbers) else 0
+            raise DataError(
+                f"{self.path}: data.lag: expected {1 + last - first} successive times in one simulation (of one file), "
+                f"got at most {longest}; choose a smaller lag, history or rollout, or correct the dataset 'simulation'"
+            )
+        chosen = chosen[np.argsort(order[chosen], kind="stable")]
+        self._order, self._chosen = order, chosen
+        self.rows = order[chosen].astype(np.int64)
+        if dataset.groups is not None:
+            self.groups = dataset.groups[self.rows]
+        elif labelled and len(np.unique(numbers)) > 1:  # neighbors in time are held out together
+            self.groups = numbers[self.rows]
+        self.fields = {name: self._field(name) for name in dataset.fields}
+
+    def _field(self, name: str) -> Field:
+        field, steps = self.dataset.fields[name], len(self._steps(name))
+        shape = (*field.shape[:-1], field.shape[-1] * steps)
+        return replace(field, shape=shape, channel_names=[*field.channel_names] * steps)
+
+    def _steps(self, name: str) -> Sequence[int]:
+        """Return the distances of the steps of a field from the sample."""
+        field = self.dataset.fields[name]
+        if field.static:
+            return (0,)
+        if field.is_target:
+            return range(self.lag, self.lag * self.rollout + 1, self.lag)
+        return range(-self.lag * (self.history - 1), 1, self.lag)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found[self.rows] if name == "file_of" else found
+
+    def place(self, index: int) -> str:
+        """Return the source and number of a sample, for messages."""
+        return self.dataset.place(self._row(index))
+
+    def source(self, index: int) -> tuple[str, int]:
+        """Return the path of a sample's file, and the sample's number in it."""
+        row = self._row(index)
+        return self.dataset.source(row) if hasattr(self.dataset, "source") else (str(self.path), row)
+
+    def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
+        """Return the warning of :meth:`Hdf5Dataset.slow_chunks` for the steps of a field."""
+        slow = getattr(self.dataset, "slow_chunks", None)
+        return "" if slow is None else slow(name, box.replace(-1, 0, self.dataset.fields[name].shape[-1]), shuffled)
+
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box as :meth:`Dataset.read` does."""
+        part = box & Box.of_shape((len(indices), *self.fields[name].shape))
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        target, channels = out[filled], self.dataset.fields[name].shape[-1]
+        first, last = part.ranges[-1]
+        for number, step in enumerate(self._steps(name)):
+            low, high = max(first, number * channels), min(last, (number + 1) * channels)
+            if low < high:
+                rows = [self._row(int(index), step) for index in indices]
+                own = part.replace(-1, low - number * channels, high - number * channels)
+                self.dataset.read(name, rows, own, target[..., low - first : high - first])
+        return filled
+
+    def _row(self, index: int, step: int = 0) -> int:
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
+        return int(self._order[self._chosen[index] + step])
