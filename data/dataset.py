@@ -188,8 +188,15 @@ class Hdf5Dataset:
                 f"{self.path}: expected one of {', '.join(self.fields)}, got {name!r}; name it when you open the file"
             )
         filled = self._read(name, indices, box, out)
+        if self._is_finite(name):
+            return filled
         check_read(self, name, indices, box & Box.of_shape((len(indices), *self.fields[name].shape)), out[filled])
         return filled
+
+    def _is_finite(self, name: str) -> bool:
+        """Return whether all numbers of an input are finite, because the file has integers as they are."""
+        field, opened = self.fields[name], self._datasets.get(name)
+        return not field.is_target and field.packing is None and opened is not None and opened.dtype.kind in "iub"
 
     @property
     def parts(self) -> list[Hdf5Dataset]:

@@ -312,3 +312,17 @@ def test_attributes_as_plain_data(tmp_path):
         assert found == {**given, "bytes": "abc", "whole": 3, "yes": 1, "list": [1, 2]}
         assert all(type(value) in (str, int, float, list) for value in found.values())
         assert plain_attributes(file, OF_NUMBERS) == {"units": "m"}
+
+
+@pytest.mark.parametrize(("dtype", "checked"), [(np.uint8, False), (np.int16, False), (np.float32, True)])
+def test_integers_of_inputs_are_finite_without_a_check(path, monkeypatch, dtype, checked):
+    """Integers cannot be NaN, so only floats, targets and packed numbers cost a pass over what was read."""
+    x = make(path, dtype=dtype)
+    names = []
+    monkeypatch.setattr("halograd.data.dataset.check_read", lambda dataset, name, *rest: names.append(name))
+    with Hdf5Dataset(path) as dataset:
+        out, mask = np.empty(x.shape, np.float32), np.empty((*x.shape[:-1], 1), np.float32)
+        dataset.read("x", range(N), Box.of_shape(out.shape), out)
+        dataset.read("target", range(N), Box.of_shape(mask.shape), mask)
+        np.testing.assert_array_equal(out, x.astype(np.float32))
+    assert names == ["x"] * checked + ["target"]
