@@ -29,11 +29,11 @@ __all__ = ["ALIGNMENT", "Placement", "lifetimes", "place"]
 ALIGNMENT = 64
 
 
-#: An arena of at most this multiple of the least possible size is taken.
-NEAR = 1.005
-#: Numbers of orders without success that are derived from one order, for buffers that are released and written again:
-#: the smallest, and the number for one buffer, of which many have the part that falls to each.
-TRIES, TRIES_OF_ONE = 4, 600
+#: An arena of at most this multiple of the least possible size is taken, but for at most `FEW` buffers.
+NEAR, FEW = 1.005, 100
+#: Number of orders without success that are derived from one order, for buffers that are released and written again;
+#: and the number for at most `FEW` buffers.
+TRIES, TRIES_OF_FEW = 4, 30
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
             changes[first] += aligned(buffer.nbytes)
             changes[last + 1] -= aligned(buffer.nbytes)
     least = begin + max(accumulate(changes[at] for at in sorted(changes)), default=0)
+    few = len(spans) <= FEW
+    near = least if few else NEAR * least
     length = {buffer: sum(last - first for first, last in some) for buffer, some in spans.items()}
     orders: list[Callable[[Buffer], Any]] = [
         lambda buffer: (-buffer.nbytes, spans[buffer]),
@@ -150,14 +152,14 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
     if all(len(some) == 1 for some in spans.values()):
         best = _in_time(spans, begin)
     for order in orders:
-        if best is None or best[1] > NEAR * least:
+        if best is None or best[1] > near:
             found = _in_order(sorted(spans, key=order), spans, begin)
             best = found if best is None or found[1] < best[1] else best
     assert best is not None
     if any(len(some) > 1 for some in spans.values()):
         trial = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes))
-        left = tries = max(TRIES, TRIES_OF_ONE // len(spans))
-        while left and best[1] > NEAR * least:
+        left = tries = TRIES_OF_FEW if few else TRIES
+        while left and best[1] > near:
             # What lies at the end is placed first.
             offsets, end = found = _in_order(trial, spans, begin)
             best, left = (found, tries) if end < best[1] else (best, left - 1)
