@@ -382,8 +382,10 @@ class OutputConfig(Table):
     such checkpoint. The default is the loss, if every epoch has a checkpoint and the held-out targets have several
     classes. A validation without the score is ignored."""
     metrics: list[Text] = Field(default_factory=list)
-    """Metrics of the first prediction, in addition to those of the loss: ``"errors"`` (``mae`` and ``rmse``), or one of
-    your own, ``"FILE.py:CLASS"``, with settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
+    """Metrics of the first prediction, in addition to those of the loss: ``"dice"`` and ``"iou"`` (means over the
+    foreground and over all classes; ``"dice:each=true"`` also each class), ``"errors"`` (``mae`` and ``rmse``),
+    ``"weighted"`` (these with weights, and the correlation of anomalies), or one of your own, ``"FILE.py:CLASS"``, with
+    settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
     timeline: bool = False
     """Whether to measure every step of every rank: ``timeline.json``, and the hidden share of the communication."""
     rank_logs: bool = False

@@ -70,7 +70,8 @@ class Evaluation:
         self._counted = list(self._judged)
         first, taken = self._judged[0], dict.fromkeys(self.names, "the loss")
         for name in metrics:
-            metric = checked_metric(lambda name=name: METRICS.make(name), first.name)
+            shape = first.prediction.layout.shape[1:]
+            metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.judgement, shape)
             self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))
             for key in metric.scores():
                 if key in taken:
@@ -228,7 +229,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
                 name = f"{name} {nodes[1]}"
             metric: Metric
             if one.metric is not None:
-                metric = checked_metric(one.metric, name)
+                metric = checked_metric(one.metric, name, one, values[0].layout.shape[1:])
             elif one.classes is None:
                 metric = Errors()
             else:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic_core import to_json
@@ -22,6 +23,7 @@ from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
+from ..layers.targets import Judgement
 from .log import STAMPS
 
 __all__ = [
@@ -29,8 +31,11 @@ __all__ = [
     "METRICS",
     "Calibration",
     "Confusion",
+    "DiceScore",
     "Errors",
+    "IoU",
     "Metric",
+    "Weighted",
     "by_class",
     "check_details",
     "checked_metric",
@@ -69,6 +74,22 @@ class Metric(ABC):
     name: ClassVar[str] = ""
     __pydantic_config__ = STRICT
 
+    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:  # noqa: B027  (optional)
+        """Take what is compared, before anything is counted, and make the counts for it. Local.
+
+        Parameters
+        ----------
+        judgement
+            Kind of the comparison: classes, threshold, ignored targets.
+        shape
+            Sample shape ``(*spatial, C)`` of the whole prediction.
+
+        Raises
+        ------
+        UserError
+            If the metric is for another kind of comparison.
+        """
+
     @abstractmethod
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Add a block to the counts. Local.
@@ -103,7 +124,7 @@ class Metric(ABC):
 METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")
 
 
-def checked_metric(make: Any, name: str) -> Metric:
+def checked_metric(make: Any, name: str, judgement: Judgement, shape: tuple[int, ...]) -> Metric:
     """Create and check the metric of a comparison of the prediction `name`. Local; every rank calls it.
 
     Raises
@@ -114,6 +135,7 @@ def checked_metric(make: Any, name: str) -> Metric:
     made = make()
     if not isinstance(made, Metric):
         raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(made).__name__}")
+    made.compare(judgement, shape)
     kind, counts = f"metric {type(made).__name__} of {name!r}", getattr(made, "counts", None)
     check_methods(made, optional=["weights"])
     if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
@@ -232,7 +254,8 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
     """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
     With two classes, the scores are those of the second class, and defined if it occurs in the targets. With more
-    classes, they are the mean over the classes that occur or were predicted.
+    classes, they are the mean over the classes that occur or were predicted, class 0 (the background) included;
+    :class:`DiceScore` and :class:`IoU` say in their names what they average.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
@@ -325,6 +348,123 @@ class Errors(Metric):
     @property
     def empty(self) -> bool:
         return not self.counts[0]
+
+
+@dataclass
+class _Overlap(Metric):
+    """Overlap of predicted and true classes: counts as those of :class:`Confusion`, scores of their own."""
+
+    __pydantic_config__ = STRICT
+
+    each: bool = False
+
+    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:
+        if judgement.classes is None:
+            raise UserError(f"output.metrics: {self.name}: expected a loss of classes, got one of numbers; remove it")
+        some = judgement.threshold, judgement.ignored, judgement.probabilities
+        self._confusion = Confusion(judgement.classes, *some)
+        self.counts = self._confusion.counts
+        self.better = MappingProxyType(dict.fromkeys(self.scores(), "higher"))
+
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Count a block without ignored positions and those of weight 0. Local."""
+        self._confusion.add(prediction, target, weights)
+
+    def scores(self) -> dict[str, float | None]:
+        """Compute ``NAME_foreground``, ``NAME_all`` and, if requested, ``NAME_0``, ``NAME_1``, ..."""
+        ratios = [one["f1" if self.name == "dice" else self.name] for one in by_class(self.counts)]
+        found = {f"{self.name}_foreground": _mean(ratios[1:]), f"{self.name}_all": _mean(ratios)}
+        return found | {f"{self.name}_{c}": ratio for c, ratio in enumerate(ratios if self.each else ())}
+
+    def details(self) -> dict[str, Any]:
+        """Return the counts and the scores by class."""
+        return self._confusion.details()
+
+    @property
+    def empty(self) -> bool:
+        return self._confusion.empty
+
+    def lacking(self) -> str:
+        return self._confusion.lacking()
+
+
+@METRICS.register
+@dataclass
+class DiceScore(_Overlap):
+    """Dice coefficient ``2 TP / (2 TP + FP + FN)`` of classes, over all positions of all samples.
+
+    ``dice_foreground`` is the mean over all classes but 0, ``dice_all`` over all of them, ``dice_1``, ... that of a
+    class (``"dice:each=true"``). Classes that neither occur nor are predicted are left out; a score without any is
+    undefined.
+    """
+
+    name: ClassVar[str] = "dice"
+
+
+@METRICS.register
+@dataclass
+class IoU(_Overlap):
+    """Intersection over union ``TP / (TP + FP + FN)`` of classes: ``iou_foreground``, ... as in :class:`DiceScore`."""
+
+    name: ClassVar[str] = "iou"
+
+
+@METRICS.register
+@dataclass
+class Weighted(Metric):
+    """Errors of numbers, each element times its weight, and the correlation of anomalies.
+
+    ``weighted_mae`` is ``sum w |x - t| / sum w``, ``weighted_rmse`` the root of ``sum w (x - t)^2 / sum w``.
+    ``anomaly_correlation`` is ``sum w x' t' / sqrt(sum w x'^2 sum w t'^2)`` per channel, then the mean over channels;
+    anomalies ``x'`` and ``t'`` are differences from the weighted means of a channel over all samples, or with
+    ``center = "none"`` the numbers themselves, for data that are anomalies already. Without weights, all are 1.
+
+    Attributes
+    ----------
+    counts
+        ``(C, 8)`` float64: sums of ``w``, ``w |d|``, ``w d^2``, ``w x``, ``w t``, ``w x^2``, ``w t^2``, ``w x t``.
+    """
+
+    name: ClassVar[str] = "weighted"
+    __pydantic_config__ = STRICT
+    better = MappingProxyType({"weighted_mae": "lower", "weighted_rmse": "lower", "anomaly_correlation": "higher"})
+
+    center: Literal["mean", "none"] = "mean"
+
+    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:
+        if judgement.classes is not None:
+            raise UserError(f"output.metrics: {self.name}: expected a loss of numbers, got one of classes; remove it")
+        self.counts = np.zeros((shape[-1], 8))
+
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Add a block; where the weight is 0, numbers may be NaN. Local."""
+        x, t = (array.astype(np.float64).reshape(-1, array.shape[-1]) for array in (prediction, target))
+        w = np.ones_like(x)
+        if weights is not None:
+            n, *rest = weights.shape
+            whole = weights.reshape(n, *(1,) * (prediction.ndim - weights.ndim), *rest)
+            w = np.broadcast_to(whole, prediction.shape).astype(np.float64).reshape(x.shape)
+            x, t = np.where(w > 0, x, 0), np.where(w > 0, t, 0)
+        terms = 1, np.abs(x - t), np.square(x - t), x, t, x * x, t * t, x * t
+        self.counts += np.stack([(w * term).sum(axis=0) for term in terms], axis=-1)
+
+    def scores(self) -> dict[str, float | None]:
+        """Compute the scores of the sums."""
+        weight, absolute, squares = self.counts[:, :3].sum(axis=0).tolist()
+        found: dict[str, float | None] = dict.fromkeys(self.better)
+        if weight > 0:
+            found["weighted_mae"], found["weighted_rmse"] = absolute / weight, float(np.sqrt(squares / weight))
+        each = self.counts[self.counts[:, 0] > 0]
+        w, x, t, xx, tt, xt = each[:, [0, 3, 4, 5, 6, 7]].T
+        if self.center == "mean":
+            xx, tt, xt = xx - x * x / w, tt - t * t / w, xt - x * t / w
+        some = (xx > 0) & (tt > 0)
+        found["anomaly_correlation"] = _mean((xt[some] / np.sqrt(xx[some] * tt[some])).tolist())
+        return found
+
+    @property
+    def empty(self) -> bool:
+        return not self.counts[:, 0].any()
 
 
 BINS = 15

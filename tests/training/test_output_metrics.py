@@ -60,7 +60,12 @@ def test_under_every_cut_and_resumed(comm, config):
         (['output.metrics=["within.py:Inside"]'], "output.metrics: expected a class 'Inside' in within.py, got Within"),
         (['output.metrics=["within.py:Within:size=1"]'], "output.metrics.size: unknown key; expected one of limit"),
         (['output.metrics=["within.py:Within:limit=yes"]'], "output.metrics.limit: expected a number, got 'yes'"),
-        (['output.metrics=["iou"]'], "output.metrics: expected errors, or \"FILE.py:CLASS\", got 'iou'"),
+        (
+            ['output.metrics=["auc"]'],
+            "output.metrics: expected errors, dice, iou, weighted, or \"FILE.py:CLASS\", got 'auc'",
+        ),
+        (['output.metrics=["dice:all=true"]'], "output.metrics.all: unknown key; expected one of each"),
+        (['output.metrics=["weighted"]'], "output.metrics: weighted: expected a loss of numbers, got one of classes"),
         (['output.metrics=["errors", "errors"]'], "errors: expected other scores than those of errors, got 'mae'"),
         (['output.metrics=["rms.py:RMSprop"]'], "output.metrics: rms.py:RMSprop: expected a class derived from Metric"),
         (["output.metrics=3"], "output.metrics: expected a list, got 3"),
