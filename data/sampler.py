@@ -196,11 +196,30 @@ class Sampler:
         self.augmented = augmented
         self.epoch = 0
         self.position = 0
+        #: Samples of the current epoch that were used in batches of another size, before a run was resumed.
+        self.skipped = 0
 
     def __len__(self) -> int:
         """Return the number of batches per epoch."""
-        n = len(self._indices)
+        return self._batches(len(self._indices))
+
+    def _batches(self, n: int) -> int:
+        """Return the number of batches of `n` samples."""
         return n // self.batch if self.remainder == "drop" else -(-n // self.batch)
+
+    @property
+    def _in_epoch(self) -> int:
+        """Number of batches in the current epoch, without skipped samples."""
+        return self._batches(len(self._indices) - self.skipped)
+
+    @property
+    def done(self) -> float:
+        """Number of batches since the beginning; a fraction after samples that were used in batches of another size."""
+        return self.epoch * len(self) + self.skipped / self.batch + self.position
+
+    def left(self, epochs: int) -> int:
+        """Return the number of batches until `epochs` epochs are complete."""
+        return (epochs - self.epoch - 1) * len(self) + self._in_epoch - self.position if self.epoch < epochs else 0
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return all samples in the order of this epoch."""
@@ -211,14 +230,14 @@ class Sampler:
 
     def rest_of_epoch(self) -> Batches:
         """Return the remaining batches of the current epoch. Does not move the position."""
-        rest = range(self.position, len(self))
-        return Batches(self.order(self.epoch), self.batch, self.epoch, rest, self.augmented)
+        rest = range(self.position, self._in_epoch)
+        return Batches(self.order(self.epoch)[self.skipped :], self.batch, self.epoch, rest, self.augmented)
 
     def advance(self) -> None:
         """Record that the next batch was used; after the last one, the next epoch begins."""
         self.position += 1
-        if self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
+        if self.position >= self._in_epoch:
+            self.epoch, self.position, self.skipped = self.epoch + 1, 0, 0
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch, and advance the position with each."""
@@ -228,27 +247,37 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, from which :meth:`load_state_dict` continues the same sequence."""
-        return {
+        found = {
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,
         }  # fmt: skip
+        return {**found, "skipped": self.skipped} if self.skipped else found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the sequence at `state`.
 
+        If it is of batches of another size, the sequence continues after the samples that they used. If these leave no
+        whole batch, the next epoch begins.
+
         Raises
         ------
         DataError
-            The state is of another sequence: other seed, batch, order or number of samples.
+            The state is of another sequence: other seed, order or number of samples.
         """
         mine = self.state_dict()
-        for key in ("seed", "batch", "samples", "shuffle"):
+        for key in ("seed", "samples", "shuffle"):
             if state.get(key) != mine[key]:
                 raise DataError(
                     f"cannot continue the data sequence: checkpoint has {key} = {state.get(key)}, this run has "
                     f"{mine[key]}; use the settings of the checkpoint or start anew"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < len(self):
-            raise DataError(f"expected an epoch >= 0 and a position in 0 .. {len(self) - 1}, got {epoch}, {position}")
-        self.epoch, self.position = epoch, position
+        batch, skipped = int(state.get("batch", self.batch)), int(state.get("skipped", 0))
+        if batch != self.batch:
+            position, skipped = 0, skipped + position * batch
+        most = self._batches(len(self._indices) - skipped)
+        if epoch < 0 or skipped < 0 or not 0 <= position < max(1, most):
+            raise DataError(f"expected an epoch >= 0 and a position in 0 .. {most - 1}, got {epoch}, {position}")
+        self.epoch, self.position, self.skipped = epoch, position, skipped
+        if not most:
+            self.epoch, self.skipped = epoch + 1, 0

@@ -239,24 +239,33 @@ class TrainingRun:
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
+            before = progress.sampler["batch"]
+            self.trainer.ahead = round(self.sampler.done) - self.optimizer.step
             self.session.samples.check_drawn(progress.drawn, "start anew")
             self.session.warn_of_changes(progress.source)
             entries = read_log(self.log.path) if comm.rank == 0 else []
             first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
             diverged = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
             self.trainer.schedule.load_state_dict(progress.schedule)
-            self._warn_of_schedule(entries, progress.schedule)
+            if before == self.sampler.batch:
+                self._warn_of_schedule(entries, progress.schedule)
         self.watch.first, self.watch.diverged = comm.bcast((first, diverged.get(self.optimizer.step)))
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
         if progress.best is not None:
             self.best.load_state_dict(progress.best)
-        self._unvalidated = progress.unvalidated
-        self.checkpoints.resumed(progress.unvalidated)
+        # An epoch whose last samples are no whole batch of another size ends here.
+        self._unvalidated = progress.unvalidated or self.sampler.epoch != progress.sampler["epoch"]
+        self.checkpoints.resumed(self._unvalidated)
         checkpoint.close()
         step, path = self.optimizer.step, checkpoint.path.resolve()
         if self.sampler.epoch < self.epochs:
             self.log.say(f"resumed at step {step}, epoch {self.sampler.epoch + 1}, from {path}")
+            if before != self.sampler.batch:
+                self.log.say(
+                    f"batches of {self.sampler.batch} samples, before of {before}: the run goes on after "
+                    f"{self.sampler.skipped} samples of the epoch; the schedule is at step {step + self.trainer.ahead}"
+                )
         else:
             self.log.say(
                 f"complete: {self.sampler.epoch} of {self.epochs} epochs are done, at step {step}, in {path}; increase "
@@ -276,7 +285,7 @@ class TrainingRun:
             return
         earlier = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])
         earlier.load_state_dict(state)
-        was = earlier(step)
+        was = earlier(step + self.trainer.ahead)
         if not math.isclose(was, now, rel_tol=1e-9):
             _log.warning(
                 "the schedule has changed (%d epochs before, %d now): the learning rate of step %d is %.3g, "
@@ -305,7 +314,7 @@ class TrainingRun:
         """
         result: dict[str, Any] = {"loss": None}
         if self.measures and self.session.timeline is not None:
-            last = self.epochs * len(self.sampler)
+            last = self.optimizer.step + self.sampler.left(self.epochs)
             self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
         try:
             # The run reports an overflow in one line, instead of NumPy's warnings on every rank.
@@ -396,7 +405,7 @@ class TrainingRun:
 
     def _log_step(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
-        total = self.epochs * len(self.sampler)
+        total = step + self.sampler.left(self.epochs)
         self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
         if step % every and step not in (1, total):  # later losses are compared with the first one
             return

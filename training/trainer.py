@@ -65,6 +65,8 @@ class Trainer:
         Global norm before clipping in the last step; None without `clip_norm`.
     loss_scale
         With float16, the last factor on the gradient of the loss that is known without waiting; else None.
+    ahead
+        Number of steps by which the schedule is ahead of the updates, after a run was resumed with another batch.
     auto
         Search for a scheme of gradient reduction during the first steps; None if the executor's scheme is fixed.
     """
@@ -82,6 +84,7 @@ class Trainer:
             raise ValueError("executor: expected one with trainable=True, got trainable=False")
         self.executor, self.optimizer, self.schedule = executor, optimizer, schedule
         self.clip_norm = clip_norm
+        self.ahead = 0
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
         self._parts = list[float | PendingLoss]()  # losses of the parts of this batch so far
@@ -139,12 +142,12 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self.schedule(self.optimizer.step)
+        return self.schedule(self.optimizer.step + self.ahead)
 
     def _rates(self) -> list[float]:
         """Return the learning rate of the next step by group of layers."""
         groups = self.optimizer.groups[1:]
-        return [self.learning_rate, *(self.schedule(self.optimizer.step, group) for group in groups)]
+        return [self.learning_rate, *(self.schedule(self.optimizer.step + self.ahead, group) for group in groups)]
 
     @property
     def loss_scale(self) -> float | None:

@@ -62,11 +62,34 @@ def test_rest_of_epoch_does_not_move() -> None:
 
 def test_a_foreign_state_is_refused() -> None:
     sampler = Sampler(range(6), 2, seed=1)
-    for key, value in (("seed", 2), ("batch", 3), ("samples", 7), ("shuffle", "never")):
+    for key, value in (("seed", 2), ("samples", 7), ("shuffle", "never")):
         with pytest.raises(DataError, match=f"checkpoint has {key} = {value}, this run has"):
             sampler.load_state_dict(sampler.state_dict() | {key: value})
     with pytest.raises(DataError, match=r"a position in 0 \.\. 2, got 0, 3"):
         sampler.load_state_dict(sampler.state_dict() | {"position": 3})
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 5, 2), (4, 12), (6, 8)])
+def test_other_batches_continue_after_the_same_samples(sizes) -> None:
+    """A sequence of batches of several sizes, two each, leaves out no sample within an epoch and repeats none."""
+    state, seen = None, []
+    for size in sizes:
+        sampler = Sampler(range(13), size, seed=7)
+        if state is not None:
+            sampler.load_state_dict(state)
+        left = sampler.left(1)
+        assert left == len(sampler.rest_of_epoch()) * (sampler.epoch == 0)
+        for batch in list(sampler.rest_of_epoch())[: 2 if sampler.epoch == 0 else 0]:
+            sampler.advance()
+            seen += batch.indices
+        if sampler.epoch == 0:
+            assert sampler.done == pytest.approx(len(seen) / size)
+        state = sampler.state_dict()
+    assert seen == Sampler(range(13), 1, seed=7).order(0).tolist()[: len(seen)]
+    assert 13 - len(seen) < max(sizes) or sampler.epoch == 0
+    again = Sampler(range(13), sizes[-1], seed=7)
+    again.load_state_dict(state)
+    assert (again.epoch, again.done, again.state_dict()) == (sampler.epoch, sampler.done, state)
 
 
 def test_split_keeps_simulations_together() -> None:
