@@ -90,6 +90,15 @@ class Codec(ABC):
         """Return the bytes of the messages of a contribution of `nbytes` [B]."""
         return nbytes * np.dtype(self.wire).itemsize // np.dtype(self.dtype).itemsize
 
+    def held(self, itemsize: int) -> int:
+        """Return the memory to encode, add up and decode the elements of one sum, piece by piece [B]."""
+        return self.arrays * PIECE * itemsize
+
+    @property
+    def arrays(self) -> int:
+        """Number of arrays of a piece that a sum needs: for `encode`, or one for `encode_with`; and one more."""
+        return max(1, self.scratch) + 1
+
     def encoding(self, feedback: bool) -> float:
         """Return the memory traffic of encoding, in reads or writes of the whole contribution.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,9 @@ __all__ = ["Encoding"]
 
 class Encoding:
     """Stages of one sum whose messages are encoded; the values are decoded before they are added.
+
+    Encoded data may lie at the start of the array that they encode: pieces are encoded from the first to the last, and
+    decoded from the last to the first.
 
     The owner of a summand encodes it, and the rank that adds up a part of the sum encodes that part. All ranks get the
     same bits.
@@ -46,19 +49,15 @@ class Encoding:
         self.codec, self.dtype, self.owned = codec, dtype, list(owned)
         self.error: np.ndarray | None = None
         self.share_error: np.ndarray | None = None
-        # Two sets: the main thread encodes one sum while the progress thread adds up another.
-        self._work, self._adding = self._scratch(), self._scratch()
-        self._total = np.zeros(max((part.stop - part.start for part in self.owned), default=0), dtype)
+        # The stages of a sum follow each other, so they share these arrays.
+        self._spare, *self._work = (np.zeros(PIECE, self.dtype) for _ in range(codec.arrays))
         self._deposited = self._added = 0
-
-    def _scratch(self) -> list[np.ndarray]:
-        return [np.zeros(PIECE, self.dtype) for _ in range(max(1, self.codec.scratch))]
 
     @property
     def nbytes(self) -> int:
         """Scratch memory [B]."""
         kept = 0 if self.share_error is None else self.share_error.nbytes
-        return kept + self._total.nbytes + sum(array.nbytes for array in (*self._work, *self._adding))
+        return kept + sum(array.nbytes for array in (self._spare, *self._work))
 
     def compensate(self, error: np.ndarray) -> None:
         """Add the encoding error of earlier summands to the next ones from now on; `error` is ``(n,)``. Local."""
@@ -90,7 +89,19 @@ class Encoding:
         return Work(calls)
 
     def _deposit(self, values: np.ndarray, wire: np.ndarray, where: slice) -> None:
-        self._encode(values, wire, None if self.error is None else self.error[where], self._work)
+        error = None if self.error is None else self.error[where]
+        with np.errstate(all="ignore"):
+            for part in _pieces(values.size):
+                source, target = values[part], wire[part]
+                if np.may_share_memory(source, target):
+                    source = self._copied(source)
+                self._encode(source, target, None if error is None else error[part])
+
+    def _copied(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy of a piece."""
+        copy = self._spare.view(np.uint8)[: array.nbytes].view(array.dtype)
+        np.copyto(copy, array)
+        return copy
 
     def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
         first, self._added = self._added, self._added + total.size
@@ -102,34 +113,34 @@ class Encoding:
         )
 
     def _add(self, summands: Sequence[np.ndarray], encoded: np.ndarray, where: slice) -> None:
-        total = self._total[: encoded.size]
-        total.fill(0)
+        error = None if self.share_error is None else self.share_error[where]
         with np.errstate(all="ignore"):
-            for one in summands:
-                for part in _pieces(total.size):
-                    decoded = self._adding[0][: part.stop - part.start]
+            for part in _pieces(encoded.size):
+                total, decoded = (array[: part.stop - part.start] for array in (self._spare, self._work[0]))
+                total.fill(0)
+                for one in summands:
                     self.codec.decode(one[part], decoded)
-                    np.add(total[part], decoded, out=total[part])
-        self._encode(total, encoded, None if self.share_error is None else self.share_error[where], self._adding)
+                    np.add(total, decoded, out=total)
+                self._encode(total, encoded[part], None if error is None else error[part])
 
-    def _encode(
-        self, values: np.ndarray, wire: np.ndarray, error: np.ndarray | None, scratch: Sequence[np.ndarray]
-    ) -> None:
-        with np.errstate(all="ignore"):
-            for part in _pieces(values.size):
-                work = [array[: part.stop - part.start] for array in scratch]
-                if error is None:
-                    self.codec.encode(values[part], wire[part], work)
-                else:
-                    self.codec.encode_with(error[part], values[part], wire[part], work)
+    def _encode(self, values: np.ndarray, wire: np.ndarray, error: np.ndarray | None) -> None:
+        """Encode a piece."""
+        work = [array[: values.size] for array in self._work]
+        if error is None:
+            self.codec.encode(values, wire, work)
+        else:
+            self.codec.encode_with(error, values, wire, work)
 
     def give_back(self, pairs: Pairs) -> Stage:
         return Work([partial(self._decode, wire, out) for out, wire in pairs])
 
     def _decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        for part in _pieces(out.size):
-            self.codec.decode(wire[part], out[part])
+        for part in reversed(_pieces(out.size)):
+            source, target = wire[part], out[part]
+            if np.may_share_memory(source, target):
+                source = self._copied(source)
+            self.codec.decode(source, target)
 
 
-def _pieces(size: int) -> Iterator[slice]:
-    return (slice(i, min(i + PIECE, size)) for i in range(0, size, PIECE))
+def _pieces(size: int) -> list[slice]:
+    return [slice(i, min(i + PIECE, size)) for i in range(0, size, PIECE)]

@@ -193,6 +193,10 @@ class StagedOperation:
             self._stages[self.at].wait()
             self._go_on()
 
+    def end(self) -> None:
+        """End a run that has failed."""
+        self.at = len(self._stages)
+
     def _go_on(self) -> None:
         self.at += 1
         if self.at == len(self._stages) - self._last:
@@ -275,9 +279,12 @@ class Progress:
     def submit(self, operation: StagedOperation) -> None:
         """Start an operation, and let the thread drive it."""
         line = operation.line
-        with (line or operation).lock:  # the thread may poll it once more although it was complete
-            operation.start()
-            if line is not None:
+        if line is None:
+            with operation.lock:  # the thread may poll it once more although it was complete
+                operation.start()
+        else:
+            operation.start()  # others of the line go on during the owner's first stages
+            with line.lock:
                 line.operations.append(operation)
         with self._lock:
             if line is None:
@@ -306,6 +313,7 @@ class Progress:
         with operation.lock:
             fault, operation.fault = operation.fault, None
             if fault is not None:
+                operation.end()
                 raise fault
             operation.wait()
 

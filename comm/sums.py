@@ -13,14 +13,32 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from .codec import UNCHANGED, Codec
 
-__all__ = ["LARGEST_AT_ONCE", "METHODS", "Method", "NodeShare", "carrying", "node_shares", "shards"]
+__all__ = [
+    "LARGEST_AT_ONCE",
+    "METHODS",
+    "Held",
+    "Method",
+    "NodeShare",
+    "carrying",
+    "held_together",
+    "is_large",
+    "node_shares",
+    "ring_places",
+    "shards",
+]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
-#: Largest sum in shared memory that is deposited when it starts [B]; larger sums go through a common stage, piece by
-#: piece.
+#: Largest sum with memory of its own [B]. Larger sums share memory: on a node a stage, which they pass piece by piece;
+#: by messages a ring of places.
 LARGEST_AT_ONCE = 64 * 1024
+#: Memory of all large sums by messages of a communicator that are planned together [B], if the largest needs no more:
+#: four buckets of the default size, so that some travel while others are added up. On one node, rings of 4 to 32 MiB
+#: took no more time than memory for all sums at once.
+RING_BYTES = 16 << 20
 
 
 def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
@@ -87,24 +105,73 @@ class Method:
         own = shards(size, ranks, itemsize)[rank]
         return (own.stop - own.start) * itemsize
 
-    def held(self, nbytes: int, ranks: int, share: int, feedback: bool = False) -> int:
-        """Return the memory of a sum by messages on a rank in addition to its buffer, in MPI or here [B].
-
-        The sum is not hierarchical.
+    def held(self, size: int, itemsize: int, ranks: int, rank: int, feedback: bool = False) -> Held:
+        """Return the memory of a sum by messages on a rank in addition to its buffer. The sum is not hierarchical.
 
         Parameters
         ----------
-        share
-            Bytes of the rank's shard.
         feedback
             Whether the encoding error is kept.
         """
-        if not self.codec.identity:
-            # The encoded buffer, the received parts, the sum of the own share, and its encoding error.
-            return self.codec.payload(nbytes) + self.codec.payload((ranks - 1) * share) + share * (1 + feedback)
-        if self.ordered:
-            return (ranks - 1) * share
-        return nbytes + share * (self.adds and not self.gathers)
+        codec, wire = self.codec, itemsize if self.codec.identity else np.dtype(self.codec.wire).itemsize
+        shares = [part.stop - part.start for part in shards(size, ranks, wire)]
+        if not self.ordered:
+            return Held(0, max(shares) * itemsize if self.adds and not self.gathers else 0, size * itemsize)
+        # Encoded data are in the buffer, if they fit; the error is that of the sum of the own share.
+        beside = 0 if codec.identity else codec.held(itemsize) + shares[rank] * itemsize * feedback
+        wide = size * wire if wire > itemsize else 0
+        return Held(beside + wide, (ranks - 1) * max(shares) * wire)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of a sum on a rank in addition to its buffer [B].
+
+    Attributes
+    ----------
+    always
+        Memory from the set-up of the sum on.
+    here, inside
+        Memory while the sum is under way, of this library and inside MPI: the same on all ranks.
+    """
+
+    always: int = 0
+    here: int = 0
+    inside: int = 0
+
+
+def is_large(nbytes: int) -> bool:
+    """Return whether a sum by messages of a buffer of `nbytes` [B] shares its memory with others."""
+    return nbytes > LARGEST_AT_ONCE
+
+
+def held_together(sums: Sequence[tuple[int, Held]]) -> int:
+    """Return the memory of sums by messages of one communicator that are planned together [B]. Local.
+
+    `sums` holds the bytes of the buffer and the memory of each. Small sums have memory of their own.
+    """
+    small = sum(held.here + held.inside for nbytes, held in sums if not is_large(nbytes))
+    large = [held for nbytes, held in sums if is_large(nbytes)]
+    rings = (ring_places([held.here for held in large]), ring_places([held.inside for held in large]))
+    return sum(held.always for _, held in sums) + small + sum(nbytes for _, nbytes in rings)
+
+
+def ring_places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return places ``(start, stop)`` of these sizes in a ring, and its size [B]. Local.
+
+    Places follow each other, in whole cache lines, and from the end of the ring again from its start.
+
+    >>> ring_places([6 << 20] * 3)[0] == [(0, 6 << 20), (6 << 20, 12 << 20), (0, 6 << 20)]
+    True
+    """
+    whole = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    nbytes = min(sum(whole), max([RING_BYTES, *whole]))
+    places, end = list[tuple[int, int]](), 0
+    for size, wanted in zip(whole, sizes):
+        start = end if end + size <= nbytes else 0
+        places.append((start, start + wanted))
+        end = start + size
+    return places, nbytes
 
 
 #: Methods by name, for `Communicator.reduction`.
@@ -154,11 +221,10 @@ class NodeShare:
         """Return the bytes to other nodes [B]."""
         return nbytes if self.leads and self.far else 0
 
-    def held(self, nbytes: int) -> int:
-        """Return the memory in addition to the buffer [B]: the summand, the total of the node, and the buffer inside
-        MPI.
+    def held(self, nbytes: int) -> Held:
+        """Return the memory in addition to the buffer: the summand, the total of the node, and the buffer inside MPI.
         """
-        return nbytes * (self.shares + self.leads + (self.leads and self.far))
+        return Held(nbytes * (self.shares + self.leads) + self.across(nbytes))
 
 
 def node_shares(node_of: Sequence[int]) -> list[NodeShare]:

@@ -20,7 +20,7 @@ from ..transport import TRANSPORTS, Transport
 from . import base
 from .base import Pattern, TransportContext, numbered
 from .memory import Places, Planning
-from .mpi import MpiChannel, plan_over_mpi
+from .mpi import MessageSums, MpiChannel
 from .nodes import Team, plan_by_nodes
 from .shared import NodeMemory, WindowChannel
 
@@ -40,6 +40,7 @@ class HostLinks:
         network = transport.network
         self._context, self._transport, self._network = context, transport, network
         self._memory: NodeMemory | None = None
+        self._messages = MessageSums(context)
         node_of: tuple[int, ...] = ()
         if network is not None:
             node_of = numbered([rank // network.node for rank in context.ranks])
@@ -68,7 +69,7 @@ class HostLinks:
     @property
     def buffer_bytes(self) -> int:
         """Memory of this rank that all its channels and reductions share [B]."""
-        return 0 if self._memory is None else self._memory.buffer_bytes
+        return self._messages.buffer_bytes + (0 if self._memory is None else self._memory.buffer_bytes)
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         """Return one channel per pattern; patterns are valid and match between ranks. Collective over the communicator.
@@ -99,7 +100,17 @@ class HostLinks:
             If the method needs shared memory, and this transport has none.
         """
         self._check_clock()
-        return side_by_side([self._plan(*one) for one in wanted], self._places)
+        far = [i for i, (_, method, _) in enumerate(wanted) if self._by_messages(method)]
+        over = self._messages.plans([(wanted[i][0].reshape(-1), wanted[i][1]) for i in far])
+        near = [one for i, one in enumerate(wanted) if i not in far]
+        plans, within = iter(over), iter(side_by_side([self._plan(*one) for one in near], self._places))
+        return [next(plans if i in far else within) for i in range(len(wanted))]
+
+    def _by_messages(self, method: Method) -> bool:
+        """Return whether ranks that share no memory make the sum by messages. Collective at the first call."""
+        if method.by_nodes:
+            return False
+        return self._memory is None or len(self.neighbors()) < self._context.mpi.size
 
     def _places(self, wanted: Sequence[int]) -> list[Places]:
         assert self._memory is not None
@@ -107,18 +118,16 @@ class HostLinks:
 
     def _plan(self, buffer: np.ndarray, method: Method, name: str) -> Planning:
         flat = buffer.reshape(-1)
-        if self._memory is None and method.by_nodes:
+        if self._memory is None:
             raise CommError(
                 f"reduction {name}: expected a transport by which ranks of a node share memory ({_sharing()}), got "
                 f"'{self._transport}'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
             )
-        if self._memory is not None and method.by_nodes:
-            if self._team is None:
-                self._team = self._make_team(self._memory)
-            return (yield from plan_by_nodes(flat, method, self._team, self._context.progress))
-        if self._memory is not None and len(self.neighbors()) == self._context.mpi.size:
+        if not method.by_nodes:
             return (yield from self._memory.plan(flat, method))
-        return plan_over_mpi(self._context, flat, method)
+        if self._team is None:
+            self._team = self._make_team(self._memory)
+        return (yield from plan_by_nodes(flat, method, self._team, self._context.progress))
 
     def _make_team(self, memory: NodeMemory) -> Team:
         """Return the node group of this rank for hierarchical sums. Collective."""
@@ -140,6 +149,7 @@ class HostLinks:
         """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
         if self._team is not None and self._team.leaders != MPI.COMM_NULL:
             contexts.free(self._team.leaders)
+        self._messages.close()
         if self._memory is not None:
             self._memory.close()
 

@@ -1,23 +1,26 @@
-"""MPI transport: channels of one persistent message per peer, and the stages of sums."""
+"""MPI transport: channels of one persistent message per peer, and sums by messages and collectives."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from mpi4py import MPI
 
+from .. import contexts
 from ..channel import Channel
 from ..counters import Meter
 from ..encoding import Encoding
 from ..progress import Stage, StagedOperation, Work
 from ..reduction import Plain, ReductionPlan, Room
-from ..sums import Method, shards
+from ..ring import Ring
+from ..sums import Method, is_large, shards
 from .base import Pattern, TransportContext, aligned_bytes
 
-__all__ = ["Messages", "MpiChannel", "Native", "plan_over_mpi", "words"]
+__all__ = ["MessageSums", "Messages", "MpiChannel", "Native", "words"]
 
 # Messages above this wait for the receiver (rendezvous): without the progress thread they would not even
 # leave before finish(). Below it a message has left when start() returns, and waking the thread costs more.
@@ -126,62 +129,154 @@ class MpiChannel(Channel):
         self._received.clear()
 
 
-def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
-    """Return the plan of the sum of a flat buffer by MPI messages.
+@dataclass(eq=False)
+class _Shared:
+    """Memory that sums use one after the other, here or in MPI.
 
-    The buffer is not empty, there are several ranks, and the sum is not hierarchical. A sum in rank order consists of
-    messages. Any other sum is a collective of the MPI library, whose order of additions is unspecified and may depend
-    on the number of bytes. The progress thread drives both.
+    Attributes
+    ----------
+    ring
+        Places of the sums.
+    mpi
+        Communicator of their collectives.
+    memory
+        Memory of the places.
+    users
+        Number of open sums.
     """
-    mpi = context.mpi
-    parts = shards(flat.size, mpi.size, flat.itemsize)
-    own = parts[mpi.rank]
-    if method.ordered:
-        return _in_order(context, flat, method)
-    nbytes = method.held(flat.nbytes, mpi.size, (own.stop - own.start) * flat.itemsize)
-    direct: Callable[[], None] | None = None
-    if method.adds and method.gathers:
-        stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
-        direct = partial(mpi.Allreduce, MPI.IN_PLACE, flat, MPI.SUM)
-    elif method.adds:
-        # In place, MPI would write the sum to the start of the buffer, over the summands of another rank.
-        total, counts = np.empty_like(flat[own]), [part.stop - part.start for part in parts]
-        native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
-        stages = [native, Work([lambda: np.copyto(flat[own], total)])]
-    else:
-        # As words: MPI has no datatype for some element types (bfloat16).
-        size = math.gcd(flat.itemsize, max(_WORDS))
-        each = flat.itemsize // size
-        counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
-        message = [flat.view(f"u{size}"), (counts, places), _WORDS[size]]
-        stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
-    return ReductionPlan(StagedOperation(stages), context.progress, direct=direct, nbytes=nbytes)
+
+    ring: Ring
+    mpi: MPI.Intracomm
+    memory: np.ndarray
+    users: int = 0
+
+    def place(self, number: int, nbytes: int) -> np.ndarray:
+        """Return the first bytes of the place of a sum, ``(nbytes,)`` (uint8)."""
+        start, _ = self.ring.here[number]
+        return self.memory[start : start + nbytes]
+
+    def leave(self) -> None:
+        self.users -= 1
 
 
-def _in_order(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
-    """Return the plan of a sum in rank order, in which every rank adds up one shard.
+class MessageSums:
+    """Factory of sums by MPI messages on one communicator. The progress thread drives them.
 
-    Every rank receives the summands of its shard from all ranks, adds them up, and sends the sum to all ranks. This is
-    a reduce-scatter and an all-gather: each rank sends ``2 (P - 1) / P`` times the buffer, as in the best all-reduce.
+    A sum in rank order consists of messages. Any other sum is a collective of the MPI library, whose order of additions
+    is unspecified and may depend on the number of bytes. Large sums that are planned together share memory
+    (`halograd.comm.ring`): for received messages, and that which MPI holds while its collectives are under way. A
+    collective that waits for its place begins after others that were started later, so the collectives of such sums
+    have a clone of the communicator.
     """
-    mpi, codec = context.mpi, method.codec
-    wire = flat if codec.identity else np.zeros(flat.size, codec.wire)
-    shares = shards(wire.size, mpi.size, wire.itemsize)
-    parts, peers = [wire[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
-    own, tags = parts[mpi.rank], (context.tag(), context.tag())
-    received = [own if r == mpi.rank else np.empty_like(own) for r in range(mpi.size)]
-    filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
-    there = [mpi.Send_init(words(parts[r]), r, tags[0]) for r in filled]
-    there += [mpi.Recv_init(words(received[r]), r, tags[0]) for r in mine]
-    back = [mpi.Recv_init(words(parts[r]), r, tags[1]) for r in filled]
-    back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
-    scatter, gather = Messages(there), Messages(back)
-    encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
-    copies = [] if encoding is None else [(wire, flat)]
-    room = Room(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
-    stages = room.stages(encoding or Plain())
-    # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between.
-    operation = StagedOperation(stages, first=1, last=len(room.returns))
-    held = sum(one.nbytes for one in received) - own.nbytes + (0 if encoding is None else wire.nbytes)
-    close: list[Callable[[], object]] = [scatter.free, gather.free]
-    return ReductionPlan(operation, context.progress, encoding=encoding, nbytes=held, close=close)
+
+    def __init__(self, context: TransportContext) -> None:
+        self._context = context
+        self._shared: list[_Shared] = []
+        self._clones: list[MPI.Intracomm] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that several sums share, here and in MPI [B]."""
+        return sum(one.ring.nbytes for one in self._shared if one.users)
+
+    def plans(self, wanted: Sequence[tuple[np.ndarray, Method]]) -> list[ReductionPlan]:
+        """Return the plans of the sums of flat buffers. Collective over the communicator.
+
+        No buffer is empty, there are several ranks, and no sum is hierarchical.
+        """
+        mpi, plans = self._context.mpi, list[ReductionPlan]()
+        self._shared = [one for one in self._shared if one.users]
+        helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in wanted]
+        large = [i for i, (flat, _) in enumerate(wanted) if is_large(flat.nbytes)]
+        ring = Ring([helds[i] for i in large])
+        waits = ring.line is not None and any(not wanted[i][1].ordered for i in large)
+        common = _Shared(ring, self._clone() if waits else mpi, aligned_bytes(ring.here_bytes), len(large))
+        self._shared.append(common)
+        for i, ((flat, method), held) in enumerate(zip(wanted, helds)):
+            make = self._in_order if method.ordered else self._native
+            if i in large:
+                plan = make(flat, method, common, large.index(i))
+                plan.close.append(common.leave)
+            else:
+                plan = make(flat, method, _Shared(Ring([held]), mpi, aligned_bytes(held.here)), 0)
+                plan.nbytes += held.here + held.inside
+            plans.append(plan)
+        return plans
+
+    def _clone(self) -> MPI.Intracomm:
+        """Return a clone of the communicator that no open sum uses. Collective."""
+        in_use = [one.mpi for one in self._shared]
+        for clone in self._clones:
+            if clone not in in_use:
+                return clone
+        self._context.agree(contexts.shortage())
+        self._clones.append(contexts.hold(self._context.mpi.Dup()))
+        return self._clones[-1]
+
+    def close(self) -> None:
+        """Free the clones. Idempotent. Collective."""
+        for clone in self._clones:
+            contexts.free(clone)
+        self._clones.clear()
+
+    def _native(self, flat: np.ndarray, method: Method, shared: _Shared, number: int) -> ReductionPlan:
+        """Return the plan of a collective of the MPI library."""
+        mpi = shared.mpi
+        parts = shards(flat.size, mpi.size, flat.itemsize)
+        direct: Callable[[], None] | None = None
+        if method.adds and method.gathers:
+            stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
+            direct = partial(self._context.mpi.Allreduce, MPI.IN_PLACE, flat, MPI.SUM)
+        elif method.adds:
+            # In place, MPI would write the sum to the start of the buffer, over the summands of another rank.
+            counts, own = [part.stop - part.start for part in parts], flat[parts[mpi.rank]]
+            total = shared.place(number, own.nbytes).view(flat.dtype)
+            native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
+            stages = [native, Work([lambda: np.copyto(own, total)])]
+        else:
+            # As words: MPI has no datatype for some element types (bfloat16).
+            size = math.gcd(flat.itemsize, max(_WORDS))
+            each = flat.itemsize // size
+            counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
+            message = [flat.view(f"u{size}"), (counts, places), _WORDS[size]]
+            stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
+        return ReductionPlan(shared.ring.operation(number, stages, len(stages)), self._context.progress, direct=direct)
+
+    def _in_order(self, flat: np.ndarray, method: Method, shared: _Shared, number: int) -> ReductionPlan:
+        """Return the plan of a sum in rank order, in which every rank adds up one shard.
+
+        Every rank receives the summands of its shard from all ranks, adds them up, and sends the sum to all ranks. This
+        is a reduce-scatter and an all-gather: each rank sends ``2 (P - 1) / P`` times the buffer, as in the best
+        all-reduce. Encoded elements take the place of those that they encode, in the buffer.
+        """
+        mpi, codec = shared.mpi, method.codec
+        wire, beside = flat if codec.identity else _encoded(flat, np.dtype(codec.wire)), 0
+        if not np.may_share_memory(wire, flat):
+            beside = wire.nbytes
+        shares = shards(wire.size, mpi.size, wire.itemsize)
+        parts, peers = [wire[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
+        own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
+        place = iter(shared.place(number, len(peers) * own.nbytes).view(wire.dtype).reshape(len(peers), own.size))
+        received = [own if r == mpi.rank else next(place) for r in range(mpi.size)]
+        filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
+        there = [mpi.Send_init(words(parts[r]), r, tags[0]) for r in filled]
+        there += [mpi.Recv_init(words(received[r]), r, tags[0]) for r in mine]
+        back = [mpi.Recv_init(words(parts[r]), r, tags[1]) for r in filled]
+        back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
+        scatter, gather = Messages(there), Messages(back)
+        encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
+        copies = [] if encoding is None else [(wire, flat)]
+        room = Room(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
+        stages = room.stages(encoding or Plain())
+        # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between. Of these
+        # the first two need the received summands.
+        operation = shared.ring.operation(number, stages, 2, first=1, last=len(room.returns))
+        close: list[Callable[[], object]] = [scatter.free, gather.free]
+        return ReductionPlan(operation, self._context.progress, encoding=encoding, nbytes=beside, close=close)
+
+
+def _encoded(flat: np.ndarray, wire: np.dtype) -> np.ndarray:
+    """Return the array of the encoded elements: at the start of the buffer, except if they are wider."""
+    if wire.itemsize > flat.itemsize:
+        return np.zeros(flat.size, wire)
+    return flat.view(np.uint8)[: flat.size * wire.itemsize].view(wire)

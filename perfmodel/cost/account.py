@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ...comm.sums import node_shares, shards
+from ...comm.sums import Held, held_together, node_shares
 from ...device import as_dtype, is_low
 from ...dtensor import Groups
 from ...layers import Network
@@ -183,14 +183,15 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
         found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
     sums = sums_of(operation for operation in program if operation.layer)
-    found["messages"] += sum(_held(one, rank, program.target.size) for one in sums)
+    found["messages"] += _held(sums, rank, program.target.size)
     return dict(found)
 
 
 def gradients_memory(program: Program, slots: int = 0, per_node: int | None = None) -> dict[str, int]:
     """Return the memory of operations on gradients on the program's rank, by use [B].
 
-    An all-reduce needs as much memory for messages as the gradients have.
+    Sums that are under way need as much memory for messages as their gradients have; large sums of one group of ranks
+    share a ring (`halograd.comm.ring`).
     """
     rank, per_node = program.target.rank, per_node or program.target.size
     found = Counter[str]()
@@ -202,17 +203,22 @@ def gradients_memory(program: Program, slots: int = 0, per_node: int | None = No
         elif isinstance(operation, Accumulate):
             found["gradient sum"] += operation.nbytes
     sums = sums_of(operation for operation in program if not operation.layer)
-    found["messages"] = sum(_held(one, rank, per_node) for one in sums)
+    found["messages"] = _held(sums, rank, per_node)
     return {use: nbytes for use, nbytes in found.items() if nbytes}
 
 
-def _held(total: Sum, rank: int, per_node: int) -> int:
-    """Return the memory that a sum needs on a rank in addition to its array [B]."""
-    color, method = total.groups.color(rank), total.algorithm
-    if color is None or total.groups.members_each < 2:
-        return 0
-    own, members = total.sizes[color], total.groups.members(color)
-    if method.by_nodes:
-        return node_shares([other // per_node for other in members])[members.index(rank)].held(own)
-    part = shards(own, len(members), 1)[members.index(rank)]
-    return method.held(own, len(members), part.stop - part.start, total.feedback)
+def _held(sums: Sequence[Sum], rank: int, per_node: int) -> int:
+    """Return the memory of sums that are planned together on a rank, in addition to their arrays [B]."""
+    found = dict[Groups, list[tuple[int, Held]]]()
+    for one in sums:
+        color, method = one.groups.color(rank), one.algorithm
+        if color is None or one.groups.members_each < 2:
+            continue
+        nbytes, members, itemsize = one.sizes[color], one.groups.members(color), one.view.dtype.itemsize
+        place = members.index(rank)
+        if method.by_nodes:
+            held = node_shares([other // per_node for other in members])[place].held(nbytes)
+        else:
+            held = method.held(nbytes // itemsize, itemsize, len(members), place, one.feedback)
+        found.setdefault(one.groups, []).append((nbytes, held))
+    return sum(map(held_together, found.values()))

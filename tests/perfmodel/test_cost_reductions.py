@@ -3,7 +3,7 @@
 import pytest
 from mpi4py import MPI
 
-from halograd.comm import Communicator
+from halograd.comm import Communicator, sums
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import count_step, memory_of, program_of
@@ -57,9 +57,9 @@ def faults_of(name, comm, strategy, per_node):
 
 
 def memory_faults(held, want, comm, scheme):
-    """Return differences in memory: arrays of the scheme are exact; with MPI sums in float32 messages are too."""
+    """Return differences in memory: arrays of the scheme are exact; with MPI messages are too."""
     uses = ["parameter", "parameter gradient", "optimizer state", "gradient error", "replicated gradient"]
-    if comm.transport == "mpi" and scheme.payload == "float32":
+    if comm.transport == "mpi":
         uses.append("messages")
     return [
         f"{use}: predicted {want.get(use, 0)}, held {held.get(use, 0)} with {scheme}"
@@ -76,6 +76,28 @@ def test_messages_bytes_and_memory_of_every_scheme(scheme, where):
         parts = {"sample": 2, "height": 2} if comm.size == 4 else {"sample": comm.size}
         faults = faults_of("lenet", comm, Strategy(parts, bucket_bytes=BUCKET, reduction=scheme), per_node)
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("scheme", [scheme for scheme, where in CASES if where is MPI_ALONE], ids=str)
+def test_messages_and_memory_if_sums_wait_for_a_place(scheme, monkeypatch):
+    """Large sums that share a ring hold what was predicted, less than all of them together."""
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
+        whole = messages_of("lenet", comm, strategy)
+        monkeypatch.setattr(sums, "LARGEST_AT_ONCE", 64)
+        monkeypatch.setattr(sums, "RING_BYTES", 1024)
+        faults = faults_of("lenet", comm, strategy, 1)
+        if scheme.name != "blocking" and messages_of("lenet", comm, strategy) >= whole:
+            faults.append("as much memory as without a ring")
+        comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)
+
+
+def messages_of(name, comm, strategy):
+    """Return the predicted memory of messages on this rank."""
+    network, target = NETWORKS[name](), Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
+    program = program_of(network, strategy, target)
+    return memory_of(program, parameter_blocks(network, strategy, comm.size), 1, 1)["messages"]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,0 +1,109 @@
+"""Memory of sums that are under way: a ring of places, which the sums of a communicator use one after the other.
+
+Every sum has its place in the ring from its set-up on, so that messages bind to fixed memory; places overlap if the
+ring is smaller than all sums together. A sum waits until no overlapping place is in use. So the memory is that of a few
+sums, not of all gradients, and a step allocates nothing. ::
+
+    places   | 0       | 1    | 2        |
+             | 3    | 4           | 5    |        sum 3 waits for 0, sum 4 for 0 and 1, sum 5 for 2
+
+*Data are not overwritten while they are read.* A few stages after `FreePlace` use the memory (`count` in
+`Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in them. The next sum
+in this memory passes its `FreePlace` when they are over.
+
+*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the place wait
+for nobody. Let n be the first sum in this order that is not over on some rank, but for the last stages of its owner. On
+a rank that has started n, all sums before n are over, so n has its place, and no sum of the line is before it. It needs
+the other ranks only until they have started n and got the place, too. They start n without a wait, or after waits for
+sums before n, which are over. The stages from the place on need no owner: the progress thread runs them, or a thread
+that waits for any sum of the line. So n comes to its end on all ranks, whichever sums they finish first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .progress import Line, Stage, StagedOperation
+from .sums import Held, ring_places
+
+__all__ = ["FreePlace", "Ring"]
+
+
+class FreePlace(Stage):
+    """Stage that is over when the memory of a sum is free.
+
+    Attributes
+    ----------
+    others
+        Places that overlap with this one.
+    """
+
+    def __init__(self) -> None:
+        self.others = list[FreePlace]()
+        self.operation: StagedOperation | None = None
+        self._after = self._until = 0
+
+    def serve(self, operation: StagedOperation, at: int, count: int) -> None:
+        """Set the operation, the number of this stage in it, and how many stages after it use the memory."""
+        self.operation, self._after, self._until = operation, at + 1, at + count
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the sum uses its memory now."""
+        operation = self.operation
+        return operation is not None and operation.fault is None and self._after <= operation.at <= self._until
+
+    def over(self) -> bool:
+        return not any(other.in_use for other in self.others)
+
+
+class Ring:
+    """Places of sums that are planned together. Local.
+
+    Parameters
+    ----------
+    held
+        Memory of each sum while it is under way: here, and inside MPI.
+
+    Attributes
+    ----------
+    here, inside
+        Place ``(start, stop)`` of each sum in the memory of this library, and in that which MPI may use [B].
+    here_bytes, nbytes
+        Size of the first memory, and of both [B].
+    line
+        Queue of the sums if they wait for each other; None if there is memory for all of them at once.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.here, self.here_bytes = ring_places([one.here for one in held])
+        self.inside, inside_bytes = ring_places([one.inside for one in held])
+        self.nbytes = self.here_bytes + inside_bytes
+        self._places = [FreePlace() for _ in held]
+        for spans in (self.here, self.inside):
+            for place, (first, end) in zip(self._places, spans):
+                pairs = zip(self._places, spans)
+                place.others += [other for other, (a, b) in pairs if other is not place and max(a, first) < min(b, end)]
+        self.line = Line() if any(place.others for place in self._places) else None
+
+    def operation(
+        self, number: int, stages: Sequence[Stage], count: int, first: int = 0, last: int = 0
+    ) -> StagedOperation:
+        """Return the operation of a sum.
+
+        Parameters
+        ----------
+        stages
+            Stages of the sum.
+        count
+            How many stages after the first ones use the memory of the sum. The owner runs none of them.
+        first, last
+            As in :class:`StagedOperation`.
+        """
+        if self.line is None:
+            return StagedOperation(stages, first=first, last=last)
+        place = self._places[number]
+        all_stages = [*stages[:first], place, *stages[first:]]
+        operation = StagedOperation(all_stages, first=first, last=last, line=self.line)
+        place.serve(operation, first, count)
+        return operation
