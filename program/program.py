@@ -197,8 +197,9 @@ class Program:
 
     @cached_property
     def placement(self) -> Placement:
-        """Offsets of all buffers in the arena."""
-        return place(list(self), self.kept)
+        """Offsets of all buffers in the arena: those of layers, whatever the operations on gradients."""
+        segments = (*self.forward, *self.backward)
+        return place([operation for segment in segments for operation in segment.operations], self.kept)
 
 
 def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:

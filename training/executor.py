@@ -213,7 +213,7 @@ class Executor:
         arrays["rounded"] = store.rounded
         self.runner = Runner(self._layers, self.comm, self.kernels, arrays, self.mode, self.debug)
         opened.callback(self.runner.close)
-        for use, nbytes in self.program.placement.uses.items():
+        for use, nbytes in self._layers.placement.uses.items():
             self.memory.count(nbytes, use)
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
         opened.callback(self.pass_loss.close)

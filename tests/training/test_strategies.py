@@ -111,6 +111,19 @@ def test_training_under_random_strategies(name):
             check(name, comm, seed)
 
 
+@pytest.mark.ranks(2)
+def test_operations_on_gradients_move_no_array():
+    """The memory that is counted, predicted and shown is that which a run allocates."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in range(3):
+            strategy = random_strategy(NETWORKS["unet"](), comm.size, seed)
+            with Executor(NETWORKS["unet"](), comm, get_backend("numpy"), 4, strategy, "float64") as executor:
+                held = len(executor.runner.arena)
+                comm.agree(None if executor.program.placement.size == held else AssertionError(f"strategy {seed}"))
+                uses = executor.program.placement.uses
+                assert sum(uses.values()) == held
+
+
 def metrics(comm, strategy):
     """Return the scores of one evaluated batch. Collective."""
     with Executor(gated(), comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
