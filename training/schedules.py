@@ -47,7 +47,8 @@ class ScheduleSettings(Table):
     kind: Text = "constant"
     """Change of the learning rate after the warm-up: none; multiplied by `factor` at each of `milestones`; half a
     cosine, a power or a straight line down to `final` at the end of training; up and down (``"one_cycle"``); multiplied
-    by `factor` whenever validations do not improve (``"plateau"``); or a schedule of your own."""
+    by `factor` whenever validations do not improve (``"plateau"``); or a schedule of your own,
+    ``"FILE.py:CLASS"``."""
     learning_rate: Positive
     """Learning rate after the warm-up."""
     warmup_epochs: Epochs = 0.0

@@ -90,7 +90,7 @@ def keys_of(schema: dict[str, Any], before: str = "") -> Iterator[str]:
         reference = node.get("$ref")
         table = schema["$defs"][reference.rpartition("/")[2]] if reference else node
         kind = table.get("properties", {}).get("kind", {})
-        several = place == "optimizer" and (kind.get("const") or kind.get("enum", [""])[0])
+        several = place in ("optimizer", "schedule") and (kind.get("const") or kind.get("enum", [""])[0])
         for key, field in table.get("properties", {}).items():
             found = list(inner(field, f"{place}.{key}".lstrip(".")))
             yield from found or [".".join(filter(None, (place, several, key)))]
