@@ -182,7 +182,16 @@ class _Search:
         return self._result(best, began)
 
     def frontier(self) -> Iterator[Plan]:
-        """Yield plans for smaller and smaller limits, from the fastest strategy that fits to the leanest one found."""
+        """Yield plans for smaller and smaller limits, from the fastest strategy that fits to the leanest one found.
+
+        Plans that need more memory than a later one and are not faster are left out.
+        """
+        found = list(self._levels())
+        for i, plan in enumerate(found):
+            if all(plan.step_seconds < other.step_seconds for other in found[i + 1 :]):
+                yield plan
+
+    def _levels(self) -> Iterator[Plan]:
         began, level, last = time.perf_counter(), self.limit, self.limit
         self.limit = math.inf
         self.chooser.look(self)
@@ -345,11 +354,16 @@ class _Search:
                 break
             chosen = keeping.within(room)
             if chosen is not None:
-                what = (self.network, chosen, self.batch, self.pricing, self.training, self.ranks)
-                made = self.contenders.add_recomputed(variant, Simulation(*what))
+                made = self._add_recomputed(variant, chosen)
                 if made.fits(self.limit) and (best is None or made.seconds < best.seconds):
                     best = made
         return best
+
+    def _add_recomputed(self, variant: Contender, chosen: Strategy) -> Contender:
+        """Store the cuts and outputs of `chosen` with the scheme of `variant`."""
+        strategy = chosen.with_reduction(variant.strategy.reduction, variant.strategy.bucket_bytes)
+        some = self.batch, self.pricing, self.training, self.ranks
+        return self.contenders.add_recomputed(variant, Simulation(self.network, strategy, *some))
 
     # -- what comes of it ----------------------------------------------------------------------
 
@@ -366,11 +380,16 @@ class _Search:
 
     def _leanest(self) -> Contender:
         """Return the strategy that needs the least memory, also with outputs computed again."""
-        least = self.contenders.leanest()
-        if KINDS[self.planning.recompute]:
-            keeping = least.simulation.keeping(KINDS[self.planning.recompute])
-            some = self.batch, self.pricing, self.training, self.ranks
-            self.contenders.add_recomputed(least, Simulation(self.network, keeping.fewest(), *some))
+        trials: list[tuple[float, int, Contender, Keeping]] = []
+        some = sorted(self.contenders, key=lambda one: one.memory_bytes)[:CUTS]
+        for found in some if KINDS[self.planning.recompute] else []:
+            keeping = found.simulation.keeping(KINDS[self.planning.recompute])
+            kept = [one for one in self.contenders.variants(found) if one.strategy == one.strategy.keeping_all]
+            variant = min(kept, key=lambda one: one.memory_bytes)
+            trials.append((variant.memory_bytes - keeping.most + keeping.least, len(trials), variant, keeping))
+        if trials:
+            _, _, variant, keeping = min(trials)
+            self._add_recomputed(variant, keeping.fewest())
         return self.contenders.leanest()
 
     def _remedies(self) -> Iterator[tuple[str, float]]:

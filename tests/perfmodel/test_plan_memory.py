@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+import halograd as hg
 from benchmarks.plan_memory import chain, compared
 from halograd.errors import UserError
 from halograd.layers import Strategy
+from halograd.layers.reduction_scheme import Scheme
 from halograd.models import build, mesh, unet
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, plan_frontier, plan_network
@@ -85,6 +87,21 @@ def test_a_frontier_falls_in_memory_and_rises_in_time():
     seconds = [one.step_seconds for one in found]
     assert len(found) > 2 and memory == sorted(memory, reverse=True) and seconds == sorted(seconds)
     assert not again(found[0]) and again(found[-1]) and memory[-1] < 0.7 * memory[0]
+
+
+def test_outputs_are_computed_again_with_sharded_gradients():
+    x = hg.Input((32, 32, 8))
+    y = hg.ReLU()(hg.Conv(32, kernel=3)(hg.ReLU()(hg.Conv(32, kernel=3)(x))))
+    scores = hg.Dense(64)(hg.Flatten()(y))
+    network = hg.Network({"loss": hg.SoftmaxCrossEntropy()(scores, hg.Input((1,), "t", "int32"))})
+    chosen = Keeping(network, Strategy({"sample": 8}), Target(64, 8)).fewest()
+    sharded = chosen.with_reduction(Scheme("sharded"), chosen.bucket_bytes)
+    pricing, adam = Pricing(Wires(LASSEN), RooflineTimes(LASSEN), best_halo=True), Training(slots=2)
+    limit = simulate(network, sharded, 64, pricing, adam, 8).memory_bytes
+    assert simulate(network, chosen, 64, pricing, adam, 8).memory_bytes > limit
+    settings = Planning(limit=limit, planner="data", training=adam)
+    found = plan_network(network, 64, 8, LASSEN, RooflineTimes(LASSEN), settings)
+    assert again(found) and found.strategy.reduction.kind.shards and found.prediction.memory_bytes <= limit
 
 
 @pytest.mark.parametrize(
