@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .monitors import BestScore
     from .optimizers import Optimizer
     from .schedules import Schedule
-from .session import Session
+    from .session import Session
 
 __all__ = ["CheckpointFolder", "Checkpoints"]
 

@@ -310,6 +310,10 @@ class TrainingConfig(Table):
     """Names of layers, or patterns of them (``"block1/*"``), whose parameters do not change."""
     init: FilePath | None = None
     """File of initial parameters and running statistics (safetensors). A resumed run does not read it."""
+    init_from: FilePath | None = None
+    """Run (its directory), or checkpoint, from which a new run takes parameters, running statistics and the state of
+    the optimizer; its steps are counted on. Epochs, schedule and statistics of the data begin anew. A resumed run does
+    not read it."""
     init_fresh: list[Text] = Field(default_factory=list)
     """Layers that do not use the weights of `init`."""
 
@@ -322,6 +326,8 @@ class TrainingConfig(Table):
     def _together(self) -> TrainingConfig:
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
+        if self.init is not None and self.init_from is not None:
+            raise ValueError("init_from: expected one source of initial parameters, got init too; remove one")
         if self.init_fresh and self.init is None:
             raise ValueError("init_fresh: expected a file of weights (init) with it, got none; remove it")
         return self

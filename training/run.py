@@ -8,7 +8,7 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -28,7 +28,7 @@ from .build import make_optimizer
 from .checkpoint import CheckpointReader, TrainingProgress
 from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
-from .directory import RunLock, make_folder
+from .directory import RunLock, checkpoint_of, make_folder
 from .evaluation import Evaluation, describe, evaluate_batches
 from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
 from .monitors import BestScore, Callback, LossWatch, is_defined
@@ -132,6 +132,8 @@ def train(
         elif config.training.init is not None:
             begin_with(session)
             log.say(f"initial parameters: {config.training.init}")
+        elif config.training.init_from is not None:
+            run.begin_from(Path(config.training.init_from))
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
         watchdog.follow(session.executor.pulse)
         with session.memory_errors():
@@ -271,6 +273,21 @@ class TrainingRun:
                 f"complete: {self.sampler.epoch} of {self.epochs} epochs are done, at step {step}, in {path}; increase "
                 "training.epochs to continue"
             )
+
+    def begin_from(self, source: Path) -> None:
+        """Begin with the parameters and the optimizer's state of another run, or checkpoint. Collective."""
+        comm = self.session.comm
+
+        def find() -> Path:
+            found = source if source.is_file() else CheckpointFolder(source / "checkpoints").latest
+            if found is None:
+                raise UserError(f"training.init_from: expected a run with checkpoints, or a checkpoint, got {source}")
+            return checkpoint_of(found)  # latest.h5 may soon name another file
+
+        with closing(CheckpointReader(on_root(comm.mpi, find), comm)) as checkpoint:
+            checkpoint.restore(self.session.executor.store, self.optimizer, extents=False)
+        self.trainer.ahead = -self.optimizer.step
+        self.log.say(f"initial parameters and optimizer: {checkpoint.path}, after {self.optimizer.step} steps")
 
     def _warn_of_schedule(self, entries: Sequence[Entry], state: Mapping[str, Any]) -> None:
         """Warn if the learning rate jumps because the resumed run has another schedule or number of epochs."""

@@ -66,7 +66,8 @@ class Trainer:
     loss_scale
         With float16, the last factor on the gradient of the loss that is known without waiting; else None.
     ahead
-        Number of steps by which the schedule is ahead of the updates, after a run was resumed with another batch.
+        Number of steps by which the schedule is ahead of the updates: after a run was resumed with another batch, or
+        began with the state of another run.
     auto
         Search for a scheme of gradient reduction during the first steps; None if the executor's scheme is fixed.
     """

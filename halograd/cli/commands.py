@@ -121,6 +121,12 @@ def train(
             metavar="FILE.safetensors", help="Begin with these weights; the same as --set training.init=FILE."
         ),
     ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Begin with parameters and optimizer of another run; as --set training.init_from=RUN."
+        ),
+    ] = None,
 ) -> int:
     """Train a network from a configuration; log, checkpoints and timeline go to its output.directory.
 
@@ -144,6 +150,8 @@ def train(
     overrides = _overrides(sets, threads)
     if init is not None:
         overrides.append(f"training.init={json.dumps(str(init))}")
+    if init_from is not None:
+        overrides.append(f"training.init_from={json.dumps(str(init_from))}")
     result = run(config, overrides, resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
