@@ -36,7 +36,7 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """The networks of networks.md train on the ranks of this run, and the loss falls."""
-    first, part, _, again, second, weighted, _ = blocks("networks.md")
+    first, part, _, again, _, second, weighted, _ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)

@@ -214,6 +214,9 @@ def trained(case: Case, comm: Communicator, strategy: Strategy) -> Outcome:
             arrays = case.arrays(step)
             for part in range(case.parts):
                 _fill(executor, arrays, slice(part * size, (part + 1) * size))
+                executor.count()
+            for part in range(case.parts):
+                _fill(executor, arrays, slice(part * size, (part + 1) * size))
                 if part + 1 < case.parts:
                     trainer.add()
                 else:

@@ -109,7 +109,10 @@ BAD = [
     ("data.layout=HW", "data.layout: expected one of 'NHWC' or 'NCHW', got 'HW'"),
     ("data.transforms={Pressure = 3}", "data.transforms.Pressure: expected a text in quotes, got 3"),
     ("data.transforms=log", "data.transforms: expected a table, got 'log'"),
-    ("optimizer.kind=rms", """optimizer.kind: expected sgd, adam, adamw, lars, or "FILE.py:CLASS", got 'rms'"""),
+    (
+        "optimizer.kind=rms",
+        """optimizer.kind: expected sgd, adam, adamw, lion, lamb, lars, or "FILE.py:CLASS", got 'rms'""",
+    ),
     ("optimizer.momentm=0.9", f"optimizer.momentm: unknown key; expected one of {ONE_OF_SGD}"),
     ("optimizer.beta1=0.9", f"optimizer.beta1: unknown key; expected one of {ONE_OF_SGD}"),
     ("schedule.warmup=1", f"schedule.warmup: {WARMUP}"),

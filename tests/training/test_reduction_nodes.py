@@ -178,7 +178,7 @@ def test_lars_needs_whole_gradients():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         build("lenet", comm, strategy_of(comm, Scheme("sharded"))) as executor,
-        pytest.raises(UserError, match=r'optimizer.kind: expected sgd, adam or adamw with .* "sharded", got lars'),
+        pytest.raises(UserError, match=r'kind: expected sgd, adam, adamw or lion with .* "sharded", got lars'),
     ):
         LARS(executor.store)
 

@@ -102,7 +102,7 @@ def test_resumed_with_another_scheme_on_another_number_of_ranks(tmp_path):
 def test_what_cannot_be_is_refused_in_one_line(tmp_path):
     config = write_config(tmp_path)
     for wrong, told in {
-        "optimizer={kind = 'lars'}": 'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded"',
+        "optimizer={kind = 'lars'}": 'kind: expected sgd, adam, adamw or lion with reduction.name = "sharded"',
         "reduction.payload=bfloat16": "reduction.payload: expected",
     }.items():
         done = mpiexec(2, [*PATIENT, "train", config, *sets("reduction.name=sharded", wrong)])
