@@ -192,6 +192,7 @@ class _Search:
                 yield plan
 
     def _levels(self) -> Iterator[Plan]:
+        """Yield the plan of each limit, and the leanest one."""
         began, level, last = time.perf_counter(), self.limit, self.limit
         self.limit = math.inf
         self.chooser.look(self)

@@ -34,7 +34,7 @@ def again(found):
     return [name for name, options in found.strategy.layers.items() if options.get("recompute", "none") != "none"]
 
 
-@pytest.mark.parametrize("seed", [8, 9, 10, 17])
+@pytest.mark.parametrize("seed", [8, 17])
 def test_on_chains_a_plan_is_the_optimum_of_all_choices(seed):
     found = list(compared(seed, chain(seed), LASSEN))
     assert found and all(one.excess < 1e-9 for one in found)
