@@ -69,5 +69,5 @@ def test_others(comm, config):
         train(config, sets, comm=comm)
     found = train(config, skip, comm=comm)
     assert np.isfinite(found["loss"])
-    with pytest.raises(UserError, match=r"data\.invalid: .*'refuse', 'skip' or 'fill'"):
+    with pytest.raises(UserError, match=r"data\.invalid: .*'refuse', 'skip', 'fill' or 'mask'"):
         train(config, ['data.invalid="mend"'], comm=comm)
