@@ -148,6 +148,7 @@ class Keeping:
         else:
             self._seconds = np.array([seconds.get(step.name, 0.0) for step in self._steps])
         self._prepare(whole)
+        self._arenas: dict[frozenset[str], int] = {}  # by the layers that are computed again [B]
         self.most = self.arena(strategy)
         self.least = self._least()
 
@@ -234,9 +235,11 @@ class Keeping:
         while limit > self.least * RATIO:
             found = self._search(max(limit, self.least))
             if found is not None and found[1] != before:
-                before, made = found[1], self.strategy(found[1])
-                if self.arena(made) <= room:
-                    return made
+                before = found[1]
+                if before not in self._arenas:
+                    self._arenas[before] = self.arena(self.strategy(before))
+                if self._arenas[before] <= room:
+                    return self.strategy(before)
             limit *= RATIO
         return None
 
