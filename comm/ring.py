@@ -11,8 +11,8 @@ sums, not of all gradients, and a step allocates nothing. ::
 `Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in them. The next sum
 in this memory passes its `FreePlace` when they are over.
 
-*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the place wait
-for nobody. Let n be the first sum in this order that is not over on some rank, but for the last stages of its owner. On
+*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the place do
+not wait. Let n be the first sum in this order that is not over on some rank, but for the last stages of its owner. On
 a rank that has started n, all sums before n are over, so n has its place, and no sum of the line is before it. It needs
 the other ranks only until they have started n and got the place, too. They start n without a wait, or after waits for
 sums before n, which are over. The stages from the place on need no owner: the progress thread runs them, or a thread

@@ -385,7 +385,8 @@ class _Search:
         some = sorted(self.contenders, key=lambda one: one.memory_bytes)[:CUTS]
         for found in some if KINDS[self.planning.recompute] else []:
             keeping = found.simulation.keeping(KINDS[self.planning.recompute])
-            kept = [one for one in self.contenders.variants(found) if one.strategy == one.strategy.keeping_all]
+            variants = self.contenders.variants(found)
+            kept = [one for one in variants if one.strategy == one.strategy.keeping_all] or variants
             variant = min(kept, key=lambda one: one.memory_bytes)
             trials.append((variant.memory_bytes - keeping.most + keeping.least, len(trials), variant, keeping))
         if trials:
