@@ -7,6 +7,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from ..dtensor.box import Box
 from .chunks import CACHE
 from .dataset import Hdf5Dataset
 from .disk import DataError
-from .structure import Structure
+from .structure import Field, Structure
 from .targets import LabelMap
 
 __all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
@@ -86,11 +87,15 @@ def _expanded(text: str) -> list[Path]:
 
 
 def open_dataset(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *arguments: Any, **options: Any
+    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *arguments: Any,
+    several_sizes: bool = False,
+    **options: Any,
 ) -> Hdf5Dataset | FileSet:
     """Open the samples of all files of `given`, and check each file. Local.
 
-    Other arguments are those of :class:`Hdf5Dataset`.
+    With `several_sizes`, files may have samples of different size (:func:`check_alike`). Other arguments are those of
+    :class:`Hdf5Dataset`.
 
     Raises
     ------
@@ -103,31 +108,52 @@ def open_dataset(
         return parts[0]
     for part in parts:
         part.close()
-    check_alike(paths, [part.structure for part in parts])
+    check_alike(paths, [part.structure for part in parts], several_sizes)
     return FileSet(parts)
 
 
-def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
+def check_alike(paths: Sequence[Path], structures: Sequence[Structure], several_sizes: bool = False) -> None:
     """Check that the samples of all files have the same fields. Local.
+
+    With `several_sizes`, their extents may differ, but not the factors between the grids of the fields.
 
     Raises
     ------
     DataError
-        Shapes or channels differ from the first file; the message names the file.
+        Shapes, factors or channels differ from the first file; the message names the file.
     """
-    first = structures[0]
+    first = structures[0].fields
+    reference = next(iter(first))
     for path, other in zip(paths, structures):
-        for name, field in first.fields.items():
+        for name, field in first.items():
             same = other.fields[name]
-            for what, mine, theirs, remedy in (
-                ("samples of shape", field.shape, same.shape, _ONE_SIZE),
-                ("the channels", field.channel_names, same.channel_names, "correct its attribute 'channel_names'"),
+            shapes, what, remedy = (str(field.shape), str(same.shape)), "samples of shape", _ONE_SIZE
+            if several_sizes:
+                grids = [(some[name].shape, some[reference].shape) for some in (first, other.fields)]
+                shapes = ("", "") if _same_factors(*grids[0], *grids[1]) else (f"{grids[0]}", f"{grids[1]}")
+                what, remedy = f"shapes (and those of {first[reference].dataset!r}) with the factors", "write it so"
+            names = f"{field.channel_names}", f"{same.channel_names}"
+            for (mine, theirs), kind, change in (
+                (shapes, what, remedy),
+                (names, "the channels", "correct its attribute 'channel_names'"),
             ):
                 if mine != theirs:
                     raise DataError(
-                        f"{path}: {field.dataset!r}: expected {what} {mine} as in {paths[0]}, got {theirs}; {remedy}, "
+                        f"{path}: {field.dataset!r}: expected {kind} {mine} as in {paths[0]}, got {theirs}; {change}, "
                         "or leave that file out"
                     )
+
+
+def _same_factors(
+    mine: tuple[int, ...], my_reference: tuple[int, ...], theirs: tuple[int, ...], reference: tuple[int, ...]
+) -> bool:
+    """Return whether two grids have the same factors to their references, or one value on an axis."""
+    if len(mine) != len(theirs) or len(my_reference) != len(reference) or mine[-1] != theirs[-1]:
+        return False
+    if len(mine) != len(reference):  # a vector per sample
+        return mine == theirs
+    pairs = zip(mine[:-1], theirs[:-1], my_reference[:-1], reference[:-1])
+    return all(n == m == 1 or n * base == m * own for n, m, own, base in pairs)
 
 
 class FileSet:
@@ -149,6 +175,10 @@ class FileSet:
         own group. None if no file has groups.
     file_of : int64 array ``(N,)``
         Number of the file of every sample.
+    fields : dict of Field
+        Fields of the first file; of samples of different size, with the largest extent of each axis.
+    extents : dict of int64 array ``(N, spatial axes)``, or None
+        Extents of every sample by the name of the field, if the files have samples of different size.
     """
 
     def __init__(self, parts: Sequence[Hdf5Dataset], most_open: int = 64) -> None:
@@ -156,8 +186,8 @@ class FileSet:
         first = self.parts[0]
         more = f" (and {len(parts) - 1} more files)" if len(parts) > 1 else ""
         self.path = Path(f"{first.path}{more}")
-        self.fields = first.fields
         lengths = np.array([len(part) for part in self.parts], np.int64)
+        self.fields, self.extents = _sizes(self.parts, lengths)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
         self.groups = _groups(self.parts)
@@ -253,7 +283,7 @@ class FileSet:
         self._open.clear()
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read as :meth:`Hdf5Dataset.read` does; messages name the file and the sample in it."""
+        """Read as :meth:`Hdf5Dataset.read` does, within each sample; messages name the file and the sample in it."""
         shape = self.fields[name].shape
         if box.ndim != len(shape) + 1 or out.shape != box.shape:
             raise DataError(
@@ -284,6 +314,20 @@ class FileSet:
         while len(self._open) > self._most_open:
             self.parts[self._open.popitem(last=False)[0]].close()
         return self.parts[file]
+
+
+def _sizes(
+    parts: Sequence[Hdf5Dataset], lengths: NDArray[np.int64]
+) -> tuple[dict[str, Field], dict[str, NDArray[np.int64]] | None]:
+    """Return the fields of all files with their largest extents, and the extents of every sample if they differ."""
+    fields = parts[0].fields
+    if all(part.fields[name].shape == fields[name].shape for part in parts for name in fields):
+        return fields, None
+    own = {name: np.array([part.fields[name].shape[:-1] for part in parts], np.int64) for name in fields}
+    largest = {
+        name: replace(field, shape=(*own[name].max(axis=0).tolist(), field.shape[-1])) for name, field in fields.items()
+    }
+    return largest, {name: np.repeat(some, lengths, axis=0) for name, some in own.items()}
 
 
 def _groups(parts: Sequence[Hdf5Dataset]) -> NDArray[np.int64] | None:

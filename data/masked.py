@@ -82,6 +82,12 @@ class Masked(DatasetView):
         return replace(own, shape=grid, channel_names=names, is_target=True, chunks=None)
 
     @property
+    def extents(self) -> dict[str, NDArray[np.int64]] | None:
+        """Extents of every sample by the name of the field (:class:`FileSet`); weights have those of their targets."""
+        found = getattr(self.dataset, "extents", None)
+        return None if found is None else found | {name: found[names[0]] for name, names in self._targets.items()}
+
+    @property
     def lenient(self) -> frozenset[str]:
         return self._lenient
 

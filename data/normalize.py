@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
-from .source import Dataset
+from .source import Dataset, sample_shape
 
 __all__ = [
     "DEFAULT_RULES",
@@ -290,24 +290,23 @@ class SampleRows:
 
     def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules
-        self._shape = dataset.fields[name].shape
-        #: Number of rows; a vector per sample is one block.
-        self._rows = self._shape[0] if len(self._shape) > 1 else self._shape[-1]
-        step = min(_ROWS, self._rows) if len(self._shape) > 1 else self._rows
-        self._buffer = np.empty((1, step, *self._shape[1:]), np.float32)
+        shape = dataset.fields[name].shape
+        step = min(_ROWS, shape[0]) if len(shape) > 1 else shape[0]  # a vector per sample is one block
+        self._buffer = np.empty((1, step, *shape[1:]), np.float32)
 
     def of_sample(self, index: int) -> Any:
         """Yield blocks of rows ``(1, rows, ..., C)`` of a sample, one after the other in the same memory."""
-        for first in range(0, self._rows, self._buffer.shape[1]):
-            yield self._read(index, first, min(first + self._buffer.shape[1], self._rows))
+        for first in range(0, sample_shape(self._dataset, self._name, index)[0], self._buffer.shape[1]):
+            yield self._read(index, first)
 
     def first(self, index: int) -> NDArray[np.float32]:
         """Return the first block of rows of a sample."""
-        return self._read(index, 0, self._buffer.shape[1])
+        return self._read(index, 0)
 
-    def _read(self, index: int, first: int, last: int) -> NDArray[np.float32]:
-        box = Box.of_shape((1, *self._shape)).replace(1, first, last)
-        block = self._buffer[:, : last - first]
+    def _read(self, index: int, first: int) -> NDArray[np.float32]:
+        shape = sample_shape(self._dataset, self._name, index)
+        box = Box.of_shape((1, *shape)).replace(1, first, min(first + self._buffer.shape[1], shape[0]))
+        block = self._buffer[tuple(slice(n) for n in box.shape)]
         self._dataset.read(self._name, [index], box, block)
         if self._rules and self._name in self._dataset.lenient:
             mark_absent(block)

@@ -24,6 +24,7 @@ __all__ = [
     "ArrayDataset",
     "Dataset",
     "DatasetView",
+    "sample_shape",
 ]
 
 
@@ -41,6 +42,12 @@ class Dataset(Protocol):
         Group number of every sample; samples of one group are held out together. None: no groups.
     lenient : frozenset of str
         Names of fields in which NaN, infinity and targets out of range are permitted; in others they raise `DataError`.
+
+    Notes
+    -----
+    A data set of samples of different size has another attribute, ``extents``: by the name of each field an int64 array
+    ``(N, spatial axes)`` of the extents of every sample. The shapes of `fields` then have the largest extent of each
+    axis, and :meth:`read` changes only elements of `out` that lie within their sample. None: all have one size.
     """
 
     path: Path
@@ -71,6 +78,13 @@ class Dataset(Protocol):
 
     def close(self) -> None:
         """Close open files; a later read opens them again."""
+
+
+def sample_shape(dataset: Any, name: str, index: int) -> tuple[int, ...]:
+    """Return the shape ``(*spatial, C)`` of a field of one sample. Local."""
+    shape: tuple[int, ...] = dataset.fields[name].shape
+    extents = getattr(dataset, "extents", None)
+    return shape if extents is None else (*extents[name][index].tolist(), shape[-1])
 
 
 class DatasetView:

@@ -132,6 +132,8 @@ class TimeSteps(DatasetView):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
+        if name == "extents" and found is not None:
+            return {field: extents[self.rows] for field, extents in found.items()}
         return found[self.rows] if name == "file_of" else found
 
     def place(self, index: int) -> str:

@@ -18,7 +18,7 @@ from ..dtensor.box import Box
 from .absent import has_no_weight
 from .disk import DataError
 from .normalize import ChannelStatistics, SampleRows
-from .source import Dataset
+from .source import Dataset, sample_shape
 from .targets import TargetRange, TargetReduction
 
 __all__ = [
@@ -120,7 +120,7 @@ def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
 
 def _part(dataset: Dataset, name: str, sample: int, where: float) -> NDArray[np.float32]:
     """Read some rows of a sample: the first ones for `where` = 0, the last ones for 1."""
-    shape = dataset.fields[name].shape
+    shape = sample_shape(dataset, name, sample)
     box = Box.of_shape((1, *shape))
     if len(shape) > 1:
         rows = min(shape[0], max(1, PART // math.prod(shape[1:])))
@@ -260,7 +260,8 @@ def _first_invalid(
             first, last = last, last + block.shape[1]
             good = limits[name].allows(block)
             if not good.all():
-                absent = _absent(dataset, name, index, Box.of_shape((1, *field.shape)).replace(1, first, last))
+                whole = Box.of_shape((1, *sample_shape(dataset, name, index)))
+                absent = _absent(dataset, name, index, whole.replace(1, first, last))
                 good |= False if absent is None else absent
             if not good.all():
                 at = tuple(np.argwhere(~good)[0])
@@ -294,10 +295,11 @@ def count_classes(
     DataError
         As in reading; a target is between two classes.
     """
-    counts, fine = np.zeros(classes, np.int64), dataset.fields[name].shape
-    shape = fine if reduction is None else reduction.coarse_shape(fine)
-    rows = max(1, PART * shape[0] // math.prod(fine))
+    counts = np.zeros(classes, np.int64)
     for sample in samples:
+        fine = sample_shape(dataset, name, int(sample))
+        shape = fine if reduction is None else reduction.coarse_shape(fine)
+        rows = max(1, PART * shape[0] // math.prod(fine))
         for first in range(0, shape[0], rows):
             box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
             labels = _read(dataset, name, int(sample), box, reduction).reshape(-1)
