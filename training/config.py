@@ -299,6 +299,8 @@ class TrainingConfig(Table):
     patience: Whole = 0
     """Number of consecutive validations without improvement, by the score `output.best`, after which training ends;
     validations with an undefined score do not count. 0: training continues to the last epoch."""
+    validate_every: Whole = 0
+    """Number of updates between two validations; the last update is validated too. 0: each epoch is."""
     accumulate: Count = 1
     """Number of parts in which every batch is computed, one after another. Their gradients are added up: this is the
     step of the whole batch with the memory of a part, divided by the weights of the whole batch. The statistics of

@@ -193,12 +193,12 @@ class Callback:
         """
 
     def on_epoch(self, epoch: int, scores: Mapping[str, float | None]) -> None:
-        """Act after the validation of an epoch. Epochs count from 0.
+        """Act after an epoch and its validation. Epochs count from 0.
 
         Parameters
         ----------
         scores
-            Scores as printed, with the mean ``loss`` first; empty without held-out samples. None: undefined.
+            Scores of the last validation as printed, with the mean ``loss`` first; empty without one. None: undefined.
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:

@@ -234,6 +234,7 @@ class TrainingRun:
         self.step_times: StepTimes | None = None
         self.steps = 0
         self.validation: dict[str, Any] = {}
+        self._validated = -1  # epoch of this validation
 
     def resume(self, checkpoint: CheckpointReader) -> None:
         """Continue from a checkpoint of any decomposition, open on the ranks of the run. Collective."""
@@ -338,7 +339,7 @@ class TrainingRun:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 self._begin()
                 while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
-                    result["loss"] = self._epoch()
+                    result["loss"] = self._stretch()
         except Diverged as error:
             raise self._diverged(error) from None
         if self.stopped_by is not None:
@@ -369,14 +370,19 @@ class TrainingRun:
         if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)
         elif self._unvalidated:
-            self._end_epoch(self.sampler.epoch - 1)
+            ended = not (self.sampler.position or self.sampler.skipped)
+            self._end_stretch(self.sampler.epoch - ended, ended)
 
-    def _epoch(self) -> float:
-        epoch = self.sampler.epoch
+    def _stretch(self) -> float:
+        """Train to the next validation, or to the end of the epoch; return the last loss. Collective."""
+        epoch, every = self.sampler.epoch, self.session.config.training.validate_every
+        batches: Sequence[Batch] = self.sampler.rest_of_epoch()
+        if every:
+            batches = batches[: every - self.optimizer.step % every]
         loss: SupportsFloat = math.nan
         begin = asked = time.perf_counter()  # `asked`: samples were requested
         executor, part = self.session.executor, 0
-        parts = (part for batch in self.sampler.rest_of_epoch() for part in self._parts_of(batch))
+        parts = (part for batch in batches for part in self._parts_of(batch))
         for loaded in self.session.feed(parts):
             executor.pulse.step = self.optimizer.step
             if loaded.only is not None:
@@ -403,15 +409,24 @@ class TrainingRun:
                 callback.on_step(self.optimizer.step, loss, rate)
             begin = asked = end
             ended = self.sampler.epoch != epoch
-            through = ended and self.sampler.epoch == self.epochs and not self._held_out
+            validates = self._validates(ended)
+            through = ended and self.sampler.epoch == self.epochs and not validates
             if self._asked_to_stop and not through:
-                self._stop(ended and bool(self._held_out))
+                self._stop(validates)
                 return float(loss)
-            if self.checkpoints.due and not ended:  # at the end of an epoch, it is written after the validation
+            if self.checkpoints.due and not (ended or validates):  # otherwise, it is written after the validation
                 self._checkpoint()
                 begin = asked = time.perf_counter()
-        self._end_epoch(epoch)
+        ended = self.sampler.epoch != epoch
+        if ended or self._validates(ended):
+            self._end_stretch(epoch, ended)
         return float(loss)
+
+    def _validates(self, ended: bool) -> bool:
+        """Return whether a validation follows the last step; `ended`: it was the last one of its epoch. Local."""
+        every = self.session.config.training.validate_every
+        last = self.sampler.epoch == self.epochs
+        return bool(self._held_out) and (ended if not every else last or self.optimizer.step % every == 0)
 
     def _parts_of(self, batch: Batch) -> Iterator[Batch]:
         """Yield the parts of a batch; before them, what they have to count (`Executor.counted`)."""
@@ -472,28 +487,37 @@ class TrainingRun:
         rank = next(rank for rank, vote in enumerate(votes) if vote)
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Validate, and write a checkpoint if due; stop if a signal arrives meanwhile. Collective."""
+    def _end_stretch(self, epoch: int, ended: bool) -> None:
+        """Validate if due, end the epoch if it `ended`, and write a checkpoint if due. Collective.
+
+        Stops if a signal arrives during the validation.
+        """
         self.trainer.settle()
-        mean = self.watch.end_epoch()
-        text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
         due, better = self.checkpoints.due, False
-        if self._held_out:
+        text = f"epoch {epoch + 1}/{self.epochs}, step {self.optimizer.step}"
+        if ended:
+            mean = self.watch.end_epoch()
+            text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
+        if self._validates(ended):
             found = self.validate()
             if found is None:
                 self._stop(unvalidated=True)
                 return  # the scores of part of the samples are no validation
-            self.validation, better = found, self._is_best(found, epoch)
+            self.validation, self._validated = found, epoch
+            better = self._is_best(found, epoch, ended)
             self.trainer.schedule.validated(found)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
-            text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
+            text += f"{',' if ended else ':'} validation {describe(self.validation)}"
+            text += " (best)" if better and (epoch or not ended) else ""
         self.log.say(text)
-        self._judge(epoch)
-        for callback in self.callbacks:
-            callback.on_epoch(epoch, self.validation)
-        self._log_phases()
-        last = epoch + 1 == self.epochs or self.best.exhausted
-        if self._unvalidated or last or due or better or self.checkpoints.due_after(epoch):
+        if ended:
+            self._judge(epoch)
+            for callback in self.callbacks:
+                callback.on_epoch(epoch, self.validation)
+            self._log_phases()
+        last = self.sampler.epoch == self.epochs or self.best.exhausted
+        due = due or (ended and self.checkpoints.due_after(epoch))
+        if self._unvalidated or last or due or better:
             self._checkpoint(needed=last, best=better)
         if self.best.exhausted:
             best = self.best
@@ -502,7 +526,7 @@ class TrainingRun:
             self.log.say(f"training ends here: {reason}")
         self._unvalidated = False
 
-    def _is_best(self, found: dict[str, Any], epoch: int) -> bool:
+    def _is_best(self, found: dict[str, Any], epoch: int, ended: bool) -> bool:
         """Return whether a validation is the best so far; warn once if its score is undefined. Local.
 
         If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only
@@ -515,13 +539,14 @@ class TrainingRun:
             self._warned = True
             no = ": it is no candidate for best.h5, and training.patience does not count it" if undefined else ""
             cause = lacking or f"{best.name} is undefined"
-            _log.warning("validation after epoch %d: %s%s; %s", epoch + 1, cause, no, _REMEDY)
+            where = f"epoch {epoch + 1}" if ended else f"step {self.optimizer.step}"
+            _log.warning("validation after %s: %s%s; %s", where, cause, no, _REMEDY)
         return best.judge(judged, self.optimizer.step)
 
     def _judge(self, epoch: int) -> None:
         """Warn of a diverged loss, again only after it has recovered; log it after every such epoch. Local."""
         before = self.watch.diverged
-        found = self.watch.judge(self.validation.get("loss"))
+        found = self.watch.judge(self.validation.get("loss") if self._validated == epoch else None)
         if found is None:
             return
         reason = f"the loss has diverged: {found}; lower schedule.learning_rate, or set training.clip_norm"

@@ -62,13 +62,13 @@ def patch():
     from halograd.training.run import TrainingRun
     from halograd.training.checkpoints import CheckpointFolder
     from mpi4py import MPI
-    end = TrainingRun._end_epoch
-    def last(run, epoch):
+    end = TrainingRun._end_stretch
+    def last(run, epoch, ended):
         if epoch == 2:
             stage("last step")
             before(CheckpointFolder, "write", "last checkpoint")
-        end(run, epoch)
-    TrainingRun._end_epoch = last
+        end(run, epoch, ended)
+    TrainingRun._end_stretch = last
     before(TrainingRun, "report", "report")
     before(halograd.training.run.StopSignals, "__exit__", "handlers")
     before(halograd.cli.run, "leave", "leave")
