@@ -38,6 +38,9 @@ class Network:
         Other layers are computed but not trained: their gradients are zero, and are not summed.
     frozen
         Names of the frozen layers.
+    origin
+        The network that this one is a copy of, for samples of another size (:func:`halograd.layers.resized.resized`);
+        else None.
     owners
         Layer -> the layer whose parameters it uses: itself, or the first call of a layer that is called several times.
         Later calls are named after the first: ``head``, ``head#2``, ``head#3``.
@@ -52,6 +55,7 @@ class Network:
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
         self.name = name
+        self.origin: Network | None = None
         self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
         # The loss comes last: between its forward and its backward nothing else may run.
         _check_outputs(self)
@@ -163,6 +167,8 @@ class Network:
             found[i] = list(given[name])[:classes]
         if found:
             self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(found)
+        if self.origin is not None:
+            self.origin.balance(counts)
 
     @property
     def class_factors(self) -> dict[str, Sequence[float]]:

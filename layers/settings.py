@@ -70,8 +70,10 @@ def fingerprint(network: Network) -> list[str]:
     """Return the lines that are the same for equal networks: layers in order with kind, shape, inputs, settings, and
     arrays.
 
-    Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything in them.
+    Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything in them. A copy
+    for samples of another size is equal to its origin.
     """
+    network = network.origin or network
     lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
     for name, node in network.layers.items():
         settings = json.dumps(settings_of(node.layer, node.inputs[0].shape, private=False), sort_keys=True)

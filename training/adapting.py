@@ -3,7 +3,8 @@
 A run was trained on samples of one size, in batches, on some number of ranks. To predict or evaluate other samples, the
 settings that the user did not set follow from the files and the ranks:
 
-- ``model.resolution``, if the model has that option, and its parameters stay the same: the extents of the samples;
+- the extents of the samples, if the parameters stay the same: ``model.resolution``, if the model has that option and
+  takes them, else ``data.extents``;
 - ``data.layout``, if the file does not define it and only one axis has the channels of the network;
 - ``training.batch``: at most the number of samples;
 - ``strategy``: of the cuts that the ranks, the batch and the samples allow, the one most similar to that of the run.
@@ -34,7 +35,7 @@ from ..models.own import call_own
 from .build import AXES, MOST_RANKS, datasets_of, fitting_cuts, make_network, make_strategy
 from .config import Config, check_config
 
-__all__ = ["adapted"]
+__all__ = ["adapted", "sized"]
 
 
 def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool) -> tuple[Config, list[str]]:
@@ -80,12 +81,10 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     augment = config.data.augment
     crops = labelled and augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
     extents = looked.extents
-    if extents and not crops and free("model.resolution") and has_option(config.model.source, "resolution"):
-        resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}
-        other = make_network(_changed(config, "model", resolution))
-        if difference(fingerprint(network), fingerprint(other), extents=False) is None:
-            change("model", resolution)
-            network = other
+    found = sized(config, extents) if extents and not crops and free("model.resolution", "data.extents") else None
+    if found is not None:
+        change(*found)
+        network = make_network(config)
     if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
         change("training", {"batch": looked.samples}, without=["accumulate"])
     if free("strategy") and not config.strategy.auto:
@@ -93,6 +92,23 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
         if cut is not None:
             change("strategy", cut, without=[*AXES, "file"])
     return config, settings
+
+
+def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]] | None:
+    """Return the section and setting by which the network takes samples of these extents; None if there is none. Local.
+    """
+    network = make_network(config)
+    resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}
+    if has_option(config.model.source, "resolution"):
+        with suppress(UserError):
+            other = make_network(_changed(config, "model", resolution))
+            if difference(fingerprint(network), fingerprint(other), extents=False) is None:
+                return "model", resolution
+    own = {"extents": list(extents)}
+    with suppress(UserError):
+        make_network(_changed(config, "data", own))
+        return "data", own
+    return None
 
 
 def _changed(config: Config, section: str, values: dict[str, Any], without: Collection[str] = ()) -> Config:

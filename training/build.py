@@ -18,6 +18,7 @@ from ..comm.boot import start_text
 from ..data.targets import LabelMap
 from ..device import Device, as_dtype
 from ..layers import Input, Loss, Network
+from ..layers.resized import resized
 from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
 from ..limits import memory_size
 from ..models import build
@@ -65,7 +66,7 @@ def make_network(config: Config) -> Network:
     Raises
     ------
     UserError
-        If the model is unknown, does not accept an option, or has no loss.
+        If the model is unknown, does not accept an option or samples of ``data.extents``, or has no loss.
     """
     network = build(config.model.source, **config.model.options)
     if "loss" not in network.outputs or not isinstance(network.outputs["loss"].layer, Loss):
@@ -74,9 +75,13 @@ def make_network(config: Config) -> Network:
             f"{', '.join(network.outputs)}"
         )
     try:
-        return network.freeze(*config.training.freeze)
+        network = network.freeze(*config.training.freeze)
     except ValueError as error:
         raise UserError(f"training.freeze: {error}") from error
+    try:
+        return network if config.data.extents is None else resized(network, config.data.extents)
+    except ValueError as error:
+        raise UserError(f"data.extents: {error}") from error
 
 
 def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:

@@ -156,6 +156,9 @@ class DataConfig(Table):
     concatenated, oldest first."""
     rollout: Count = 1
     """Number of times of the targets, `lag` samples apart; their channels are concatenated."""
+    extents: Annotated[list[Count], Field(min_length=1, max_length=3)] | None = None
+    """Spatial extents of the samples, if the network is to take samples of another size than it is built for. What the
+    network cannot divide is padded with zeros, and cut off its predictions. `halograd apply` and `evaluate` set it."""
     labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
     """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers
     that are not listed do not change. Replacements precede `rule` and the check of targets."""

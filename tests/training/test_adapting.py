@@ -140,21 +140,38 @@ def test_order_of_axes(trained):
 
 @pytest.mark.parametrize("signature", ["resolution=16", "resolution=(16, 16)", "edge=16"])
 def test_networks_of_the_user(working, signature):
-    """Samples of a user's network may have any size if its function has an option `resolution`."""
+    """Samples of a user's network may have any size, with or without an option `resolution` of its function."""
     follows = signature.startswith("resolution")
     body = NET.replace("SIGNATURE", signature)
     line = "    edge = resolution if isinstance(resolution, int) else resolution[0]\n" if follows else ""
     config = write_own(working, body.replace("    x = hg", f"{line}    x = hg", 1))
     train(config, ["training.epochs=1"], comm=MPI.COMM_SELF)
     write_samples(Path("one.h5"), (1, LARGE, LARGE, 3))
-    if follows:
-        found = apply("out", ["one.h5"], "p.h5", comm=MPI.COMM_SELF)
-        assert found["settings"] == [f"model.resolution={LARGE}", "training.batch=1"]
-    else:
-        with pytest.raises(UserError, match=r"got \(32, 32, 3\) in one.h5; change the options of \[model\]"):
-            apply("out", ["one.h5"], "p.h5", comm=MPI.COMM_SELF)
-        apply("out", ["one.h5"], "p.h5", [f"model.edge={LARGE}"], comm=MPI.COMM_SELF)
+    found = apply("out", ["one.h5"], "p.h5", comm=MPI.COMM_SELF)
+    size = f"model.resolution={LARGE}" if follows else f"data.extents=[{LARGE}, {LARGE}]"
+    assert found["settings"] == [size, "training.batch=1"]
+    if not follows:
+        apply("out", ["one.h5"], "by-hand.h5", [f"model.edge={LARGE}"], comm=MPI.COMM_SELF)
+        np.testing.assert_array_equal(read("p.h5"), read("by-hand.h5"))
     assert read("p.h5").shape == (1, LARGE, LARGE, 1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_size_that_the_network_does_not_divide(comm, trained):
+    """Samples of any size need no settings: they are padded with zeros after normalization, predictions are cut."""
+    if comm.rank == 0:
+        train("run.toml", ["training.epochs=1", "data.normalize=false", "output.directory=plain"], comm=MPI.COMM_SELF)
+        write_samples(Path("odd.h5"), (2, 21, 26, 3), mask=True)
+        with h5py.File("odd.h5") as file, h5py.File("padded.h5", "w") as padded:
+            padded["inputs"] = np.pad(file["inputs"][()], ((0, 0), (0, 3), (0, 2), (0, 0)))
+            padded["inputs"].attrs["layout"] = "NHWC"
+        apply("plain", ["padded.h5"], "by-hand.h5", ["data.extents=[24, 28]"], comm=MPI.COMM_SELF)
+    comm.barrier()
+    found = apply("plain", ["odd.h5"], "out.h5", comm=comm)
+    assert found["settings"][0] == "data.extents=[21, 26]"
+    np.testing.assert_allclose(read("out.h5"), read("by-hand.h5")[:, :21, :26], rtol=1e-9, atol=1e-12)
+    evaluate("plain", ["data.path=odd.h5"], "all", "judged.h5", comm)
+    np.testing.assert_allclose(read("judged.h5"), read("out.h5"), rtol=1e-9, atol=1e-12)
 
 
 def test_networks_of_one_size(working):

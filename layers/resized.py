@@ -1,0 +1,172 @@
+"""Networks for samples of another size: the same layers with the same parameters.
+
+A network that halves its samples five times takes multiples of 32. Other samples are padded with zeros at their ends,
+and predictions are cut to the sample, so that inputs, targets and outputs have the sample's own extents::
+
+    input 50 x 70  ->  pad to 64 x 96  ->  the layers  ->  cut to 50 x 70  ->  output, loss
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .layer import Input, Node, Shape
+from .network import Network
+from .padding import Pad
+
+__all__ = ["resized"]
+
+
+def resized(network: Network, extents: Sequence[int]) -> Network:
+    """Return a network of the same layers and parameters for samples of other extents. Local.
+
+    Parameters
+    ----------
+    extents
+        Spatial extents of the first input of the predictions that has as many; other inputs and the targets keep their
+        ratio to it.
+
+    Raises
+    ------
+    ValueError
+        If the layers do not take these extents, even padded, or parameters depend on them.
+    """
+    first = next((name for name in _made_of(network) if len(network.inputs[name].shape) == len(extents) + 1), None)
+    if first is None:
+        raise ValueError(f"network {network.name!r}: expected an input of {len(extents)} spatial axes, got none")
+    before = network.inputs[first].shape[:-1]
+    if tuple(extents) == before:
+        return network
+    steps = _steps(network, before)
+    padded = [-(-n // step) * step for n, step in zip(extents, steps)]
+    faults = []
+    for computed in dict.fromkeys([tuple(extents), tuple(padded)]):
+        try:
+            made = _Resizing(network, before, tuple(extents), computed).network()
+            _check_parameters(network, made)
+            return made
+        except ValueError as error:
+            faults.append(str(error))
+    raise ValueError(f"network {network.name!r} takes no samples of {_by(extents)}: {faults[-1]}")
+
+
+def _made_of(network: Network) -> list[str]:
+    """Return the inputs that predictions depend on."""
+    return [name for name in network.inputs if name not in network.targets]
+
+
+def _steps(network: Network, extents: Shape) -> list[int]:
+    """Return, per axis, the common multiple of the factors by which the layers reduce a sample."""
+    shapes = [n.shape[:-1] for n in network.nodes if len(n.shape) == len(extents) + 1]
+    axes = [[n // shape[axis] for shape in shapes if shape[axis] > 1 and not n % shape[axis]]
+            for axis, n in enumerate(extents)]  # fmt: skip
+    return [math.lcm(*factors) for factors in axes]
+
+
+def _check_parameters(network: Network, made: Network) -> None:
+    """Raise ValueError unless both networks have the same parameters and states."""
+    mine, others = ({n: s.shape for n, s in {**some.parameters(), **some.state()}.items()} for some in (network, made))
+    for name in {**mine, **others}:
+        if mine.get(name) != others.get(name):
+            raise ValueError(f"its parameter {name} depends on their size, {mine.get(name)} and {others.get(name)}")
+
+
+class _Resizing:
+    """Construction of a network whose first input had the extents `before`, has `extents`, and is computed at
+    `computed`.
+    """
+
+    def __init__(self, network: Network, before: Shape, extents: Shape, computed: Shape) -> None:
+        self._old, self._before, self._extents, self._computed = network, before, extents, computed
+        self._made: dict[Node, Node] = {}
+        self._cut: dict[Node, Node] = {}
+
+    def network(self) -> Network:
+        old, targets = self._old, set(self._old.targets)
+        loss = old.outputs.get("loss")
+        behind_targets = self._only_of(targets)
+        for node in old.nodes:
+            if isinstance(node, Input):
+                if old.names[node] not in targets:
+                    self._made[node] = self._input(node)
+            elif node is not loss and node not in behind_targets:
+                self._made[node] = Node(node.layer, [self._made[n] for n in node.inputs])
+        for name in targets:
+            self._made[old.inputs[name]] = self._target(old.inputs[name])
+        for node in old.nodes:
+            if node in behind_targets and not isinstance(node, Input):
+                self._made[node] = Node(node.layer, [self._made[n] for n in node.inputs])
+        outputs = {}
+        for name, node in old.outputs.items():
+            if node is loss:
+                inputs = [n if m in behind_targets else self._whole(m) for m in node.inputs for n in [self._made[m]]]
+                outputs[name] = type(node)(node.layer, inputs)
+            else:
+                outputs[name] = self._whole(node)
+        made = Network(outputs, old.name, sorted(old.frozen))
+        made.origin = old.origin or old
+        return made
+
+    def _only_of(self, targets: set[str]) -> set[Node]:
+        """Return the nodes that depend on these inputs alone."""
+        found: set[Node] = set()
+        for node in self._old.nodes:
+            if isinstance(node, Input):
+                if self._old.names[node] in targets:
+                    found.add(node)
+            elif node.inputs and all(n in found for n in node.inputs):
+                found.add(node)
+        return found
+
+    def _scaled(self, node: Node, to: Shape) -> Shape:
+        """Return the extents that a node has if the first input has the extents `to`."""
+        pairs = list(zip(node.shape[:-1], self._before, to))
+        if any(n > 1 and n * new % old for n, old, new in pairs):
+            raise ValueError(f"{self._old.names[node]!r} of {_by(node.shape[:-1])} does not scale with {_by(to)}")
+        return tuple(n if n == 1 else n * new // old for n, old, new in pairs)
+
+    def _is_grid(self, node: Node) -> bool:
+        return len(node.shape) == len(self._before) + 1
+
+    def _input(self, node: Input) -> Node:
+        name = self._old.names[node]
+        if not self._is_grid(node):
+            return Input(node.shape, name, node.dtype)
+        own, wanted = self._scaled(node, self._extents), self._scaled(node, self._computed)
+        made: Node = Input((*own, node.shape[-1]), name, node.dtype)
+        return made if own == wanted else Pad([(0, m - n) for n, m in zip(own, wanted)], name=f"pad/{name}")(made)
+
+    def _whole(self, node: Node) -> Node:
+        """Return a prediction, cut to the sample."""
+        made = self._made[node]
+        if not self._is_grid(node):
+            return made
+        if node not in self._cut:
+            self._cut[node] = made
+            cut = [self._kept(n, m, axis) - m for axis, (n, m) in enumerate(zip(node.shape, made.shape[:-1]))]
+            if any(cut):
+                self._cut[node] = Pad([(0, n) for n in cut], name=f"cut/{self._old.names[node]}")(made)
+        return self._cut[node]
+
+    def _kept(self, before: int, now: int, axis: int) -> int:
+        """Return how many of the `now` rows of a prediction lie in the sample; there were `before` rows."""
+        old, extent, computed = self._before[axis], self._extents[axis], self._computed[axis]
+        if before == old and now != computed:
+            raise ValueError(f"predictions of samples of {_by(self._computed)} have other extents")
+        return now if extent == computed or before == 1 else -(-extent * before // old)
+
+    def _target(self, node: Input) -> Input:
+        name, loss = self._old.names[node], self._old.outputs["loss"]
+        grids = [n for n in loss.inputs if n in self._made and self._is_grid(n)]
+        if not self._is_grid(node) or not grids:
+            return Input(node.shape, name, node.dtype)
+        was, now = grids[0].shape[:-1], self._whole(grids[0]).shape[:-1]
+        if any(n > 1 and n * new % old for n, old, new in zip(node.shape, was, now)):
+            raise ValueError(f"target {name!r} of {_by(node.shape[:-1])} does not scale with predictions of {_by(now)}")
+        own = [n if n == 1 else n * new // old for n, old, new in zip(node.shape, was, now)]
+        return Input((*own, node.shape[-1]), name, node.dtype)
+
+
+def _by(extents: Sequence[int]) -> str:
+    return " x ".join(map(str, extents))

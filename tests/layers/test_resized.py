@@ -1,0 +1,62 @@
+"""Tests of networks for samples of another size: same parameters, padding to what the layers divide, refusals."""
+
+import pytest
+
+import halograd as hg
+from halograd.layers.resized import resized
+from halograd.layers.settings import difference, fingerprint
+from halograd.models import unet3d
+
+
+def halving(edge=16, valid=False):
+    """Return a network that halves its samples twice and doubles them again, with unnamed layers and two inputs."""
+    x, coarse = hg.Input((edge, edge, 2), name="x"), hg.Input((edge // 2, edge // 2, 1), name="coarse")
+    y = hg.Conv(3, 3, padding=1)(x)
+    half = hg.Concat()(hg.MaxPool(2, 2)(y), coarse)
+    up = hg.Resize(2)(hg.Conv(4, 3, padding=1)(hg.MaxPool(2, 2)(half)))
+    y = hg.Conv(1, 3, padding=0 if valid else 1)(hg.Resize(2)(hg.Concat()(half, up)))
+    loss = hg.MeanSquaredError()(y, hg.Input(y.shape, "target"), hg.Input((1, y.shape[1], 1), "weights"))
+    return hg.Network({"prediction": y, "loss": loss}, frozen=["conv1"])
+
+
+def shapes(network):
+    return {name: node.shape for name, node in network.inputs.items()}
+
+
+@pytest.mark.parametrize("extents, pads", [((24, 32), []), ((18, 16), ["pad/coarse", "pad/x"])])
+def test_extents(extents, pads):
+    old = halving()
+    made = resized(old, extents)
+    height, width = extents
+    assert shapes(made) == {
+        "x": (height, width, 2),
+        "coarse": (height // 2, width // 2, 1),
+        "target": (height, width, 1),
+        "weights": (1, width, 1),
+    }
+    assert sorted(name for name in made.layers if name.startswith("pad/")) == pads
+    assert made.outputs["prediction"].shape == (height, width, 1)
+    assert made.outputs["loss"].inputs[0] is made.outputs["prediction"]
+    assert made.frozen == old.frozen and fingerprint(made) == fingerprint(old)
+    assert difference(fingerprint(halving(32)), fingerprint(made), extents=False) is None
+    assert made.parameters().keys() == old.parameters().keys()
+
+
+def test_valid_convolutions():
+    assert shapes(resized(halving(valid=True), (20, 24)))["target"] == (18, 22, 1)
+
+
+def test_a_model():
+    made = resized(unet3d(resolution=16, channels=2, width=2), (13, 16, 21))
+    assert shapes(made) == {"x": (13, 16, 21, 2), "target": (13, 16, 21, 1)}
+    assert made.layers["pad/x"].shape == (16, 16, 24, 2)
+
+
+def test_parameters_that_depend_on_the_extents():
+    x = hg.Input((8, 8, 1), name="x")
+    y = hg.Dense(2)(hg.Flatten()(x))
+    network = hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, hg.Input((2,), "target"))})
+    with pytest.raises(ValueError, match=r"no samples of 8 x 16: its parameter dense1/w depends on their size"):
+        resized(network, (8, 16))
+    with pytest.raises(ValueError, match="expected an input of 3 spatial axes, got none"):
+        resized(network, (8, 8, 8))
