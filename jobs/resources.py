@@ -211,6 +211,8 @@ class Software:
         Environment variables, set last.
     container, runtime
         Container image, and the program that runs it.
+    binds
+        Absolute paths that the container shows under the same name, in addition to `folder`.
 
     Raises
     ------
@@ -227,6 +229,7 @@ class Software:
     environment: Mapping[str, str] = field(default_factory=dict)
     container: str | None = None
     runtime: str = "apptainer"
+    binds: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _one_of("--launcher", self.launcher, LAUNCHERS)
@@ -235,6 +238,14 @@ class Software:
             value = getattr(self, name)
             if value is not None and (not one_line(f"--{name}", value).strip() or value.startswith("-")):
                 raise UserError(f"--{name}: expected a path, got {value!a}")
+        for bind in self.binds:
+            if not one_line("--bind", bind).startswith("/") or set(bind) & set(",:"):
+                raise UserError(
+                    f"--bind: expected an absolute path without commas and colons, as its name in the container, got "
+                    f"{bind!a}"
+                )
+        if self.binds and self.container is None:
+            raise UserError(f"--bind: expected --container with it, got none for {self.binds[0]!a}")
         if self.mpi is not None and not _PLUGIN.fullmatch(self.mpi):
             raise UserError(f"--mpi: expected a plugin of `srun --mpi=list`, such as pmi2 or pmix, got {self.mpi!a}")
         for module in self.modules:
@@ -275,7 +286,14 @@ class Software:
         """Words of the command that start the container, before the program."""
         if self.container is None or self.runtime == "pyxis":
             return []
-        return [self.runtime, "exec", "--bind", self.folder, "--pwd", self.folder]
+        binds = (word for folder in self.mounted for word in ("--bind", folder))
+        return [self.runtime, "exec", *binds, "--pwd", self.folder]
+
+    @property
+    def mounted(self) -> list[str]:
+        """Paths that the container shows: `folder`, and those of `binds` outside of it."""
+        inside = self.folder.rstrip("/") + "/"
+        return [self.folder, *(path for path in dict.fromkeys(self.binds) if not f"{path}/".startswith(inside))]
 
 
 def parse_environment(options: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -86,8 +87,8 @@ class Job:
     data
         Path of the data set.
     stage
-        Folder on every node to which the data set is copied; a leading ``$NAME`` is a variable of the job. None: the
-        data set is not copied.
+        Folder on every node to which the data set, a file or a folder, is copied under its own name; a leading
+        ``$NAME`` is a variable of the job. None: the data set is not copied.
     after_crash
         ``"requeue"``: a crashed job continues from its newest checkpoint if it has written one since its start, else it
         stops; ``"stop"``: it stops.
@@ -241,15 +242,16 @@ def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) 
     software, resources = job.software, job.resources
     enter, flags = list(software.prefix), []
     if software.container is not None and software.runtime == "pyxis":
-        mounts = f"{software.folder}:{software.folder}"
-        flags = [f"--container-image={software.container}", f"--container-mounts={mounts}"]
-        flags.append(f"--container-workdir={software.folder}")
+        mounts = ",".join(f"{folder}:{folder}" for folder in software.mounted)
+        flags = [f"--container-image={software.container}", f"--container-workdir={software.folder}"]
+        flags.append(f"--container-mounts={mounts}")  # the last one: a script may append a folder
     elif software.container is not None:
         enter += [*["--nv"][: resources.gpus_per_node], software.container]
     values = {name: getattr(job, name) for name in ("run", "overrides", "threads", "data", "stage", "links")}
     values |= {"settings": (), "after_crash": job.after_crash, "warning": resources.warning, "software": software}
     values |= {"ranks": resources.ranks, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_node}
     values |= {"config": _path(job.config), "directives": options, "enter": enter, "container_flags": flags}
+    values["staged"] = os.path.basename(os.path.normpath(os.path.join(software.folder, job.data)))
     text = _environment().get_template(f"{KINDS[kind]}.j2").render({**values, **more})
     return re.sub(r"\n{3,}", "\n\n", text)
 

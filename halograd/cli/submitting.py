@@ -74,6 +74,13 @@ class SoftwareOptions:
         None
     )
     container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Run in this container.")] = None
+    bind: Annotated[
+        Several,
+        typer.Option(
+            metavar="PATH",
+            help="Path that the container shows, in addition to this folder, data and output; repeatable.",
+        ),
+    ] = None
     container_runtime: Annotated[str, typer.Option(help="apptainer, singularity or pyxis.")] = "apptainer"
     python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter on the nodes; else this one.")] = None
     launcher: Annotated[str, typer.Option(help="Launcher of the ranks: srun or mpirun.")] = "srun"
@@ -96,6 +103,7 @@ class SoftwareOptions:
             parse_environment(self.env or []),
             self.container,
             self.container_runtime,
+            self.bind or (),
         )
 
 
@@ -108,7 +116,7 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Copy the data set, one file, to this folder of every node; it may begin with '$NAME/'.",
+            help="Copy the data set, a file or a folder, to this folder of every node; it may begin with '$NAME/'.",
         ),
     ] = None
     chain: Annotated[int, typer.Option(help="Submit this many jobs; each continues where the previous one ended.")] = 1
@@ -232,17 +240,18 @@ def _check(
 
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:
-    """Raise UserError unless the data are one file that all tasks read, because only that file would be copied."""
+    """Raise UserError unless the data are one file or folder that all tasks read, because only that would be copied."""
     one = paths[0]
     name = one if isinstance(one, str) else one[0] if len(one) == 1 else ""
-    several = os.path.isdir(name) or (any(sign in name for sign in "*?[") and not os.path.exists(name))
     if any(path != one for path in paths):
         got = "one that the sweep changes"
-    elif not name or several:
-        got = f"{len(one)} of them" if isinstance(one, list) and not name else f"a pattern or a folder, {name!a}"
+    elif not name:
+        got = f"{len(one)} of them"
+    elif any(sign in name for sign in "*?[") and not os.path.exists(name):
+        got = f"a pattern, {name!a}"
     else:
         return
-    raise UserError(f"--stage: expected one file as data.path, got {got}; leave --stage out, or join them in one file")
+    raise UserError(f"--stage: expected one file or folder as data.path, got {got}; leave it out, or name a folder")
 
 
 def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, software: Software) -> Job:
@@ -266,6 +275,11 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
         strategy.budget,
         job.profile_nodes,
     )
+    path = loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0]
+    if software.container is not None:  # what lies outside of its folder, it shows as well
+        every = [loaded.data.path] if isinstance(loaded.data.path, str) else loaded.data.path
+        shown = [*software.binds, *map(_folder_of, every), str(Path(software.folder, loaded.output.directory))]
+        software = replace(software, binds=tuple(os.path.normpath(Path(software.folder, one)) for one in shown))
     named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if job.job_name is None else job.job_name
     return Job(
         named,
@@ -273,13 +287,20 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
         loaded.output.directory,
         resources,
         software,
-        data=loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0],
+        data=path,
         stage=job.stage,
         after_crash=job.after_crash,
         links=job.chain,
         at_most=job.at_most,
         profiling=profiling,
     )
+
+
+def _folder_of(path: str) -> str:
+    """Return the folder of the data of a path, which may be a pattern."""
+    while any(sign in path for sign in "*?["):
+        path = os.path.dirname(path)
+    return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _here() -> str:

@@ -119,8 +119,9 @@ def test_staged_data_are_literal(text, stubs):
     done = stubs.run(script)
     assert done.returncode == 0, done.stderr
     (copied,) = [call for call in stubs.calls("srun") if "copy" in call]
-    assert copied[-2:] == [f"d{text}", f"/tmp/x{text}/halograd-7/data.h5"]
-    assert f"data.path=/tmp/x{text}/halograd-7/data.h5" in trained(stubs)
+    name = os.path.basename(os.path.normpath(f"d{text}"))
+    assert copied[-2:] == [f"d{text}", f"/tmp/x{text}/halograd-7/{name}"]
+    assert f"data.path=/tmp/x{text}/halograd-7/{name}" in trained(stubs)
     assert stubs.calls("srun")[-1][-4:] == ["rm", "-rf", "--", f"/tmp/x{text}/halograd-7"]
 
 
@@ -135,22 +136,31 @@ def test_nodes_may_stage_in_one_folder(stubs, tmp_path):
     data.write_bytes(b"whole")
 
     def node(number: int, source: Path) -> subprocess.Popen:
-        return subprocess.Popen([*copy, source, stage / "data.h5"], env={**os.environ, "SLURM_NODEID": str(number)})
+        return subprocess.Popen([*copy, source, stage / "data"], env={**os.environ, "SLURM_NODEID": str(number)})
 
     first = node(0, slow)
     with open(slow, "wb") as feed:
         wait_until(lambda: any(stage.iterdir()), "half a copy")
-        assert [path.name for path in stage.iterdir()] == ["data.h5.0"]
-        assert node(1, data).wait(LIMIT) == 0 and (stage / "data.h5").read_bytes() == b"whole"
+        assert [path.name for path in stage.iterdir()] == ["data.0"]
+        assert node(1, data).wait(LIMIT) == 0 and (stage / "data").read_bytes() == b"whole"
         feed.write(b"whole")
     assert first.wait(LIMIT) == 0
     assert [path.read_bytes() for path in stage.iterdir()] == [b"whole"]
+
+    (stage / "data").unlink()
+    folder = tmp_path / "patients"
+    folder.mkdir()
+    (folder / "s1.h5").symlink_to(data)
+    assert [node(number, folder).wait(LIMIT) for number in (0, 1)] == [0, 0]
+    assert [path.name for path in stage.iterdir()] == ["data"]
+    assert [path.name for path in (stage / "data").iterdir()] == ["s1.h5"]
+    assert not (stage / "data" / "s1.h5").is_symlink() and (stage / "data" / "s1.h5").read_bytes() == b"whole"
 
 
 def test_a_folder_may_begin_with_a_variable_of_the_job(stubs):
     script = rendered(stage="$SCRATCH/$(touch PWNED)", folder=str(stubs.folder))
     assert stubs.run(script, SCRATCH="/fast disk").returncode == 0
-    assert "data.path=/fast disk/$(touch PWNED)/halograd-7/data.h5" in trained(stubs)
+    assert "data.path=/fast disk/$(touch PWNED)/halograd-7/mesh.h5" in trained(stubs)
     done = stubs.run(script)
     assert done.returncode != 0 and "SCRATCH: is not set on this node" in done.stderr
 

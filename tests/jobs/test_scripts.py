@@ -167,6 +167,22 @@ def test_containers_are_entered_on_every_node(stubs):
         assert "--container-image=x.sif" in call and f"--container-mounts={folder}:{folder}" in call
 
 
+@pytest.mark.parametrize("runtime", ["apptainer", "singularity", "pyxis"])
+def test_containers_show_data_and_stage(runtime, stubs):
+    image = {"container": "x.sif", "runtime": runtime, "folder": "/tmp", "stage": "$DISK", "data": "/data/a.h5"}
+    text = render("train", job(**image, binds=("/data", "/data", "/tmp/in")))
+    text += 'echo "bound: $APPTAINER_BIND"; printf "%s\\n" "${launch[@]}" "${python[@]}"\n'
+    done = stubs.run(text.replace('exit "$code"', ""), DISK="/fast disk")
+    words = done.stdout.splitlines()
+    bound = "" if runtime == "pyxis" else "/fast disk/halograd-7"
+    assert f"bound: {bound}" in words
+    if runtime == "pyxis":
+        assert "--container-mounts=/tmp:/tmp,/data:/data,/fast disk/halograd-7:/fast disk/halograd-7" in words
+    else:
+        at = words.index(runtime)
+        assert words[at : at + 8] == [runtime, "exec", "--bind", "/tmp", "--bind", "/data", "--pwd", "/tmp"]
+
+
 # -- requeue ------------------------------------------------------------------------------------
 
 
@@ -331,6 +347,9 @@ def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
         ({"runtime": "docker"}, "--container-runtime: expected one of apptainer, singularity, pyxis, got 'docker'"),
         ({"container": "x", "runtime": "pyxis", "launcher": "mpirun"}, "pyxis: expected --launcher srun with it"),
         ({"container": "-x"}, "--container: expected a path, got '-x'"),
+        ({"container": "x", "binds": ("data",)}, "--bind: expected an absolute path without commas and colons"),
+        ({"container": "x", "binds": ("/a:/b",)}, "--bind: expected an absolute path without commas and colons"),
+        ({"binds": ("/a",)}, "--bind: expected --container with it, got none for '/a'"),
         ({"mpi": "pmi2 --x"}, "--mpi: expected a plugin of `srun --mpi=list`"),
         ({"modules": ("--help",)}, "--module: expected the name of a module, such as gcc/12, got '--help'"),
         ({"name": "a/b"}, "--job-name: expected a name without /"),
