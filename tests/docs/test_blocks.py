@@ -36,7 +36,7 @@ RUN_BY = {
 LANGUAGES = {"python", "toml", "json", "sh", "console", "text"}
 LAUNCHERS = {"mpirun", "mpiexec", "srun", "watch"}
 #: External programs: a test can neither run them nor check their arguments.
-OTHERS = {"apt-get", "cd", "cp", "export", "git", "module", "scancel", "sbatch", "source", "tensorboard"}
+OTHERS = {"apptainer", "apt-get", "cd", "cp", "export", "git", "module", "scancel", "sbatch", "source", "tensorboard"}
 #: A configuration with all required keys, to which a page's lines are added.
 WHOLE: dict[str, dict[str, Any]] = {
     "model": {"name": "mesh"},
