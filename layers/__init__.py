@@ -30,6 +30,7 @@ from .loss import Loss
 from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
 from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
+from .neighbors import GradientError, StructuralSimilarity
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import GivenValues, Parameter
@@ -70,6 +71,7 @@ __all__ = [
     "GivenValues",
     "GlobalAveragePool",
     "GlobalMaxPool",
+    "GradientError",
     "GroupNorm",
     "HardSigmoid",
     "HardSwish",
@@ -111,6 +113,7 @@ __all__ = [
     "Stencil",
     "StochasticDepth",
     "Strategy",
+    "StructuralSimilarity",
     "Tanh",
     "Tversky",
     "training_only",

@@ -14,7 +14,7 @@ import numpy as np
 from halograd.signatures import check_methods
 
 from ..device import is_low
-from ..dtensor import Blocks, Groups, Layout
+from ..dtensor import Blocks, Groups, Layout, Window
 from ..kernels import LossArrays
 from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer
@@ -22,7 +22,7 @@ from ..lowering.context import Context, Lowered
 from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Value, View
 from .layer import Layer, Node, Passes, Shape
-from .needs import is_broadcast, operand_blocks, with_axes
+from .needs import is_broadcast, operand_blocks, sliding, with_axes
 from .targets import Judgement
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "LossOfKernel",
     "LossPlace",
     "LossTerm",
+    "WindowLoss",
     "check_counts",
     "check_normalization",
     "is_weighing",
@@ -92,8 +93,14 @@ class LossTerm:
 
     Attributes
     ----------
+    number
+        Number of the prediction among the inputs of the context.
     prediction, target
         Values with the same cut.
+    boxes
+        Boxes of the prediction that the ranks read.
+    x, t
+        Views of this rank's boxes of prediction and target.
     value
         View of the loss of this rank's block, float64 ``(1,)``.
     weight
@@ -101,12 +108,15 @@ class LossTerm:
     timing
         Timing of its kernel; None if another kernel includes it.
     weights
-        Weights of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: no
-        weights.
+        Weights of the positions of this rank's box ``(n, *spatial, 1)``, or of its elements; packed. None: no weights.
     """
 
+    number: int
     prediction: Value
     target: Value
+    boxes: Blocks
+    x: View
+    t: View
     value: View
     weight: float = 1.0
     timing: Timing | None = None
@@ -125,6 +135,12 @@ class Loss(Layer):
     backend overrides :meth:`kernel`. A subclass that needs sums over all ranks between its kernels has its own
     :class:`LocalLoss`. The mean is over the valid samples (`mode.valid`) and all positions of the whole batch, so that
     the loss is that of one process: ``sum(w * l) / count``, or ``sum(w * l) / sum(w)`` (:attr:`normalization`).
+
+    A loss of neighboring elements has a :attr:`stencil` (stride 1, no padding). It is the mean over all windows that
+    lie inside the sample. Each rank computes the windows whose middle (element ``(extent - 1) // 2``) it owns. Its
+    arrays have a halo, which ends at the border of the sample: the windows inside these arrays are those of the rank.
+    :meth:`local` then gets one weight per window: that of its middle, and 0 if any element of the window has weight 0.
+    Elements of weight 0 are 0 in prediction and target. It is called only if a window fits into the arrays.
     """
 
     #: Whether it accepts weights; :meth:`local` gets them as `weights`, ``(n, *spatial, 1)`` or with all channels.
@@ -146,6 +162,8 @@ class Loss(Layer):
     def output_shape(self, *shapes: Shape) -> Shape:
         self._check_weights(shapes)
         self.check(*shapes[:2])
+        if self.stencil is not None:
+            self._check_windows(*shapes[:2])
         return (1,)
 
     def check(self, *shapes: Shape) -> None:
@@ -165,11 +183,34 @@ class Loss(Layer):
                 f"extents, or (1,), got {weights}"
             )
 
+    def _check_windows(self, prediction: Shape, target: Shape) -> None:
+        assert self.stencil is not None
+        self.stencil.output_spatial(prediction[:-1], self.kind)
+        if any((w.stride, w.pad_lo, w.pad_hi) != (1, 0, 0) for w in self.windows(prediction)):
+            raise ValueError(f"{self.kind}: expected a stencil of stride 1 without padding, got {self.stencil}")
+        if target[:-1] != prediction[:-1]:
+            raise ValueError(f"{self.kind}: expected a target of extent {prediction[:-1]}, got {target[:-1]}")
+
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the owned boxes of prediction and target, and the matching boxes of weights: each rank computes its
-        block.
+        """Return the owned boxes of prediction and target, with the halo of the stencil, and the matching boxes of
+        weights: each rank computes its block.
         """
-        return inputs[i].boxes if i < 2 else operand_blocks(inputs[i].shape, inputs[0].boxes)
+        return operand_blocks(inputs[i].shape, self._read(inputs[0])) if i == 2 else self._read(inputs[i])
+
+    def _read(self, layout: Layout) -> Blocks:
+        """Return, per rank, the box of a prediction or target that the windows with their middle in its block read."""
+        if self.stencil is None:
+            return layout.boxes
+        windows = [
+            replace(w, pad_lo=_before(w), pad_hi=w.extent - 1 - _before(w)) for w in self.windows(layout.shape[1:])
+        ]
+        return sliding(windows, layout.boxes, layout.boxes.axes[-1]).clipped(layout.shape)
+
+    def work_size(self, *shape: int) -> int:
+        """Return the number of elements of work space that :meth:`local` finds as ``work["space"]``, for a box of this
+        shape ``(n, *spatial, C)``; it counts in the memory of a plan.
+        """
+        return 0
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         """Return `scale` times the sum of the loss over the block; write its gradient to `dx` if given. Local.
@@ -209,12 +250,23 @@ class Loss(Layer):
 
     def lower(self, context: Context) -> Lowered:
         value = context.keep((1,), "float64", "loss")
-        prediction, target, *others = context.inputs
-        weights = weights_view(context, prediction, 2) if others else None
-        term = LossTerm(prediction, target, value, timing=loss_timing(context), weights=weights)
+        term = self.gathered(context, range(len(context.inputs)), value, timing=loss_timing(context))
         lowered = self.lower_term(context, term)
         terms = ((value, lowered.divisor),)
-        return Lowered(lambda: lowered.backward(context.gradient(0)), loss=value, terms=terms)
+
+        def backward() -> None:
+            lowered.backward()
+
+        return Lowered(backward, loss=value, terms=terms)
+
+    def gathered(self, context: Context, numbers: Sequence[int], value: View, **more: Any) -> LossTerm:
+        """Gather what the loss reads of the inputs with these numbers, in all passes: other losses may read it too."""
+        prediction, target = (context.inputs[i] for i in numbers[:2])
+        boxes, x, t = self._read(prediction.layout), prediction.view, target.view
+        if self.stencil is not None:
+            x, t = (context.gather(i, self._read(context.inputs[i].layout)).run().view for i in numbers[:2])
+        weights = weights_view(context, prediction, boxes, numbers[2]) if len(numbers) > 2 else None
+        return LossTerm(numbers[0], prediction, target, boxes, x, t, value, weights=weights, **more)
 
     def lower_term(self, context: Context, term: LossTerm) -> LoweredTerm:
         """Add the loss of one prediction and its gradient; the forward pass computes both."""
@@ -223,29 +275,50 @@ class Loss(Layer):
             raise ValueError(
                 f"{context.name}: prediction and target are cut differently: {prediction.box}, {target.box}"
             )
-        views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": term.value}
+        views: dict[str, View | None] = {"prediction": term.x, "target": term.t, "value": term.value}
+        block, low = self.block_type(), is_low(prediction.dtype)
+        low = low and block.widens
+        if low:
+            views["copy"] = context.scratch(term.x.shape, context.wide)
         if term.weights is not None:
             views["weights"] = term.weights
-        block = self.block_type()
-        low = block.widens and is_low(prediction.dtype)
-        if low:
-            views["copy"] = context.scratch(prediction.box.shape, context.wide)
+        if self.stencil is not None:
+            views |= self._window_views(context, term, low)
+        size = self.work_size(*term.x.shape)
+        if size:
+            views["space"] = context.scratch((size,), context.wide)
         shape = prediction.layout.shape
         positions = math.prod(shape[1:-1])
+        if self.stencil is not None:
+            positions = math.prod(w.output_size(n) for w, n in zip(self.windows(shape[1:]), shape[1:]))
         place = LossPlace(self, prediction.box.start[0], shape[0], positions, shape[-1], context.rank, term.weight)
         kernel = context.kernel(partial(block, place), **views)
         divisor = self.lower_passes(context, kernel, term)
 
-        def backward(gradient: View) -> None:
-            kernel.add(dx=gradient)
+        def backward() -> View:
+            returned = context.return_gradient(term.number, term.boxes)
+            kernel.add(dx=returned.view)
             if low:
-                kernel.add(dx_copy=context.scratch(prediction.box.shape, context.wide))
+                kernel.add(dx_copy=context.scratch(term.x.shape, context.wide))
+            returned.run()
+            return returned.view
 
         return LoweredTerm(backward, divisor)
 
+    def _window_views(self, context: Context, term: LossTerm, low: bool) -> dict[str, View]:
+        """Return work space for arrays without the elements of weight 0, and for the weights of windows."""
+        if term.weights is None:
+            return {}
+        shape = term.weights.shape
+        found = {"there t": context.scratch(term.t.shape, term.t.dtype), "none": context.scratch(shape, "bool")}
+        found |= {name: context.scratch(shape, context.wide) for name in ("windows", "least")}
+        return found if low else found | {"there x": context.scratch(term.x.shape, context.wide)}
+
     def block_type(self) -> type[LossBlock]:
-        """Return the class that computes the loss of a block, by default :class:`LocalLoss`."""
-        return LocalLoss
+        """Return the class that computes the loss of a block, by default :class:`LocalLoss`, and with a stencil
+        :class:`WindowLoss`.
+        """
+        return LocalLoss if self.stencil is None else WindowLoss
 
     def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> View | None:
         """Add the kernels of the loss, and the sums over all ranks between them.
@@ -271,13 +344,18 @@ class LoweredTerm:
     Attributes
     ----------
     backward
-        Function that receives the view for the gradient of the prediction, and adds the backward pass.
+        Function that adds the backward pass, and returns the view of the gradient that the kernel writes.
     divisor
         View of the sum of weights over all ranks that divides the loss, float64 ``(1,)``; None without one.
     """
 
-    backward: Callable[[View], None]
+    backward: Callable[[], View]
     divisor: View | None
+
+
+def _before(window: Window) -> int:
+    """Return the number of elements of a window before its middle."""
+    return (window.extent - 1) // 2
 
 
 def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:
@@ -305,18 +383,19 @@ def loss_timing(context: Context) -> Timing:
     return context.timing("forward", inputs=tuple(context.needed(i).longest for i in range(len(context.inputs))))
 
 
-def weights_view(context: Context, prediction: Value, i: int) -> View:
-    """Gather the weights, input `i`, for the positions of a prediction.
+def weights_view(context: Context, prediction: Value, boxes: Blocks, i: int) -> View:
+    """Gather the weights, input `i`, for these boxes of a prediction, and for its owned box, which metrics read.
 
     Returns
     -------
-    Packed view with the shape of the prediction's block except for the channels, in the wide dtype. Its contents
-    stay until the next step, because metrics read them.
+    Packed view with the shape of the prediction's box except for the channels, in the wide dtype. Gathered weights stay
+    until the next step.
     """
     value = context.inputs[i]
-    gathered = context.gather(i, operand_blocks(value.layout.shape, prediction.layout.boxes)).run()
-    gathered.view.buffer.kept = True
-    shape = (*prediction.box.shape[:-1], value.layout.shape[-1])
+    for part in dict.fromkeys((prediction.layout.boxes, boxes)):
+        gathered = context.gather(i, operand_blocks(value.layout.shape, part)).run()
+        gathered.view.buffer.kept = True
+    shape = (*boxes[context.rank].shape[:-1], value.layout.shape[-1])
     if gathered.view.shape == shape and gathered.view.dtype == context.wide:
         return gathered.view
     spread = context.scratch(shape, context.wide)
@@ -464,6 +543,8 @@ class LocalLoss(LossBlock):
         own = {name: more[name] for name in ("weights", "divisor") if name in more}
         super().__init__(place, environment, prediction, target, value, **own)
         self.work = Workspace(environment.kernels.device)
+        if "space" in more:
+            self.work["space"] = more["space"]
         self.dx: Any = more.get("dx")
         self.copied: Any = None
         self.rounded: Any = None
@@ -472,7 +553,7 @@ class LocalLoss(LossBlock):
             self.prediction, self.dx = more["copy"], more.get("dx_copy")
 
     @reads("prediction", "target", "weights", "divisor")
-    @writes("value", "dx", "copy", "dx_copy")
+    @writes("value", "dx", "copy", "dx_copy", work=("space",))
     def forward(self) -> None:
         if self.copied is not None:
             np.copyto(self.prediction, self.copied)
@@ -490,11 +571,15 @@ class LocalLoss(LossBlock):
             self.value.fill(0)
             return
         dx = None if self.dx is None else self.dx[:count]
-        arguments = self.prediction[:count], self.target[:count], dx, self.scale(), self.work
-        weights = {} if self.weights is None else {"weights": self.weights[:count]}
-        np.copyto(self.value, self.layer.local(*arguments, **weights))
+        prediction, target, weights = self.arrays(count)
+        more = {} if weights is None else {"weights": weights}
+        np.copyto(self.value, self.layer.local(prediction, target, dx, self.scale(), self.work, **more))
         if self.divisor is not None:
             self._divide(dx)
+
+    def arrays(self, count: int) -> tuple[Any, Any, Any]:
+        """Return prediction, target and weights, or None, of the first samples."""
+        return self.prediction[:count], self.target[:count], None if self.weights is None else self.weights[:count]
 
     def _divide(self, dx: Any | None) -> None:
         """Divide loss and gradient by the divisor if it is above 0. The host does not read it from a device."""
@@ -510,3 +595,78 @@ class LocalLoss(LossBlock):
     def close(self) -> None:
         """Free the buffers."""
         self.work.clear()
+
+
+class WindowLoss(LocalLoss):
+    """Loss of windows (:attr:`Loss.stencil`) that `Loss.local` computes from a block with its halo.
+
+    With weights, prediction and target are copied, with zeros where the weight is 0, and the weights of windows follow
+    from those of the elements.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        windows = self.layer.windows(self.prediction.shape[1:])
+        #: Elements of a window per spatial axis, relative to its first one.
+        self.taps = [[w.dilation * k for k in range(w.kernel)] for w in windows]
+        self.before = [_before(w) for w in windows]
+        #: Number of windows in the block per spatial axis.
+        self.fits = [max(0, n - w.extent + 1) for w, n in zip(windows, self.prediction.shape[1:])]
+        self.there: Any = more.get("there x", self.prediction), more.get("there t")
+        self.none: Any = more.get("none")
+        self.work_arrays: Any = more.get("windows"), more.get("least")
+
+    @property
+    def count(self) -> int:
+        return super().count if all(self.fits) else 0
+
+    @reads("weights")
+    @writes("divisor", work=("windows", "least"))
+    def weigh(self) -> None:
+        super().weigh()
+
+    @reads("prediction", "target", "weights", "divisor")
+    @writes("value", "dx", "copy", "dx_copy", work=("space", "there x", "there t", "none", "windows", "least"))
+    def forward(self) -> None:
+        super().forward()
+
+    def sum_weights(self) -> None:
+        if not self.count:
+            self.divisor.fill(0)
+            return
+        found = self._weigh_windows(self.count)
+        np.sum(found, dtype=np.float64, out=self.divisor.reshape(()))
+        self.divisor /= found.shape[-1]
+
+    def arrays(self, count: int) -> tuple[Any, Any, Any]:
+        given = super().arrays(count)
+        if self.weights is None:
+            return given
+        none = np.equal(self.weights[:count], 0, out=self.none[:count])
+        found = [array[:count] for array in self.there]
+        for array, copy in zip(given, found):
+            if copy is not array:
+                np.copyto(copy, array)
+            np.copyto(copy, 0, where=none if none.shape[-1] in (1, array.shape[-1]) else none.any(-1, keepdims=True))
+        return (*found, self._weigh_windows(count))
+
+    def _weigh_windows(self, count: int) -> Any:
+        """Return the weights of the windows of the first samples: that of the middle, 0 if any element has weight 0."""
+        found = self.weights[:count]
+        for axis, (taps, n) in enumerate(zip(self.taps, self.fits), 1):
+            shape = (*found.shape[:axis], n, *found.shape[axis + 1 :])
+            least = self.work_arrays[axis % 2].reshape(-1)[: math.prod(shape)].reshape(shape)
+            np.copyto(least, _along(found, axis, 0, n))
+            for tap in taps[1:]:
+                np.minimum(least, _along(found, axis, tap, n), out=least)
+            found = least
+        np.sign(found, out=found)
+        middle = self.weights[:count]
+        for axis, (first, n) in enumerate(zip(self.before, self.fits), 1):
+            middle = _along(middle, axis, first, n)
+        return np.multiply(found, middle, out=found)
+
+
+def _along(array: Any, axis: int, first: int, count: int) -> Any:
+    """Return `count` rows of an axis from `first` on."""
+    return array[(slice(None),) * axis + (slice(first, first + count),)]

@@ -14,10 +14,8 @@ import numpy as np
 from ..dtensor import Blocks, Layout
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
-from ..lowering.views import View
 from .layer import Node, Shape
-from .loss import Loss, LossNode, LossTerm, LoweredTerm, loss_timing, weights_view
-from .needs import operand_blocks
+from .loss import Loss, LossNode, LoweredTerm, loss_timing
 from .targets import Judgement
 
 __all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
@@ -72,11 +70,14 @@ class TotalLoss(Loss):
         return (1,)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the owned boxes; for weights, the positions of the first prediction that they weigh."""
-        if not self.weighs(i):
-            return inputs[i].boxes
-        term = next(term for term in self.terms if i in term.inputs)
-        return operand_blocks(inputs[i].shape, inputs[term.inputs[0]].boxes)
+        """Return the smallest boxes that hold those of all terms that read the input."""
+        first, *others = [
+            term.layer.needed_blocks(k, self._of(term, inputs), output)
+            for term in self.terms
+            for k, own in enumerate(term.inputs)
+            if own == i
+        ]
+        return first.joined([blocks for blocks in others if blocks.grid == first.grid])
 
     @property
     def of_batch(self) -> str:
@@ -150,10 +151,8 @@ class TotalLoss(Loss):
         values = {f"value{k}": context.keep((1,), "float64", "loss") for k in range(len(self.terms))}
         lowered: list[LoweredTerm] = []
         for term, value in zip(self.terms, values.values()):
-            prediction, target, *others = self._of(term, context.inputs)
-            # Evaluation gathers the weights too: another term may read them.
-            weights = weights_view(context, prediction, term.inputs[2]) if others else None
-            own = LossTerm(prediction, target, value, term.weight, weights=weights)
+            # Evaluation gathers the inputs of all terms: another term may read the same boxes.
+            own = term.layer.gathered(context, term.inputs, value, weight=term.weight)
             with context.only("training" if term.training_only else None):
                 lowered.append(term.layer.lower_term(context, own))
         left_out = tuple(term.training_only for term in self.terms)
@@ -162,8 +161,7 @@ class TotalLoss(Loss):
 
         def backward() -> None:
             for k, (term, one) in enumerate(zip(self.terms, lowered)):
-                gradient: View = context.gradient(term.inputs[0])
-                one.backward(gradient)
+                gradient = one.backward()
                 if term.training_only:
                     kernel.add(**{f"dx{k}": gradient})
 

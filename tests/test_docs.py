@@ -13,6 +13,7 @@ from halograd import SGD, Communicator, Constant, Executor, Trainer, get_backend
 from halograd.layers import Strategy
 from halograd.models import vgg_a
 from halograd.training.evaluation import Evaluation
+from tests.layers.losses import check, run_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,18 +26,31 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.mpi(min_size=1)
 def test_custom_layer_tutorial():
-    """All blocks of custom_layers.md run in sequence, on the ranks of this run."""
+    """All blocks of custom_layers.md run in sequence, on the ranks of this run, and its losses are exact under cuts."""
     found = blocks("custom_layers.md")
-    assert len(found) == 8
+    assert len(found) == 10
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)
+        if "Quartic" in code:
+            given = [np.full((1, 4, 3, 2), value) for value in (3.0, 1.0)]
+            with Communicator(MPI.COMM_WORLD) as comm:
+                value, _ = run_loss(space["Quartic"], given, comm, {"height": comm.size})
+            assert value == 32
+    x, t = np.random.default_rng(1).random((2, 2, 9, 7, 1))
+    w = (np.arange(63).reshape(1, 9, 7, 1) % 20 > 0) * np.ones((2, 1, 1, 1))
+    with Communicator(MPI.COMM_WORLD) as comm, Communicator(MPI.COMM_SELF) as alone:
+        want = run_loss(space["Curvature"], (x, t, w), alone, {})
+        check(run_loss(space["Curvature"], (x, t, w), comm, {"height": comm.size}), want)
+        step = 1e-6 * np.random.default_rng(2).random(x.shape)
+        above, below = (run_loss(space["Curvature"], (x + d, t, w), alone, {})[0] for d in (step, -step))
+    assert np.sum(want[1] * step) == pytest.approx((above - below) / 2, rel=1e-6)
 
 
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """The networks of networks.md train on the ranks of this run, and the loss falls."""
-    first, part, _, again, _, second, weighted, _ = blocks("networks.md")
+    first, part, _, again, _, second, neighbors, weighted, _ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)
@@ -46,9 +60,11 @@ def test_networks_of_ones_own_train():
     exec(compile(again, "networks.md", "exec"), space)
     exec(compile(second, "networks.md", "exec"), space)
     tasks = space["network"]
+    exec(compile(neighbors, "networks.md", "exec"), space)
+    sharp = space["network"]
     exec(compile(weighted, "networks.md", "exec"), space)
     with Communicator(MPI.COMM_WORLD) as comm:
-        for made in (network, tasks, space["network"]):
+        for made in (network, tasks, sharp, space["network"]):
             strategy = Strategy({"height": comm.size})
             with Executor(made, comm, get_backend("numpy"), 1, strategy, "float64") as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
