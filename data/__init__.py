@@ -1,6 +1,6 @@
 """Datasets read by blocks, prefetch, augmentation, normalization, and the mesh-tangling generator."""
 
-from .augment import AUGMENTATIONS, Augmentation, AugmentationSettings, Rules, StandardAugmentation
+from .augment import AUGMENTATIONS, Augmentation, AugmentationSettings, Elastic, Rules, StandardAugmentation
 from .dataset import Hdf5Dataset
 from .disk import DataError
 from .files import FileSet, find_files, open_dataset
@@ -23,6 +23,7 @@ __all__ = [
     "ChannelStatistics",
     "DataError",
     "Dataset",
+    "Elastic",
     "FileSet",
     "Hdf5Dataset",
     "LabelMap",

@@ -1,12 +1,14 @@
-"""Augmentation: random turns, mirroring, shifts and changes of the values of samples in training.
+"""Augmentation: random maps of samples (turns, rotation, scale, elastic deformation, ...) and changes of their values.
 
 The changes of a sample depend on the seed, the epoch and the index of the sample, and not on the rank, so they are the
 same for every decomposition. A rank reads the box of the file that its own box maps to: for a mirrored sample, the
-mirrored box. So no rank reads more than without augmentation, and there is no communication.
+mirrored box; for a rotated one, the box that contains all positions of its elements (:mod:`halograd.data.warp`).
+There is no communication.
 
 ::
 
-    output index  ->  mirrored?  ->  which axis of the file (quarter turns)  ->  + window  ->  + shift, modulo extent
+    output index  ->  smooth map?  ->  mirrored?  ->  which axis of the file (quarter turns)  ->  + window
+                  ->  + shift, modulo extent
 """
 
 from __future__ import annotations
@@ -17,26 +19,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field as PydanticField
+from pydantic import model_validator
 
 from halograd.registry import Registry
-from halograd.schema import Below1, NotNegative, Table, Text
+from halograd.schema import Below1, NotNegative, Positive, Table, Text
 
 from ..dtensor.box import Box
 from .disk import DataError
 from .sampler import Batch
 from .source import Dataset
 from .structure import Field
+from .targets import TargetRange
+from .warp import Border, Displacement, GridMap, Interpolation, SmoothMap, linear_map, sample_block
 
 __all__ = [
     "AUGMENTATIONS",
     "AXES",
     "Augmentation",
     "AugmentationSettings",
+    "Elastic",
     "Rules",
     "SamplePlacement",
     "StandardAugmentation",
@@ -44,7 +50,11 @@ __all__ = [
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
-_PLACE, _ALTER, _NOISE, _OWN = 3, 4, 5, 6  # separate the random streams from each other and from those of the sampler
+# Separate the random streams from each other and from those of the sampler.
+_PLACE, _ALTER, _NOISE, _OWN, _SMOOTH = 3, 4, 5, 6, 7
+#: Changes with a random stream each, so that one more change does not change the others.
+_CHANGES = ("rotate", "scale", "stretch", "shear", "elastic", "gamma", "blur")
+_FOLDS = 0.4  # share of the spacing of control points from which on an elastic deformation may fold
 
 
 Axis = Literal["depth", "height", "width"]
@@ -62,7 +72,8 @@ class Augmentation(ABC):
 
     Changes may depend on the seed, the epoch and the number of the sample only, never on the rank or its box: draw them
     from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change values of inputs after
-    normalization, or :meth:`read`, to read other elements of the file.
+    normalization, or :meth:`read`, to read other elements of the file. To move elements, override
+    :meth:`StandardAugmentation.map`.
 
     Parameters
     ----------
@@ -106,6 +117,20 @@ class Augmentation(ABC):
         """Return the part of a box that lies within the samples of a batch."""
         return box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
 
+    def prepare(self, ranges: Mapping[str, TargetRange], weighted: Mapping[str, Sequence[str]]) -> None:  # noqa: B027
+        """Take the valid ranges of targets and the names of their weights, by target, before the first read. Local."""
+
+    def margin(self, name: str) -> int:
+        """Return how many elements :meth:`alter` needs on each side of a box along spatial axes, for a filter."""
+        return 0
+
+    def leaves_gaps(self, name: str) -> bool:
+        """Return whether :meth:`read` may write NaN for elements of an input that have no value.
+
+        They become 0 after normalization.
+        """
+        return False
+
     def random(self, name: str, batch: Batch, k: int) -> np.random.Generator:
         """Return the random generator of a field of sample `k` of a batch: the same on all ranks, under every cut."""
         return np.random.default_rng([self.seed, _OWN, batch.epoch, batch.indices[k], *name.encode()])
@@ -124,6 +149,7 @@ class Augmentation(ABC):
             Name of the field; ``self.fields[name].is_target`` is whether it is a target.
         box
             Box of the batch that this rank reads, ``(samples, *spatial, channels)``; it may reach beyond the samples.
+            It contains :meth:`margin` more elements than this rank needs, of which any values may be left.
         part
             Values of the box that lie within the samples; for inputs, after normalization.
         """
@@ -133,11 +159,35 @@ class Augmentation(ABC):
 AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", Augmentation, "data.augment.kind")
 
 
+class Elastic(Table):
+    """``[data.augment.elastic]``: a random displacement of control points, with cubic B-splines between them."""
+
+    magnitude: NotNegative
+    """Maximum displacement along each axis, in elements: at most 0.4 x `spacing`, because the image folds beyond."""
+    spacing: Annotated[float, PydanticField(ge=2, le=1e6)]
+    """Distance of the control points, in elements."""
+
+    @model_validator(mode="after")
+    def _not_folded(self) -> Elastic:
+        # Choi and Lee (2000), "Injectivity conditions of 2D and 3D uniform cubic B-spline functions": 1/2.48 in 3-D.
+        if self.magnitude > _FOLDS * self.spacing:
+            raise ValueError(
+                f"magnitude: expected at most {_FOLDS} x spacing = {_FOLDS * self.spacing:g}, got {self.magnitude:g}"
+            )
+        return self
+
+
+#: Lower and upper bound of a random number.
+Bounds = tuple[Positive, Positive]
+Angle = Annotated[float, PydanticField(ge=0, le=180)]
+Probability = Annotated[float, PydanticField(ge=0, le=1)]
+
+
 class Rules(AugmentationSettings):
     """``[data.augment]``: random changes of samples in training, drawn by seed, epoch and number of the sample.
 
-    All fields with spatial axes are moved together, including targets. `noise`, `brightness` and `contrast` change only
-    inputs, after normalization.
+    All fields with spatial axes are moved together, including targets. `noise`, `brightness`, `contrast`, `gamma` and
+    `blur` change only inputs, after normalization.
     """
 
     flips: list[Axis] = PydanticField(default_factory=list)
@@ -157,7 +207,57 @@ class Rules(AugmentationSettings):
     """Range of the factor of a channel, ``1 - contrast`` to ``1 + contrast``."""
     vectors: list[list[Text]] = PydanticField(default_factory=list)
     """Names of channels of a dataset that are the components of a vector along the spatial axes. They change sign when
-    a sample is mirrored, and are exchanged when it is rotated."""
+    a sample is mirrored, are exchanged when it is turned, and change by the matrix of `rotate`, `scale`, `stretch` and
+    `shear`."""
+    rotate: Angle | list[Angle] = 0.0
+    """Maximum angle of a rotation about the centre, in degrees, in both directions; in 3-D for each axis, or a list of
+    one per axis about which is rotated."""
+    scale: Bounds | None = None
+    """Bounds of a factor by which the contents of a sample are enlarged: ``[0.7, 1.4]``."""
+    stretch: Bounds | None = None
+    """Bounds of a factor of each axis, which multiplies `scale`."""
+    shear: Below1 = 0.0
+    """Maximum displacement along one axis per distance along another."""
+    elastic: Elastic | None = None
+    """Smooth random displacement: ``{magnitude = 6, spacing = 32}``."""
+    border: Border | list[Border] = "reflect"
+    """Values outside of the samples, for `rotate`, `scale`, `stretch`, `shear` and `elastic`; or a list of one per
+    axis. ``"reflect"``: mirrored; ``"nearest"``: those of the nearest element; ``"wrap"``: those of the other end, for
+    periodic data (always along the axes of `shifts`); ``"zero"``: inputs are 0 after normalization, weights are 0,
+    classes are those that the loss ignores."""
+    gamma: Bounds | None = None
+    """Bounds of an exponent for each channel of an input: ``[0.7, 1.5]``. It acts on values between the bounds of
+    `gamma_range`, which do not change."""
+    gamma_range: tuple[float, float] = (-3.0, 3.0)
+    """Range of values for `gamma`, after normalization. Beyond it the exponent acts on the distance from its lower end,
+    with the sign of this distance."""
+    blur: Bounds | None = None
+    """Bounds of the standard deviation of a Gaussian filter of inputs, in elements."""
+    probability: Probability | dict[Text, Probability] = 1.0
+    """Probability of each of `rotate`, `scale`, `stretch`, `shear`, `elastic`, `gamma` and `blur` for a sample; or a
+    table of probabilities by name: ``{rotate = 0.2}``, where others have the probability 1."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Rules:
+        for key in ("scale", "stretch", "gamma", "gamma_range", "blur"):
+            bounds = getattr(self, key)
+            if bounds is not None and (bounds[0] > bounds[1] or (key == "gamma_range" and bounds[0] == bounds[1])):
+                raise ValueError(f"{key}: expected the lower bound first, got {list(bounds)}")
+        unknown = [key for key in self.probability if key not in _CHANGES] if isinstance(self.probability, dict) else []
+        if unknown:
+            raise ValueError(f"probability: expected names out of {', '.join(_CHANGES)}, got {unknown[0]!r}")
+        return self
+
+    def probability_of(self, change: str) -> float:
+        """Return the probability of a change for a sample; 0 without the change."""
+        if not (np.any(getattr(self, change)) if change == "rotate" else getattr(self, change)):
+            return 0.0
+        return self.probability.get(change, 1.0) if isinstance(self.probability, dict) else self.probability
+
+    @property
+    def smooth(self) -> list[str]:
+        """Names of the changes that move elements by parts of an element."""
+        return [change for change in _CHANGES[:5] if self.probability_of(change)]
 
 
 @dataclass(frozen=True)
@@ -252,8 +352,15 @@ class StandardAugmentation(Augmentation):
         first = self._moved[0]
         self._window = wanted[first][:-1] if settings.crop else shapes[first]
         self.fields = {name: self._cropped(name, field) for name, field in fields.items()}
+        self._own = type(self).map is not StandardAugmentation.map
+        self._warps = bool(settings.smooth) or self._own
         self._check()
+        self._borders = self._choose_borders()
         self._vectors = {name: self._components(field) for name, field in fields.items()}
+        self._ways: dict[str, tuple[Interpolation, float | None]] = {
+            name: ("nearest", None) if field.is_target else ("linear", math.nan) for name, field in fields.items()
+        }
+        self._drawn: tuple[tuple[int, ...], SmoothMap | None] | None = None
 
     # -- checks --------------------------------------------------------------------------------------
 
@@ -291,6 +398,64 @@ class StandardAugmentation(Augmentation):
                     f"data.augment.vectors: expected {self._rank} channels of one dataset each, out of "
                     f"{'; '.join(map(', '.join, several))}, got {', '.join(vector)}"
                 )
+        if self._warps:
+            self._check_smooth()
+
+    def _check_smooth(self) -> None:
+        rules = self.settings
+        angles = 3 if self._rank == 3 else 1
+        if isinstance(rules.rotate, list) and len(rules.rotate) != angles:
+            raise DataError(
+                f"data.augment.rotate: expected {angles} angle{'s' if angles > 1 else ''} for samples of {self._rank} "
+                f"axes, got {len(rules.rotate)}"
+            )
+        for key in ("rotate", "shear"):
+            if self._rank == 1 and rules.probability_of(key):
+                raise DataError(f"data.augment.{key}: expected samples of two or more axes, got {self._names}")
+        if rules.vectors and (rules.elastic is not None or self._own):
+            what = "elastic" if rules.elastic is not None else "kind"
+            raise DataError(
+                f"data.augment.{what}: expected no data.augment.vectors with a map that is not linear, got "
+                f"{', '.join(rules.vectors[0])}; remove one of them"
+            )
+        for name in self._moved:
+            shape, whole = self._files[name].shape[:-1], self._files[self._moved[0]].shape[:-1]
+            if max(shape) > 1 and any(n == 1 < m for n, m in zip(shape, whole)):
+                raise DataError(
+                    f"data.augment: expected {name!r} on the whole grid, to be moved by "
+                    f"{', '.join(rules.smooth) or 'a map of your own'}, got {shape} for {whole}; write its values for "
+                    "all elements"
+                )
+
+    def _choose_borders(self) -> list[Border]:
+        """Return the border of each axis of the file; an axis along which samples are shifted is periodic."""
+        border = self.settings.border
+        if isinstance(border, list) and len(border) != self._rank:
+            raise DataError(f"data.augment.border: expected one per axis of {', '.join(self._names)}, got {border}")
+        borders = border if isinstance(border, list) else [border] * self._rank
+        return ["wrap" if name in self.settings.shifts else one for name, one in zip(self._names, borders)]
+
+    def prepare(self, ranges: Mapping[str, TargetRange], weighted: Mapping[str, Sequence[str]]) -> None:
+        """Choose the interpolation of every target, and its value outside of the sample.
+
+        Raises
+        ------
+        DataError
+            The border is ``"zero"``, and a target has no value that the loss ignores, and no weights.
+        """
+        weights = {weight for names in weighted.values() for weight in names}
+        for name in self._moved:
+            limits = ranges.get(name, TargetRange())
+            if name in weights:
+                self._ways[name] = "weight", 0.0
+            elif self.fields[name].is_target:
+                # Between classes, or probabilities of classes, there is nothing.
+                self._ways[name] = "nearest" if limits.whole or limits.bounded else "linear", limits.ignored
+                if self._warps and "zero" in self._borders and limits.ignored is None and not weighted.get(name):
+                    raise DataError(
+                        f'data.augment.border: expected a loss that ignores targets {name!r} outside of the sample '
+                        '("zero"), by weights or ignore_index, got none; choose "reflect" or "nearest"'
+                    )
 
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return, for each channel that is a component of a vector, its axis and the channels of all components."""
@@ -328,6 +493,90 @@ class StandardAugmentation(Augmentation):
         whole = self._files[self._moved[0]].shape
         return [unit - unit * window // n for unit, window, n in zip(self._units, self._window, whole)]
 
+    # -- smooth maps ---------------------------------------------------------------------------------
+
+    def map(self, batch: Batch, k: int, positions: Sequence[NDArray[np.float64]]) -> Sequence[NDArray[np.float64]]:
+        """Return the positions from which elements of sample `k` of a batch take their values: a map of your own.
+
+        A subclass overrides it. The changes of the settings come before (rotation, ...) and after (turns, crops, ...).
+        To be independent of the cut, a result depends on its own position only. Local.
+
+        Parameters
+        ----------
+        positions
+            Position in the window along each spatial axis, float64 arrays of one shape, in elements of the first field
+            with spatial axes; element i is at i. Not to be modified.
+        """
+        return positions
+
+    def _stream(self, change: str, batch: Batch, k: int, name: str = "") -> np.random.Generator | None:
+        """Return the random generator of a change of a sample, of a field if `name` is given; None if it is left out.
+        """
+        probability = self.settings.probability_of(change)
+        if not probability or not batch.augmented:
+            return None
+        key = [self.seed, _SMOOTH, batch.epoch, batch.indices[k], _CHANGES.index(change)]
+        if np.random.default_rng(key).random() >= probability:
+            return None
+        return np.random.default_rng([*key, 1, *name.encode()])
+
+    def _smooth(self, batch: Batch, k: int) -> SmoothMap | None:
+        """Return the smooth map of a sample; None if it moves nothing."""
+        if not self._warps or not batch.augmented:
+            return None
+        key = (batch.epoch, batch.position, k, batch.indices[k])
+        if self._drawn is None or self._drawn[0] != key:
+            drawn = self._draw(batch, k)
+            self._drawn = key, None if drawn.is_identity else drawn
+        return self._drawn[1]
+
+    def _draw(self, batch: Batch, k: int) -> SmoothMap:
+        rules, rank = self.settings, self._rank
+        angles, factors = [0.0] * (rank if rank == 3 else rank - 1), np.ones(rank)
+        shears, displacement = np.zeros((rank, rank)), None
+        draw = self._stream("rotate", batch, k)
+        if draw is not None:
+            angles = [math.radians(a) for a in draw.uniform(-1, 1, len(angles)) * np.array(rules.rotate)]
+        for change, count in (("scale", 1), ("stretch", rank)):
+            draw = self._stream(change, batch, k)
+            if draw is not None:
+                factors = factors * _between(draw, getattr(rules, change), count)
+        draw = self._stream("shear", batch, k)
+        if draw is not None:
+            shears = draw.uniform(-rules.shear, rules.shear, (rank, rank))
+        draw = self._stream("elastic", batch, k)
+        if draw is not None:
+            assert rules.elastic is not None
+            displacement = Displacement.draw(draw, self._window, rules.elastic.magnitude, rules.elastic.spacing)
+        matrix = linear_map(angles, factors.tolist(), shears.tolist())
+        own = (lambda positions: self.map(batch, k, positions)) if self._own else None
+        return SmoothMap(tuple(self._window), matrix, displacement, own)
+
+    def leaves_gaps(self, name: str) -> bool:
+        """Return whether elements outside of the samples become NaN: those of inputs, with the border ``"zero"``."""
+        return self._warps and "zero" in self._borders and name in self._moved and not self._files[name].is_target
+
+    def _read_warped(
+        self,
+        dataset: Dataset,
+        name: str,
+        index: int,
+        grid: GridMap,
+        box: Sequence[tuple[int, int]],
+        out: NDArray[Any],
+    ) -> None:
+        """Read a box ``(*spatial, channels)`` of a sample that is moved by a smooth map."""
+
+        def read(ranges: Sequence[tuple[int, int]], channels: tuple[int, int], part: NDArray[Any]) -> None:
+            dataset.read(name, [index], Box.of_ranges([(0, 1), *ranges, channels]), part[None])
+
+        interpolation, outside = self._ways[name]
+        sample_block(
+            read, grid, box, out,
+            extents=self._files[name].shape[:-1], borders=self._borders, interpolation=interpolation, outside=outside,
+            vectors=self._vectors[name],
+        )  # fmt: skip
+
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
@@ -342,8 +591,19 @@ class StandardAugmentation(Augmentation):
             index = batch.indices[k]
             placement = self.placement(batch, index)
             at: Any = (k - box.start[0], *filled[1:])
-            self._read_sample(dataset, name, index, placement, part.ranges[1:], out[at])
+            smooth = self._smooth(batch, k) if max(self.fields[name].shape[:-1]) > 1 else None
+            if smooth is None:
+                self._read_sample(dataset, name, index, placement, part.ranges[1:], out[at])
+                continue
+            extents = self.fields[name].shape[:-1]
+            grid = GridMap(smooth, placement.axes, placement.mirrored, self._starts(name, placement), extents)
+            self._read_warped(dataset, name, index, grid, part.ranges[1:], out[at])
         return filled
+
+    def _starts(self, name: str, placement: SamplePlacement) -> tuple[int, ...]:
+        """Return the start of the window in the file, per axis of the file, in elements of a field."""
+        whole = self._files[name].shape
+        return tuple(start * (n // unit) for start, n, unit in zip(placement.starts, whole, self._units))
 
     def _read_sample(
         self,
@@ -376,12 +636,11 @@ class StandardAugmentation(Augmentation):
     ) -> None:
         """Copy a box of a sample and of channels of the file to `out`, which has its shape."""
         ranges, channels = where
-        whole, extents = self._files[name].shape, self.fields[name].shape
+        whole, extents, starts = self._files[name].shape, self.fields[name].shape, self._starts(name, placement)
         pieces = []
         for axis, (low, high) in enumerate(ranges):
             source = placement.axes[axis]
-            start = placement.starts[source] * (whole[source] // self._units[source])
-            pieces.append(list(placement.pieces(axis, low, high, extents[axis], whole[source], start)))
+            pieces.append(list(placement.pieces(axis, low, high, extents[axis], whole[source], starts[source])))
         order = np.argsort(placement.axes)
         for chosen in itertools.product(*pieces):
             box = Box.of_ranges([(0, 1), *(chosen[axis][0] for axis in order), channels])
@@ -392,13 +651,29 @@ class StandardAugmentation(Augmentation):
 
     # -- numbers -------------------------------------------------------------------------------------
 
+    def margin(self, name: str) -> int:
+        """Return the radius of the widest filter of an input."""
+        bounds = self.settings.blur if self.settings.probability_of("blur") and name in self._moved else None
+        return 0 if bounds is None or self._files[name].is_target else _radius(bounds[1])
+
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
-        """Apply noise, brightness and contrast to an input, in place; `part` lies within the samples. Local."""
+        """Apply blur, gamma, contrast, brightness and noise to an input, in place; `part` lies within the samples.
+        Local.
+        """
         rules = self.settings
-        alters = rules.noise or rules.brightness or rules.contrast
-        if not alters or not batch.augmented or self._files[name].is_target:
+        if not batch.augmented or self._files[name].is_target:
             return
         shape, inside = self.fields[name].shape, self.inside(name, batch, box)
+        for sample, k in zip(part, range(*inside.ranges[0])):
+            draw = self._stream("blur", batch, k) if name in self._moved else None
+            if draw is not None:
+                _blur(sample, float(_between(draw, rules.blur, 1)[0]))
+            draw = self._stream("gamma", batch, k, name)
+            if draw is not None:
+                exponents = _between(draw, rules.gamma, shape[-1])[slice(*inside.ranges[-1])]
+                _apply_gamma(sample, exponents, rules.gamma_range)
+        if not (rules.noise or rules.brightness or rules.contrast):
+            return
         for sample, k in zip(part, range(*inside.ranges[0])):
             key = [self.seed, _ALTER, batch.epoch, batch.indices[k], *name.encode()]
             factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
@@ -437,3 +712,36 @@ def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> t
     found[-2] ^= quarters in (1, 2)
     found[-1] ^= quarters in (2, 3)
     return (*others, rows, columns), found
+
+
+def _between(draw: np.random.Generator, bounds: tuple[float, float], count: int) -> NDArray[np.float64]:
+    """Draw numbers between two bounds, uniformly in the logarithm: a factor is as likely as its inverse."""
+    low, high = (math.log(bound) for bound in bounds)
+    return np.exp(draw.uniform(low, high, count))
+
+
+def _radius(deviation: float) -> int:
+    """Return the radius of a Gaussian filter in elements; beyond it weights are below 0.0004 of the largest."""
+    return max(1, round(4 * deviation))
+
+
+def _blur(sample: NDArray[Any], deviation: float) -> None:
+    """Filter a box ``(*spatial, C)`` of a sample in place; the elements at its ends stand for those beyond."""
+    radius = _radius(deviation)
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / deviation) ** 2)
+    weights = (weights / weights.sum()).astype(sample.dtype)
+    for axis in range(sample.ndim - 1):
+        source, n = sample.copy(), sample.shape[axis]
+        sample[...] = 0
+        # The sum has one order, whatever the box.
+        for shift, weight in zip(range(-radius, radius + 1), weights):
+            sample += weight * source.take(np.arange(shift, shift + n), axis, mode="clip")
+
+
+def _apply_gamma(sample: NDArray[Any], exponents: NDArray[np.float64], limits: tuple[float, float]) -> None:
+    """Raise the channels of ``(*spatial, C)`` to powers in place, as shares of the range between the limits."""
+    low, high = limits
+    for k, exponent in enumerate(exponents):
+        share = (sample[..., k] - low) / (high - low)
+        power = np.power(np.abs(share), sample.dtype.type(exponent))
+        sample[..., k] = np.copysign(power, share) * (high - low) + low

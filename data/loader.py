@@ -96,8 +96,8 @@ class Loader:
     seconds_waited : float
         Time that the consumer has waited for data so far [s].
     absent : int
-        Count of NaN and infinite values so far, where the dataset permits them. They are replaced by the mean of their
-        channel, or by 0 without normalization.
+        Count of NaN and infinite values so far, where the dataset permits them, and of values that the augmentation
+        leaves out. They are replaced by the mean of their channel, or by 0 without normalization.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Loader:
         self._boxes = dict(boxes)
         self._slots = [{name: allocate(box.shape, dtype) for name, box in boxes.items()} for _ in range(depth)]
         self._cells = {name: np.zeros(r.fine_box(boxes[name]).shape, dtype) for name, r in reductions.items()}
+        self._wide: dict[str, NDArray[Any]] = {}
         self._running: _Worker | None = None
         self.seconds_waited, self.absent = 0.0, 0
 
@@ -190,8 +191,22 @@ class Loader:
             self._read(name, batch, cells, self._cells[name])
             reduction.apply(self._cells[name], array, self._absent(name, batch, cells))
             return
+        margin = self._augmentation.margin(name) if self._augmentation is not None and batch.augmented else 0
+        if not margin:
+            self._fill_box(name, batch, box, array)
+            return
+        around = [0, *[margin] * (box.ndim - 2), 0]
+        wide = Box.of_ranges([(low - m, high + m) for (low, high), m in zip(box.ranges, around)])
+        if name not in self._wide:
+            self._wide[name] = np.zeros(wide.shape, array.dtype)
+        self._fill_box(name, batch, wide, self._wide[name])
+        array[...] = self._wide[name][box.slices(origin=wide.start)]
+
+    def _fill_box(self, name: str, batch: Batch, box: Box, array: NDArray[Any]) -> None:
+        """Read, normalize and augment a box of a field that is not reduced."""
         part = array[self._read(name, batch, box, array)]
-        absent = mark_absent(part) if name in self._dataset.lenient else None
+        gaps = self._augmentation is not None and batch.augmented and self._augmentation.leaves_gaps(name)
+        absent = mark_absent(part) if gaps or name in self._dataset.lenient else None
         if name in self._statistics:
             self._statistics[name].apply(part, max(0, box.start[-1]))
         if absent is not None:

@@ -128,6 +128,8 @@ class Samples:
                 skipped = {name for name, reduction in reductions.items() if not reduction.skips}
                 weighted = weighted_targets(network)
                 dataset.weighted = {name: weighted[name] for name in weighted if name not in skipped}
+            if augmentation is not None:
+                augmentation.prepare(_ranges(network), weighted_targets(network))
         invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
         if data.invalid in ("fill", "mask"):
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)

@@ -15,11 +15,19 @@ RULES = (
     'data.augment={flips = ["height", "width"], turns = true, shifts = ["width"], noise = 0.05, contrast = 0.1, '
     'brightness = 0.1, vectors = [["channel 2", "channel 0"]]}'
 )
+SMOOTH = (
+    'data.augment={rotate = 40, scale = [0.8, 1.3], elastic = {magnitude = 1.5, spacing = 5}, blur = [0.5, 0.9], '
+    "gamma = [0.7, 1.4], flips = ['width'], crop = true, probability = {scale = 0.5}}"
+)
 CROP = "data.augment={flips = ['height'], crop = true}"
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("rules", [[RULES], [CROP, "model.resolution=12"]], ids=["turned", "cropped"])
+@pytest.mark.parametrize(
+    "rules",
+    [[RULES], [CROP, "model.resolution=12"], [SMOOTH, "model.resolution=12"]],
+    ids=["turned", "cropped", "warped"],
+)
 def test_as_in_one_process(comm, config, rules):
     check_resumed(comm, config, rules, [overrides_of(cut) for cut in CUTS[comm.size]])
     if comm.rank == 0 and len(rules) == 1:

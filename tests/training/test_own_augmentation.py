@@ -32,7 +32,15 @@ def write(folder):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("own", [OWN, 'data.augment={kind="both.py:Both", flips=["width"], noise=0.1}'])
+@pytest.mark.parametrize(
+    "own",
+    [
+        OWN,
+        'data.augment={kind="both.py:Both", flips=["width"], noise=0.1}',
+        'data.augment={kind="swirl.py:Swirl", strength=2.0, turns=true}',
+    ],
+    ids=["fade", "both", "swirl"],
+)
 def test_under_every_cut_and_resumed(comm, config, own):
     sets = [own, *SETS[1:]]
     if comm.rank == 0:

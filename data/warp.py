@@ -1,0 +1,444 @@
+"""Smooth maps of samples: rotation, scale, shear and elastic deformation. Pure arithmetic, apart from reading.
+
+A map gives the position in the sample from which an element of the network's window takes its value::
+
+    output index -> position u in the window -> u + displacement -> linear map about the centre -> own map
+                 -> turned, mirrored, shifted (the placement) -> position in the sample -> interpolation
+
+A position is a number per axis, in elements of the window; element `i` is at `i`. All numbers are computed element by
+element from global indices, in one order of operations, so that an element is bitwise the same in every block that
+contains it. A block reads the box that contains all positions of its elements, and samples it tile by tile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .disk import DataError
+
+__all__ = ["Border", "Displacement", "GridMap", "Interpolation", "SmoothMap", "linear_map", "sample_block"]
+
+Border = Literal["reflect", "nearest", "wrap", "zero"]
+Interpolation = Literal["linear", "nearest", "weight"]
+
+Array = NDArray[np.float64]
+#: A map of one's own: positions in the window, an array per axis, to positions in the window.
+OwnMap = Callable[[Sequence[Array]], Sequence[Array]]
+Range = tuple[int, int]
+
+_TILE = 1 << 13  # elements that are sampled together: their positions, indices and corners fit the cache
+_SLACK = 1e-6  # by which bounds of positions may differ from positions, relatively, because of rounding
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """Displacement of every position of a window: cubic B-splines on a coarse grid of random control points.
+
+    Attributes
+    ----------
+    points : float64 array ``(axes, *grid)``
+        Displacement of the control points along each axis, in elements. A displacement lies between the smallest and
+        the largest one of the ``4 ** axes`` control points around it.
+    spacing
+        Distance of control points, in elements; point `i` is at ``(i - 2) * spacing``.
+    """
+
+    points: Array
+    spacing: float
+
+    @classmethod
+    def draw(
+        cls, random: np.random.Generator, extents: Sequence[int], magnitude: float, spacing: float
+    ) -> Displacement:
+        """Draw displacements of at most `magnitude` elements in a window."""
+        grid = [math.floor(n / spacing) + 5 for n in extents]
+        return cls(random.uniform(-magnitude, magnitude, (len(grid), *grid)), spacing)
+
+    def at(self, positions: Sequence[Array]) -> list[Array]:
+        """Return the displacement along each axis on the grid of `positions`, a vector of them per axis."""
+        found: Array = self.points
+        for axis, u in enumerate(positions, 1):
+            knot, weights = self._taps(u)
+            shape = [-1 if k == axis else 1 for k in range(found.ndim)]
+            # The sum of four terms has one order, whatever the block.
+            first, *others = [np.take(found, knot + tap, axis) * w.reshape(shape) for tap, w in enumerate(weights)]
+            for term in others:
+                first += term
+            found = first
+        return list(found)
+
+    def _taps(self, u: Array) -> tuple[NDArray[np.intp], list[Array]]:
+        """Return the first of the four control points around each position, and their weights."""
+        knot = np.floor(u / self.spacing)
+        f = u / self.spacing - knot
+        g = 1 - f
+        weights = [g * g * g / 6, ((3 * f - 6) * f * f + 4) / 6, ((3 * g - 6) * g * g + 4) / 6, f * f * f / 6]
+        return knot.astype(np.intp) + 1, weights
+
+    def limits(self, ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return bounds of the displacement along each axis, for positions in these ranges."""
+        knots = [self._taps(np.array(bounds))[0] for bounds in ranges]
+        near = self.points[(slice(None), *(slice(int(a), int(b) + 4) for a, b in knots))]
+        return [(float(component.min()), float(component.max())) for component in near]
+
+
+def linear_map(
+    angles: Sequence[float], factors: Sequence[float], shears: Sequence[Sequence[float]] | None = None
+) -> Array:
+    """Return the matrix from positions of the output to those of the sample, about the centre.
+
+    Parameters
+    ----------
+    angles
+        Angles in radians: one in 2-D, that from rows to columns; three in 3-D, about each axis; none in 1-D.
+    factors
+        Factor by which the contents of the sample become larger, per axis.
+    shears : optional
+        Displacement along the first axis per distance along the second, ``shears[first][second]``; the diagonal is not
+        used.
+    """
+    rank = len(factors)
+    matrix = np.eye(rank)
+    for number, angle in enumerate(angles):
+        a, b = [axis for axis in range(rank) if rank < 3 or axis != number]
+        turn = np.eye(rank)
+        turn[a, a] = turn[b, b] = math.cos(angle)
+        turn[a, b], turn[b, a] = -math.sin(angle), math.sin(angle)
+        matrix = matrix @ turn
+    matrix = matrix @ np.diag([1 / factor for factor in factors])
+    if shears is not None:
+        matrix = matrix @ np.where(np.eye(rank, dtype=bool), 1.0, np.array(shears, float))
+    return np.asarray(matrix)
+
+
+@dataclass(frozen=True)
+class SmoothMap:
+    """Map from positions in a window to positions in the same window.
+
+    Attributes
+    ----------
+    extents
+        Extents of the window.
+    matrix : float64 array ``(axes, axes)``
+        Linear map about the centre of the window.
+    displacement : optional
+        Displacement before the linear map.
+    own : optional
+        Map of one's own after the linear map.
+    """
+
+    extents: tuple[int, ...]
+    matrix: Array
+    displacement: Displacement | None = None
+    own: OwnMap | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no position changes."""
+        return self.displacement is None and self.own is None and bool((self.matrix == np.eye(len(self.matrix))).all())
+
+    def at(self, positions: Sequence[Array]) -> list[Array]:
+        """Return the mapped positions on a grid: an array per axis that broadcasts to the grid.
+
+        `positions` has a vector per axis.
+        """
+        rank = len(positions)
+        moved: list[Array] = [
+            (u - (n - 1) / 2).reshape([-1 if k == axis else 1 for k in range(rank)])
+            for axis, (u, n) in enumerate(zip(positions, self.extents))
+        ]
+        if self.displacement is not None:
+            moved = [x + shift for x, shift in zip(moved, self.displacement.at(positions))]
+        found = []
+        for row, n in zip(self.matrix, self.extents):
+            value: Any = (n - 1) / 2
+            for factor, x in zip(row, moved):
+                value = value + factor * x if factor else value
+            found.append(np.asarray(value, np.float64).reshape((1,) * rank) if np.ndim(value) == 0 else value)
+        if self.own is None:
+            return found
+        shape = tuple(map(len, positions))
+        return [np.asarray(c, np.float64) for c in self.own([np.broadcast_to(c, shape) for c in found])]
+
+    def limits(self, ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]] | None:
+        """Return bounds of the mapped positions, for positions in these ranges; None if only `at` knows them."""
+        if self.own is not None:
+            return None
+        moved = [(a - (n - 1) / 2, b - (n - 1) / 2) for (a, b), n in zip(ranges, self.extents)]
+        if self.displacement is not None:
+            shifts = self.displacement.limits(ranges)
+            moved = [(a + low, b + high) for (a, b), (low, high) in zip(moved, shifts)]
+        found = []
+        for row, n in zip(self.matrix, self.extents):
+            products = [sorted((factor * a, factor * b)) for factor, (a, b) in zip(row, moved)]
+            found.append(((n - 1) / 2 + sum(p[0] for p in products), (n - 1) / 2 + sum(p[1] for p in products)))
+        return found
+
+
+@dataclass(frozen=True)
+class GridMap:
+    """Map from the elements of a field's window to positions in the field's sample.
+
+    Attributes
+    ----------
+    smooth
+        Map in the window.
+    axes, mirrored
+        Axis of the sample for each axis of the window, and whether it is reversed.
+    starts
+        Start of the window, per axis of the sample, in elements of the field.
+    extents
+        Extents of the field's window, per axis of the window. They differ from those of `smooth` by a factor, if the
+        field has another grid.
+    """
+
+    smooth: SmoothMap
+    axes: tuple[int, ...]
+    mirrored: tuple[bool, ...]
+    starts: tuple[int, ...]
+    extents: tuple[int, ...]
+
+    def _scaled(self, axis: int, value: Any, back: bool = False) -> Any:
+        """Return positions of the field in those of the smooth map, or back; centres of cells are at + 0.5."""
+        own, whole = self.extents[axis], self.smooth.extents[axis]
+        if own == whole:
+            return value
+        return (value + 0.5) * (own / whole if back else whole / own) - 0.5
+
+    def _placed(self, axis: int, value: Any) -> Any:
+        start = self.starts[self.axes[axis]]
+        return (start + self.extents[axis] - 1) - value if self.mirrored[axis] else start + value
+
+    def at(self, ranges: Sequence[Range]) -> list[Array]:
+        """Return the positions in the sample of a box of elements: an array per axis of the sample."""
+        positions = [self._scaled(axis, np.arange(*one, dtype=np.float64)) for axis, one in enumerate(ranges)]
+        found = [
+            self._placed(axis, self._scaled(axis, value, back=True))
+            for axis, value in enumerate(self.smooth.at(positions))
+        ]
+        return [found[self.axes.index(axis)] for axis in range(len(found))]
+
+    def limits(self, ranges: Sequence[Range]) -> list[Range]:
+        """Return, per axis of the sample, the first and the last element that interpolation in a box may need."""
+        ends = [tuple(self._scaled(axis, float(n)) for n in (a, b - 1)) for axis, (a, b) in enumerate(ranges)]
+        bounds = self.smooth.limits(ends)
+        if bounds is None:
+            several = [[(float(c.min()), float(c.max())) for c in self.at(tile)] for tile in tiles(ranges)]
+            found = [(min(a for a, _ in one), max(b for _, b in one)) for one in zip(*several)]
+        else:
+            placed = [
+                sorted(self._placed(axis, self._scaled(axis, value, back=True)) for value in bounds[axis])
+                for axis in range(len(ranges))
+            ]
+            found = [(placed[k][0], placed[k][1]) for k in map(self.axes.index, range(len(ranges)))]
+        if not np.isfinite(found).all():
+            raise DataError(f"data.augment: expected finite positions from a map of your own, got {found}")
+        # Rounding of the bounds is not that of the positions.
+        slack = [_SLACK * (1 + max(abs(a), abs(b))) for a, b in found]
+        return [(math.floor(a - s), math.floor(b + s) + 1) for (a, b), s in zip(found, slack)]
+
+    def vectors(self) -> Array:
+        """Return the matrix from the components of a vector in the sample to those in the window.
+
+        A vector is a displacement, such as the difference of two positions.
+        """
+        placement = np.zeros_like(self.smooth.matrix)
+        for axis, (source, back) in enumerate(zip(self.axes, self.mirrored)):
+            placement[source, axis] = -1 if back else 1
+        return np.asarray(np.linalg.inv(placement @ self.smooth.matrix))
+
+
+def tiles(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Yield the parts of a box that are sampled one after the other: nearly cubes, because a rotation needs elements
+    of all rows around each element.
+    """
+    edge, left = [], len(ranges)
+    budget = float(_TILE)
+    for n in sorted(high - low for low, high in ranges):  # short axes leave more to the others
+        edge.append((n, max(1, min(n, round(budget ** (1 / left))))))
+        budget, left = budget / edge[-1][1], left - 1
+    steps = [next(e for n, e in edge if n == high - low) for low, high in ranges]
+    starts = [range(low, high, step) for (low, high), step in zip(ranges, steps)]
+    for first in itertools.product(*starts):
+        yield [(a, min(a + step, high)) for a, step, (_, high) in zip(first, steps, ranges)]
+
+
+@dataclass(frozen=True)
+class _AxisElements:
+    """Elements that are read along an axis of a sample, and where each position finds its element.
+
+    Attributes
+    ----------
+    first
+        Position of the first entry of `table`.
+    table
+        Index in what is read, by position; positions outside of the sample have an element inside, by the border.
+    pieces
+        Ranges in the sample, each with its start in what is read.
+    """
+
+    first: int
+    table: NDArray[np.intp]
+    pieces: list[tuple[Range, int]]
+
+    @property
+    def count(self) -> int:
+        return sum(high - low for (low, high), _ in self.pieces)
+
+    @classmethod
+    def of(cls, low: int, high: int, extent: int, border: Border) -> _AxisElements:
+        """Return the elements of the positions `low` to `high`, both included."""
+        positions = np.arange(low, high + 1)
+        if border == "wrap" and len(positions) < extent:
+            # Read the parts on both sides of the boundary only.
+            pieces, at = list[tuple[Range, int]](), 0
+            while at < len(positions):
+                start = int(positions[at] % extent)
+                stop = min(extent, start + len(positions) - at)
+                pieces.append(((start, stop), at))
+                at += stop - start
+            return cls(low, np.arange(len(positions)), pieces)
+        inside = _folded(positions, extent, border)
+        first, last = int(inside.min()), int(inside.max())
+        return cls(low, inside - first, [((first, last + 1), 0)])
+
+
+def _folded(positions: NDArray[np.intp], extent: int, border: Border) -> NDArray[np.intp]:
+    """Return the elements of a sample that positions outside of it stand for."""
+    if border == "wrap":
+        return positions % extent
+    if border == "reflect":
+        inside = positions % (2 * extent)
+        return np.where(inside < extent, inside, 2 * extent - 1 - inside)
+    return np.clip(positions, 0, extent - 1)
+
+
+#: ``read(ranges, channels, out)`` reads a box of a sample, ``(*spatial, channels)``.
+Reader = Callable[[Sequence[Range], Range, NDArray[Any]], object]
+
+
+def sample_block(
+    read: Reader,
+    grid: GridMap,
+    box: Sequence[Range],
+    out: NDArray[Any],
+    *,
+    extents: Sequence[int],
+    borders: Sequence[Border],
+    interpolation: Interpolation = "linear",
+    outside: float | None = None,
+    vectors: dict[int, tuple[int, tuple[int, ...]]] | None = None,
+) -> None:
+    """Fill `out` with a box of a sample that is seen through a map. Local; one call of `read` per box.
+
+    Parameters
+    ----------
+    read
+        Function that reads boxes of the sample.
+    grid
+        Map from the elements of the window to positions in the sample.
+    box
+        Ranges in the window, and of the channels.
+    out
+        Array of the shape of `box`.
+    extents
+        Extents of the sample.
+    borders
+        Elements that stand for those outside of the sample, per axis of the sample.
+    interpolation
+        ``"linear"`` between the neighbors; ``"nearest"`` for classes; ``"weight"``: linear, but 0 where one of the
+        neighbors that contribute is 0, so that a value with a positive weight is made of such values only.
+    outside : optional
+        Value of elements outside of the sample along axes with the border ``"zero"``; None: as ``"nearest"``.
+    vectors : optional
+        Components of vectors: for a channel, its axis and the channels of all components.
+    """
+    *spatial, (first, last) = box
+    vectors = {k: v for k, v in (vectors or {}).items() if first <= k < last}
+    needed = [*range(first, last), *(k for _, channels in vectors.values() for k in channels)]
+    lowest, highest = min(needed), max(needed) + 1
+    axes = [_AxisElements.of(*ends, n, border) for ends, n, border in zip(grid.limits(spatial), extents, borders)]
+    source = np.empty((*(axis.count for axis in axes), highest - lowest), out.dtype)
+    for pieces in itertools.product(*(axis.pieces for axis in axes)):
+        where = tuple(slice(at, at + high - low) for (low, high), at in pieces)
+        read([one for one, _ in pieces], (lowest, highest), source[where])
+    strides = [step // source.itemsize for step in source.strides]
+    tables = [axis.table * step for axis, step in zip(axes, strides)]
+    flat, matrix = source.reshape(-1), grid.vectors() if vectors else None
+    with np.errstate(invalid="ignore", over="ignore"):
+        for tile in tiles(spatial):
+            part = out[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(tile, spatial))]
+            positions = grid.at(tile)
+            channel = _sampler(flat, axes, tables, positions, part.shape[:-1], interpolation)
+            values: dict[int, NDArray[Any]] = {}
+            for k in range(first, last):
+                if k not in vectors or matrix is None:
+                    part[..., k - first] = channel(k - lowest)
+                    continue
+                total: Any = 0
+                for factor, component in zip(matrix[vectors[k][0]], vectors[k][1]):
+                    if component not in values:
+                        values[component] = channel(component - lowest)
+                    total = total + out.dtype.type(factor) * values[component]
+                part[..., k - first] = total
+            if outside is not None and "zero" in borders:
+                part[_outside(positions, extents, borders, part.shape[:-1])] = outside
+
+
+def _outside(
+    positions: Sequence[Array], extents: Sequence[int], borders: Sequence[Border], shape: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """Return which positions lie outside of all cells of the sample, along axes with the border ``"zero"``."""
+    found = np.zeros(shape, np.bool_)
+    for x, n, border in zip(positions, extents, borders):
+        if border == "zero":
+            found |= (x < -0.5) | (x >= n - 0.5)
+    return found
+
+
+def _sampler(
+    flat: NDArray[Any],
+    axes: Sequence[_AxisElements],
+    tables: Sequence[NDArray[np.intp]],
+    positions: Sequence[Array],
+    shape: tuple[int, ...],
+    interpolation: Interpolation,
+) -> Callable[[int], NDArray[Any]]:
+    """Return a function that samples a channel at the positions of a tile."""
+    if interpolation == "nearest":
+        index = np.zeros(shape, np.intp)
+        for x, axis, table in zip(positions, axes, tables):
+            index += table[np.floor(x + 0.5).astype(np.intp) - axis.first]
+        return lambda channel: flat[channel:].take(index)
+    corners, fractions = [np.zeros(shape, np.intp)], []
+    for x, axis, table in zip(positions, axes, tables):
+        low = np.floor(x)
+        f = x - low
+        at = low.astype(np.intp) - axis.first
+        # Where a fraction is 0 the upper neighbor does not count, not even if it is NaN.
+        both = table[at], table[at + (f > 0)]
+        corners = [corner + one for corner in corners for one in both]
+        fractions.append(f.astype(flat.dtype))
+
+    def channel(number: int) -> NDArray[Any]:
+        view = flat[number:]
+        values = [view.take(corner) for corner in corners]
+        absent = np.any([value == 0 for value in values], axis=0) if interpolation == "weight" else None
+        for f in reversed(fractions):
+            for low, high in zip(values[::2], values[1::2]):
+                high -= low
+                high *= f
+                high += low
+            values = values[1::2]
+        if absent is not None:
+            values[0][absent] = 0
+        return values[0]
+
+    return channel
