@@ -163,6 +163,19 @@ def test_readme_example_trains(capsys):
     assert capsys.readouterr().out == ("" if MPI.COMM_WORLD.rank else said)
 
 
+@pytest.mark.mpi(min_size=1)
+def test_ten_lines_of_the_first_page_train(shared, monkeypatch):
+    monkeypatch.chdir(shared)
+    (code,) = blocks("index.md")
+    assert len(code.strip().splitlines()) == 10
+    space: dict = {}
+    exec(compile(code, "index.md", "exec"), space)
+    losses = [*space["run"].losses.values()]
+    assert losses[-1] < losses[0]
+    with h5py.File(shared / "predicted.h5") as file:
+        assert file["prediction"].shape == (1, 64, 64, 1)
+
+
 def test_the_page_of_the_architecture_names_files_that_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text))

@@ -83,6 +83,23 @@ def test_tracking(tmp_path, ranks):
     assert Path(best[0]).exists() and best[1] == "best"
 
 
+def test_notebook(monkeypatch):
+    """All cells of the notebook run in sequence; its run becomes better, and its pictures are drawn."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    notebook = json.loads((Path(__file__).parents[1] / "examples/first_steps.ipynb").read_text(encoding="utf-8"))
+    shown, space = [], {}
+    monkeypatch.setattr(plt, "show", lambda: (shown.append(len(plt.gcf().axes)), plt.close("all")))
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), space)
+    assert shown == [1, 2] and space["run"].history["loss"][-1] < space["run"].history["loss"][0]
+    assert space["found"].shape == (64, 64) and 0 <= space["found"].min() <= space["found"].max() <= 1
+
+
 def test_configuration_is_valid():
     config = load_config(Path(__file__).parent.parent / "examples" / "mesh.toml")
     network = build(config.model.name, **config.model.options)

@@ -22,6 +22,7 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of, write_file
 # Tests that run the Python of a page, and their ranks.
 RUN_BY = {
     "README.md": "tests/test_docs.py",
+    "index.md": "tests/test_docs.py",
     "custom_layers.md": "tests/test_docs.py",
     "networks.md": "tests/test_docs.py",
     "torch.md": "tests/test_docs.py",
