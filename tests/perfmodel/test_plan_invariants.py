@@ -18,9 +18,16 @@ from tests.perfmodel.problems import FAMILIES, random_problem
 SLOW = Machine.load("lassen").emulated(1e-4, 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(len(FAMILIES)), ids=FAMILIES)
-def test_promises_are_kept(seed):
-    assert not violations(random_problem(seed))
+#: One problem of each family on which a dozen plans take seconds: with equal links and others, with limits of memory
+#: that are kept and that are refused.
+SEEDS = dict(zip(FAMILIES, (0, 25, 10, 11, 12, 5, 6, 7)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_promises_are_kept(family):
+    problem = random_problem(SEEDS[family])
+    assert problem.family == family
+    assert not violations(problem)
 
 
 def strip(*extents: int) -> Network:
