@@ -7,8 +7,8 @@ There is no communication.
 
 ::
 
-    output index  ->  smooth map?  ->  mirrored?  ->  which axis of the file (quarter turns)  ->  + window
-                  ->  + shift, modulo extent
+    output index  ->  smooth map?  ->  mirrored?  ->  which axis of the sample (quarter turns)
+                  ->  window (:mod:`halograd.data.windows`)
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -32,14 +31,14 @@ from halograd.schema import Below1, NotNegative, Positive, Table, Text
 from ..dtensor.box import Box
 from .disk import DataError
 from .sampler import Batch
-from .source import Dataset
+from .source import sample_shape
 from .structure import Field
 from .targets import TargetRange
 from .warp import Border, Displacement, GridMap, Interpolation, SmoothMap, linear_map, sample_block
+from .windows import AXES, SampleWindows
 
 __all__ = [
     "AUGMENTATIONS",
-    "AXES",
     "Augmentation",
     "AugmentationSettings",
     "Elastic",
@@ -48,10 +47,8 @@ __all__ = [
     "StandardAugmentation",
 ]
 
-AXES = ("depth", "height", "width")
-"""Spatial axes; a sample has the last ones of them."""
-# Separate the random streams from each other and from those of the sampler.
-_PLACE, _ALTER, _NOISE, _OWN, _SMOOTH = 3, 4, 5, 6, 7
+# Separate the random streams from each other and from others of a run.
+_ALTER, _NOISE, _OWN, _SMOOTH = 4, 5, 6, 7
 #: Changes with a random stream each, so that one more change does not change the others.
 _CHANGES = ("rotate", "scale", "stretch", "shear", "elastic", "gamma", "blur")
 _FOLDS = 0.4  # share of the spacing of control points from which on an elastic deformation may fold
@@ -70,25 +67,23 @@ class AugmentationSettings(Table):
 class Augmentation(ABC):
     """Random changes of samples in training. Local; all ranks draw the same changes.
 
-    Changes may depend on the seed, the epoch and the number of the sample only, never on the rank or its box: draw them
-    from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change values of inputs after
-    normalization, or :meth:`read`, to read other elements of the file. To move elements, override
+    Changes may depend on the seed, the epoch and the numbers of the sample and its patch only, never on the rank or its
+    box: draw them from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change values of inputs
+    after normalization, or :meth:`read`, to read other elements of the file. To move elements, override
     :meth:`StandardAugmentation.map`.
 
     Parameters
     ----------
     settings
         Settings, of the class `Settings`.
-    fields
-        Fields of the data set.
-    wanted : mapping of shapes
-        Shapes of the inputs of the network, by name.
+    windows : SampleWindows
+        Reader of the samples.
     seed : int
 
     Attributes
     ----------
     fields : dict of Field
-        Fields of the samples that are read: those of the data set, unless samples are cropped.
+        Fields of the samples that are read: those of the data set, or windows of them.
     """
 
     #: Name in the configuration, for registered classes.
@@ -96,22 +91,13 @@ class Augmentation(ABC):
     #: Class of the settings.
     Settings: ClassVar[type[AugmentationSettings]] = AugmentationSettings
 
-    def __init__(
-        self, settings: Any, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
-    ) -> None:
-        self.settings, self.seed, self.fields = settings, seed, dict(fields)
+    def __init__(self, settings: Any, windows: SampleWindows, seed: int) -> None:
+        self.settings, self.windows, self.seed, self.fields = settings, windows, seed, windows.fields
 
     @classmethod
     def crops(cls, settings: Any) -> bool:
         """Return whether samples may be larger than the inputs of the network."""
         return False
-
-    @property
-    def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Extents of the window that is read of every sample, and of the samples of the file; equal if there is no
-        window.
-        """
-        return (), ()
 
     def inside(self, name: str, batch: Batch, box: Box) -> Box:
         """Return the part of a box that lies within the samples of a batch."""
@@ -133,11 +119,11 @@ class Augmentation(ABC):
 
     def random(self, name: str, batch: Batch, k: int) -> np.random.Generator:
         """Return the random generator of a field of sample `k` of a batch: the same on all ranks, under every cut."""
-        return np.random.default_rng([self.seed, _OWN, batch.epoch, batch.indices[k], *name.encode()])
+        return np.random.default_rng([self.seed, _OWN, *batch.key(k), *name.encode()])
 
-    def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read the box of a batch as :meth:`Dataset.read`, with its samples changed if ``batch.augmented``."""
-        return dataset.read(name, batch.indices, box, out)
+    def read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box as :meth:`SampleWindows.read_batch`, with the samples changed if ``batch.augmented``."""
+        return self.windows.read_batch(name, batch, box, out)
 
     @abstractmethod
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
@@ -262,39 +248,18 @@ class Rules(AugmentationSettings):
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """Map from elements of a sample to elements of the file, per axis of the sample.
+    """Map from elements of a sample to elements of its window, per axis of the sample.
 
     Attributes
     ----------
     axes
-        The axis of the file.
+        The axis of the window.
     mirrored
         Whether the axis is reversed.
-    starts
-        Start of the window, per axis of the file and in units of `units`; the window wraps around at the end.
     """
 
     axes: tuple[int, ...]
     mirrored: tuple[bool, ...]
-    starts: tuple[int, ...]
-
-    def pieces(self, axis: int, low: int, high: int, extent: int, whole: int, start: int) -> Iterator[_Piece]:
-        """Yield the contiguous parts in the file of an interval of the sample along an axis.
-
-        `extent` and `whole` are the lengths of the axis in the sample and in the file; `start` is the window's start in
-        the file.
-        """
-        if self.mirrored[axis]:
-            low, high = extent - high, extent - low
-        while low < high:
-            first = (low + start) % whole
-            count = min(high - low, whole - first)
-            begin = extent - low - count if self.mirrored[axis] else low
-            yield (first, first + count), (begin, begin + count)
-            low += count
-
-
-_Piece = tuple[tuple[int, int], tuple[int, int]]
 
 
 @AUGMENTATIONS.register
@@ -305,23 +270,16 @@ class StandardAugmentation(Augmentation):
     ----------
     settings
         Changes that are drawn.
-    fields
-        Fields of the data set. Fields with spatial axes get the same turns and shifts, each on its own grid; vectors
-        per sample do not.
-    wanted : mapping of shapes
-        Shapes of the network's inputs, by name: the size of the window if `crop` is set.
+    windows : SampleWindows
+        Reader of the samples. Fields with spatial axes get the same turns and shifts, each on its own grid; vectors per
+        sample do not.
     seed : int
-
-    Attributes
-    ----------
-    fields : dict of Field
-        Fields after cropping.
 
     Raises
     ------
     DataError
-        Axes that samples lack; turns of samples that are not square; grids that do not fit windows or shifts; unknown
-        names of channels.
+        Axes that samples lack; turns of samples that are not square; grids that do not fit shifts; unknown names of
+        channels.
     """
 
     name: ClassVar[str] = "standard"
@@ -332,55 +290,30 @@ class StandardAugmentation(Augmentation):
         """Return whether windows are cut out of the samples."""
         return settings.crop
 
-    def __init__(
-        self, settings: Rules, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
-    ) -> None:
-        super().__init__(settings, fields, wanted, seed)
-        self._files = dict(fields)
-        self._moved = [name for name, field in fields.items() if len(field.shape) > 1]
+    def __init__(self, settings: Rules, windows: SampleWindows, seed: int) -> None:
+        super().__init__(settings, windows, seed)
+        self._moved = windows.moved
         if not self._moved:
             raise DataError("data.augment: expected samples with spatial axes, got numbers per sample only; remove it")
-        shapes = {name: fields[name].shape[:-1] for name in self._moved}
+        shapes = {name: self.fields[name].shape[:-1] for name in self._moved}
         self._rank = len(shapes[self._moved[0]])
         uneven = [name for name, shape in shapes.items() if len(shape) != self._rank]
         if uneven:
             raise DataError(f"data.augment: expected samples of {self._rank} spatial axes, got {uneven[0]!r} of others")
         self._names = AXES[len(AXES) - self._rank :]
-        # Common divisor of all grids: windows and shifts start at boundaries that all grids have. An axis of extent 1
-        # (of weights) does not count.
-        self._units = tuple(reduce(math.gcd, [n for n in e if n > 1] or [1]) for e in zip(*shapes.values()))
-        first = self._moved[0]
-        self._window = wanted[first][:-1] if settings.crop else shapes[first]
-        self.fields = {name: self._cropped(name, field) for name, field in fields.items()}
+        self._window = shapes[self._moved[0]]
         self._own = type(self).map is not StandardAugmentation.map
         self._warps = bool(settings.smooth) or self._own
         self._check()
         self._borders = self._choose_borders()
-        self._vectors = {name: self._components(field) for name, field in fields.items()}
+        windows.shift(settings.shifts, [2] * sum(name in settings.flips for name in self._names) + [4] * settings.turns)
+        self._vectors = {name: self._components(field) for name, field in self.fields.items()}
         self._ways: dict[str, tuple[Interpolation, float | None]] = {
-            name: ("nearest", None) if field.is_target else ("linear", math.nan) for name, field in fields.items()
+            name: ("nearest", None) if field.is_target else ("linear", math.nan) for name, field in self.fields.items()
         }
-        self._drawn: tuple[tuple[int, ...], SmoothMap | None] | None = None
+        self._drawn: tuple[tuple[Any, ...], SmoothMap | None] | None = None
 
     # -- checks --------------------------------------------------------------------------------------
-
-    def _cropped(self, name: str, field: Field) -> Field:
-        """Return the field with the extents of the window."""
-        if not self.settings.crop or name not in self._moved:
-            return field
-        first = self._files[self._moved[0]].shape
-        spatial = []
-        for n, base, window, unit in zip(field.shape, first, self._window, self._units):
-            if n == 1:
-                spatial.append(n)
-                continue
-            if window > base or (n * window) % base or (unit * window) % base:
-                raise DataError(
-                    f"data.augment.crop: expected a window {self._window} of whole parts of every grid, got {name!r} "
-                    f"of {field.shape[:-1]} with {first[:-1]}; choose another resolution of the network"
-                )
-            spatial.append(n * window // base)
-        return replace(field, shape=(*spatial, field.shape[-1]))
 
     def _check(self) -> None:
         for key in ("flips", "shifts"):
@@ -392,7 +325,7 @@ class StandardAugmentation(Augmentation):
             if self._rank < 2 or shape[-3] != shape[-2]:
                 raise DataError(f"data.augment.turns: expected as many rows as columns, got {name!r} of {shape[:-1]}")
         for vector in self.settings.vectors:
-            several = [self._files[name].channel_names for name in self._moved]
+            several = [self.fields[name].channel_names for name in self._moved]
             if len(vector) != self._rank or not any(set(vector) <= set(names) for names in several):
                 raise DataError(
                     f"data.augment.vectors: expected {self._rank} channels of one dataset each, out of "
@@ -419,7 +352,7 @@ class StandardAugmentation(Augmentation):
                 f"{', '.join(rules.vectors[0])}; remove one of them"
             )
         for name in self._moved:
-            shape, whole = self._files[name].shape[:-1], self._files[self._moved[0]].shape[:-1]
+            shape, whole = (self.windows.dataset.fields[one].shape[:-1] for one in (name, self._moved[0]))
             if max(shape) > 1 and any(n == 1 < m for n, m in zip(shape, whole)):
                 raise DataError(
                     f"data.augment: expected {name!r} on the whole grid, to be moved by "
@@ -467,31 +400,18 @@ class StandardAugmentation(Augmentation):
                 found |= {k: (axis, channels) for axis, k in enumerate(channels)}
         return found
 
-    @property
-    def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Extents of the window that is read of every sample, and extents of the samples in the file."""
-        return tuple(self._window), tuple(self._files[self._moved[0]].shape[:-1])
-
     # -- random placement ----------------------------------------------------------------------------
 
-    def placement(self, batch: Batch, index: int) -> SamplePlacement:
-        """Return the placement of a sample of a batch in the file."""
-        axes, free = tuple(range(self._rank)), self._free()
+    def placement(self, batch: Batch, k: int) -> SamplePlacement:
+        """Return the placement of sample `k` of a batch in its window."""
+        axes = tuple(range(self._rank))
         if not batch.augmented:
-            return SamplePlacement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
-        draw = np.random.default_rng([self.seed, _PLACE, batch.epoch, index])
+            return SamplePlacement(axes, (False,) * self._rank)
+        draw = self.windows.random(batch, k)
         mirrored = [name in self.settings.flips and bool(draw.integers(2)) for name in self._names]
         if self.settings.turns:
             axes, mirrored = _turned(axes, mirrored, int(draw.integers(4)))
-        starts = [int(draw.integers(n + 1)) for n in free]
-        for axis, (name, unit) in enumerate(zip(self._names, self._units)):
-            starts[axis] += int(draw.integers(unit)) if name in self.settings.shifts else 0
-        return SamplePlacement(axes, tuple(mirrored), tuple(starts))
-
-    def _free(self) -> list[int]:
-        """Return, per axis of the file, the range of window positions, in multiples of the units of all grids."""
-        whole = self._files[self._moved[0]].shape
-        return [unit - unit * window // n for unit, window, n in zip(self._units, self._window, whole)]
+        return SamplePlacement(axes, tuple(mirrored))
 
     # -- smooth maps ---------------------------------------------------------------------------------
 
@@ -515,7 +435,7 @@ class StandardAugmentation(Augmentation):
         probability = self.settings.probability_of(change)
         if not probability or not batch.augmented:
             return None
-        key = [self.seed, _SMOOTH, batch.epoch, batch.indices[k], _CHANGES.index(change)]
+        key = [self.seed, _SMOOTH, *batch.key(k), _CHANGES.index(change)]
         if np.random.default_rng(key).random() >= probability:
             return None
         return np.random.default_rng([*key, 1, *name.encode()])
@@ -524,7 +444,7 @@ class StandardAugmentation(Augmentation):
         """Return the smooth map of a sample; None if it moves nothing."""
         if not self._warps or not batch.augmented:
             return None
-        key = (batch.epoch, batch.position, k, batch.indices[k])
+        key = tuple(batch.key(k))
         if self._drawn is None or self._drawn[0] != key:
             drawn = self._draw(batch, k)
             self._drawn = key, None if drawn.is_identity else drawn
@@ -550,22 +470,19 @@ class StandardAugmentation(Augmentation):
             displacement = Displacement.draw(draw, self._window, rules.elastic.magnitude, rules.elastic.spacing)
         matrix = linear_map(angles, factors.tolist(), shears.tolist())
         own = (lambda positions: self.map(batch, k, positions)) if self._own else None
-        return SmoothMap(tuple(self._window), matrix, displacement, own)
+        return SmoothMap(self._window, matrix, displacement, own)
 
     def leaves_gaps(self, name: str) -> bool:
         """Return whether elements outside of the samples become NaN: those of inputs, with the border ``"zero"``."""
-        return self._warps and "zero" in self._borders and name in self._moved and not self._files[name].is_target
+        return self._warps and "zero" in self._borders and name in self._moved and not self.fields[name].is_target
 
     def _read_warped(
-        self,
-        dataset: Dataset,
-        name: str,
-        index: int,
-        grid: GridMap,
-        box: Sequence[tuple[int, int]],
-        out: NDArray[Any],
+        self, name: str, batch: Batch, k: int, smooth: SmoothMap, box: Sequence[tuple[int, int]], out: NDArray[Any]
     ) -> None:
         """Read a box ``(*spatial, channels)`` of a sample that is moved by a smooth map."""
+        dataset, index, placement = self.windows.dataset, batch.indices[k], self.placement(batch, k)
+        starts, window = self.windows.starts(name, batch, k), self.fields[name].shape[:-1]
+        grid = GridMap(smooth, placement.axes, placement.mirrored, starts, window)
 
         def read(ranges: Sequence[tuple[int, int]], channels: tuple[int, int], part: NDArray[Any]) -> None:
             dataset.read(name, [index], Box.of_ranges([(0, 1), *ranges, channels]), part[None])
@@ -573,95 +490,77 @@ class StandardAugmentation(Augmentation):
         interpolation, outside = self._ways[name]
         sample_block(
             read, grid, box, out,
-            extents=self._files[name].shape[:-1], borders=self._borders, interpolation=interpolation, outside=outside,
-            vectors=self._vectors[name],
+            extents=sample_shape(dataset, name, index)[:-1], borders=self._borders, interpolation=interpolation,
+            outside=outside, vectors=self._vectors[name],
         )  # fmt: skip
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box as :meth:`Dataset.read` does, with the samples of the batch augmented."""
-        if name not in self._moved or not (batch.augmented or self.settings.crop):
-            return dataset.read(name, batch.indices, box, out)
+    def read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box as :meth:`SampleWindows.read_batch` does, with the samples of the batch augmented."""
+        if name not in self._moved or not batch.augmented:
+            return self.windows.read_batch(name, batch, box, out)
         part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
         filled = part.slices(origin=box.start)
         if part.size == 0:
             return tuple(slice(0, 0) for _ in filled)
         for k in range(*part.ranges[0]):
-            index = batch.indices[k]
-            placement = self.placement(batch, index)
             at: Any = (k - box.start[0], *filled[1:])
             smooth = self._smooth(batch, k) if max(self.fields[name].shape[:-1]) > 1 else None
             if smooth is None:
-                self._read_sample(dataset, name, index, placement, part.ranges[1:], out[at])
-                continue
-            extents = self.fields[name].shape[:-1]
-            grid = GridMap(smooth, placement.axes, placement.mirrored, self._starts(name, placement), extents)
-            self._read_warped(dataset, name, index, grid, part.ranges[1:], out[at])
+                self._read_sample(name, batch, k, part.ranges[1:], out[at])
+            else:
+                self._read_warped(name, batch, k, smooth, part.ranges[1:], out[at])
         return filled
 
-    def _starts(self, name: str, placement: SamplePlacement) -> tuple[int, ...]:
-        """Return the start of the window in the file, per axis of the file, in elements of a field."""
-        whole = self._files[name].shape
-        return tuple(start * (n // unit) for start, n, unit in zip(placement.starts, whole, self._units))
-
     def _read_sample(
-        self,
-        dataset: Dataset,
-        name: str,
-        index: int,
-        placement: SamplePlacement,
-        ranges: Sequence[tuple[int, int]],
-        out: NDArray[Any],
+        self, name: str, batch: Batch, k: int, ranges: Sequence[tuple[int, int]], out: NDArray[Any]
     ) -> None:
+        placement = self.placement(batch, k)
         first, last = ranges[-1]
-        self._copy(dataset, name, index, placement, (ranges[:-1], (first, last)), out)
+        self._copy(name, batch, k, placement, ranges, out)
         for channel, (axis, channels) in self._vectors[name].items():
             if not first <= channel < last:
                 continue
             own, source = out[..., channel - first : channel - first + 1], channels[placement.axes[axis]]
             if source != channel:
-                self._copy(dataset, name, index, placement, (ranges[:-1], (source, source + 1)), own)
+                self._copy(name, batch, k, placement, [*ranges[:-1], (source, source + 1)], own)
             if placement.mirrored[axis]:
                 np.negative(own, out=own)
 
     def _copy(
         self,
-        dataset: Dataset,
         name: str,
-        index: int,
+        batch: Batch,
+        k: int,
         placement: SamplePlacement,
-        where: tuple[Sequence[tuple[int, int]], tuple[int, int]],
+        ranges: Sequence[tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
-        """Copy a box of a sample and of channels of the file to `out`, which has its shape."""
-        ranges, channels = where
-        whole, extents, starts = self._files[name].shape, self.fields[name].shape, self._starts(name, placement)
-        pieces = []
-        for axis, (low, high) in enumerate(ranges):
-            source = placement.axes[axis]
-            pieces.append(list(placement.pieces(axis, low, high, extents[axis], whole[source], starts[source])))
+        """Copy a box ``(*spatial, channels)`` of a sample to `out`, which has its shape."""
+        extents = self.fields[name].shape
+        own = [
+            (extents[axis] - high, extents[axis] - low) if back else (low, high)
+            for axis, ((low, high), back) in enumerate(zip(ranges, placement.mirrored))
+        ]
         order = np.argsort(placement.axes)
-        for chosen in itertools.product(*pieces):
-            box = Box.of_ranges([(0, 1), *(chosen[axis][0] for axis in order), channels])
-            slices = [slice(a - low, b - low) for (_, (a, b)), (low, _) in zip(chosen, ranges)]
-            view = out[tuple(slices)]
-            view = view[tuple(slice(None, None, -1 if back else 1) for back in placement.mirrored)]
-            dataset.read(name, [index], box, view.transpose(*order, len(order))[None])
+        box = Box.of_ranges([*(own[axis] for axis in order), ranges[-1]])
+        view = out[tuple(slice(None, None, -1 if back else 1) for back in placement.mirrored)]
+        self.windows.read(name, batch, k, box, view.transpose(*order, len(order)))
 
     # -- numbers -------------------------------------------------------------------------------------
 
     def margin(self, name: str) -> int:
         """Return the radius of the widest filter of an input."""
         bounds = self.settings.blur if self.settings.probability_of("blur") and name in self._moved else None
-        return 0 if bounds is None or self._files[name].is_target else _radius(bounds[1])
+        return 0 if bounds is None or self.fields[name].is_target else _radius(bounds[1])
 
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
         """Apply blur, gamma, contrast, brightness and noise to an input, in place; `part` lies within the samples.
         Local.
         """
         rules = self.settings
-        if not batch.augmented or self._files[name].is_target:
+        if not batch.augmented or self.fields[name].is_target:
             return
         shape, inside = self.fields[name].shape, self.inside(name, batch, box)
         for sample, k in zip(part, range(*inside.ranges[0])):
@@ -675,7 +574,7 @@ class StandardAugmentation(Augmentation):
         if not (rules.noise or rules.brightness or rules.contrast):
             return
         for sample, k in zip(part, range(*inside.ranges[0])):
-            key = [self.seed, _ALTER, batch.epoch, batch.indices[k], *name.encode()]
+            key = [self.seed, _ALTER, *batch.key(k), *name.encode()]
             factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
             channels = slice(*inside.ranges[-1])
             sample *= 1 + rules.contrast * factors[channels]

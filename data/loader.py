@@ -21,6 +21,7 @@ from .normalize import ChannelStatistics, mark_absent
 from .sampler import Batch
 from .source import Dataset
 from .targets import TargetReduction
+from .windows import SampleWindows
 
 __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
@@ -80,8 +81,10 @@ class Loader:
         Reductions of targets from cells to patches, by name.
     dtype : float32 or float64
         Dtype of the buffers.
+    windows : optional
+        Windows of the samples; by default those of `augmentation`, else samples are read whole.
     augmentation : optional
-        Random changes of samples.
+        Random changes of samples, with the same windows.
     depth : int
         Sets of buffers: one is in use, the others are being filled.
     recorder : optional
@@ -96,8 +99,9 @@ class Loader:
     seconds_waited : float
         Time that the consumer has waited for data so far [s].
     absent : int
-        Count of NaN and infinite values so far, where the dataset permits them, and of values that the augmentation
-        leaves out. They are replaced by the mean of their channel, or by 0 without normalization.
+        Count of NaN and infinite values so far, where the dataset permits them, of values that the augmentation leaves
+        out, and of inputs outside of their samples. They are replaced by the mean of their channel, or by 0 without
+        normalization.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Loader:
         *,
         statistics: Mapping[str, ChannelStatistics] | None = None,
         reductions: Mapping[str, TargetReduction] | None = None,
+        windows: SampleWindows | None = None,
         augmentation: Augmentation | None = None,
         dtype: DTypeLike = np.float32,
         depth: int = 2,
@@ -116,9 +121,10 @@ class Loader:
     ) -> None:
         if depth < 2:
             raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
-        reductions, fields = reductions or {}, dataset.fields if augmentation is None else augmentation.fields
+        own = SampleWindows(dataset) if augmentation is None else augmentation.windows
+        self._windows, reductions = windows or own, reductions or {}
         for name, reduction in reductions.items():
-            reduction.coarse_shape(fields[name].shape)
+            reduction.coarse_shape(self._windows.fields[name].shape)
         self._dataset, self._statistics, self._augmentation = dataset, statistics or {}, augmentation
         self._reductions, self._recorder, self._ahead = reductions, recorder, ahead
         self._boxes = dict(boxes)
@@ -205,7 +211,8 @@ class Loader:
     def _fill_box(self, name: str, batch: Batch, box: Box, array: NDArray[Any]) -> None:
         """Read, normalize and augment a box of a field that is not reduced."""
         part = array[self._read(name, batch, box, array)]
-        gaps = self._augmentation is not None and batch.augmented and self._augmentation.leaves_gaps(name)
+        gaps = self._windows.pads(name) and not self._dataset.fields[name].is_target
+        gaps |= self._augmentation is not None and batch.augmented and self._augmentation.leaves_gaps(name)
         absent = mark_absent(part) if gaps or name in self._dataset.lenient else None
         if name in self._statistics:
             self._statistics[name].apply(part, max(0, box.start[-1]))
@@ -220,13 +227,12 @@ class Loader:
         weights = getattr(self._dataset, "weighted", {}).get(name)
         if not weights or not box.size:
             return None
-        fields = self._dataset.fields if self._augmentation is None else self._augmentation.fields
+        fields = self._windows.fields
         return has_no_weight(lambda other, part, out: self._read(other, batch, part, out), fields, name, weights, box)
 
     def _read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        if self._augmentation is None:
-            return self._dataset.read(name, batch.indices, box, out)
-        return self._augmentation.read(self._dataset, name, batch, box, out)
+        reader = self._windows.read_batch if self._augmentation is None else self._augmentation.read
+        return reader(name, batch, box, out)
 
 
 class _Worker:

@@ -37,6 +37,8 @@ class Batch:
         Whether its samples are augmented, if the data set has rules for it.
     only : collection of str or None
         Names of the inputs to read; None: all of them.
+    patches : tuple of int
+        Number of the patch of each sample in its epoch; empty: all are 0.
     """
 
     indices: tuple[int, ...]
@@ -45,13 +47,19 @@ class Batch:
     position: int
     augmented: bool = False
     only: frozenset[str] | None = None
+    patches: tuple[int, ...] = ()
+
+    def key(self, k: int) -> list[int]:
+        """Return the numbers from which random changes of sample `k` are drawn: its epoch, index and patch."""
+        patch = self.patches[k] if self.patches else 0
+        return [self.epoch, self.indices[k], *([patch] if patch else [])]
 
     def parts(self, count: int) -> Iterator[Batch]:
         """Yield `count` equal parts of the batch, in order. Local."""
         size = len(self.indices) // count
         for first in range(0, size * count, size):
             some, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
-            yield replace(self, indices=some, valid=valid)
+            yield replace(self, indices=some, valid=valid, patches=self.patches[first : first + size])
 
 
 def split(

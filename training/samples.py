@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -39,6 +38,7 @@ from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
+from ..data.windows import SampleWindows
 from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own
@@ -70,6 +70,8 @@ class Samples:
     invalid
         Samples with NaN, infinity or targets out of range, each with its first fault, if the configuration searches
         for them.
+    windows
+        Reader of windows of the network's size, or of whole samples.
     augmentation
         Random changes of samples in training; None without them or without targets.
     class_counts
@@ -84,6 +86,7 @@ class Samples:
     statistics: dict[str, ChannelStatistics]
     reductions: dict[str, TargetReduction]
     invalid: dict[int, str]
+    windows: SampleWindows
     augmentation: Augmentation | None = None
     target_scale: float = 0.0
     class_counts: dict[str, list[int]] = attribute(default_factory=dict)
@@ -117,13 +120,13 @@ class Samples:
                         f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
                     )
                 dataset.labels = label_maps(data, network)
+            windows = _windows(config, dataset, network, labelled)
             augmentation = None
             if labelled and data.augment is not None:
-                shapes = {name: network.inputs[name].shape for name in dataset.fields}
-                make = AUGMENTATIONS[data.augment.kind]
-                augmentation = make(data.augment, dataset.fields, shapes, config.training.seed)
-            fields = dataset.fields if augmentation is None else augmentation.fields
-            reductions = _fit_together(data, fields, network)
+                augmentation = AUGMENTATIONS[data.augment.kind](data.augment, windows, config.training.seed)
+                check_methods(augmentation)
+            reductions = _fit_together(data, windows.fields, network)
+            _leave_out_padding(windows, network, reductions)
             if labelled and hasattr(dataset, "weighted"):
                 skipped = {name for name, reduction in reductions.items() if not reduction.skips}
                 weighted = weighted_targets(network)
@@ -159,7 +162,7 @@ class Samples:
             looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
             scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, progress.class_counts, comm)
-        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
+        return cls(dataset, training, validation, statistics, reductions, invalid, windows, augmentation, scale, counts)
 
     @property
     def everything(self) -> np.ndarray:
@@ -179,15 +182,15 @@ class Samples:
     @property
     def evaluated_part(self) -> str:
         """Text on the evaluated part of a sample; empty if it is the whole sample. Local."""
-        window, whole = ((), ()) if self.augmentation is None else self.augmentation.window
-        if window == whole:
+        windows = self.windows
+        if windows.share == 1:
             return ""
-        share = math.prod(window) / math.prod(whole)
-        sizes = " of ".join("x".join(map(str, extents)) for extents in (window, whole))
-        return (
-            f"only the middle window of every sample is evaluated, {sizes} ({100 * share:.3g} %), because of "
-            "data.augment.crop; `halograd evaluate --set data.augment.crop=false` evaluates whole samples"
-        )
+        smallest, largest = ("x".join(map(str, extents)) for extents in windows.sizes)
+        text = f"{windows.size} of {smallest}" + (f" to {largest}" if smallest != largest else "")
+        text = f"only the middle window of every sample is evaluated, {text} ({100 * windows.share:.3g} %), because of "
+        if smallest != largest:
+            return f"{text}{windows.key}"
+        return f"{text}{windows.key}; `halograd evaluate --set {windows.key}=false` evaluates whole samples"
 
     @cached_property
     def drawn(self) -> str:
@@ -284,6 +287,42 @@ def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], le
         )
 
 
+def _cuts_windows(data: DataConfig, labelled: bool) -> bool:
+    """Return whether windows of the network's size are cut out of the samples."""
+    return labelled and data.augment is not None and AUGMENTATIONS[data.augment.kind].crops(data.augment)
+
+
+def _windows(config: Config, dataset: Dataset, network: Network, labelled: bool) -> SampleWindows:
+    """Return the reader of windows, or of whole samples. Local."""
+    wanted = {name: network.inputs[name].shape for name in dataset.fields}
+    shapes = wanted if _cuts_windows(config.data, labelled) else None
+    return SampleWindows(dataset, shapes, config.training.seed, "data.augment.crop")
+
+
+def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Mapping[str, TargetReduction]) -> None:
+    """Set the values of targets outside of samples that are smaller than their window: those that the loss ignores.
+
+    Raises
+    ------
+    UserError
+        The loss has neither weights there nor a class that it ignores.
+    """
+    ranges, weights, weighted = _ranges(network), weights_of(network), weighted_targets(network)
+    for name, field in windows.fields.items():
+        if not (field.is_target and windows.pads(name)) or name in weights:
+            continue
+        ignored = ranges[name].ignored if name in ranges and name not in reductions else None
+        if ignored is not None:
+            windows.outside[name] = ignored
+        elif not weighted.get(name) or not all(windows.pads(one) for one in weighted[name]):
+            index, extents = windows.smallest
+            raise UserError(
+                f"{windows.key}: expected samples of at least {windows.size} elements, the network's window, got "
+                f"{extents} in {windows.dataset.place(index)}, beyond which the target {name!r} has no value; give its "
+                "loss weights on its grid, loss(prediction, target, weights), or an ignore_index, or pad the sample"
+            )
+
+
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
     """Open the data set. One rank examines each file; other ranks open it at their first read. Collective."""
     if data.file is not None:
@@ -309,7 +348,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             raise
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for some in found for number, structure in some.items()}
-    check_alike(paths, [structures[number] for number in range(len(paths))])
+    check_alike(paths, [structures[number] for number in range(len(paths))], _cuts_windows(data, labelled))
     parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 

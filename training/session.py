@@ -139,6 +139,7 @@ class Session:
                         {name: made.box for name, made in inputs.items()},
                         statistics=samples.statistics,
                         reductions=samples.reductions,
+                        windows=samples.windows,
                         augmentation=samples.augmentation,
                         # Normalized before the copy to a device, whose inputs may have 16 bits.
                         dtype=executor.store.dtype,
@@ -158,7 +159,8 @@ class Session:
         """Return the sampler of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         batch, seed = self.config.training.batch, self.config.training.seed
-        return Sampler(self.samples.training, batch, seed, shuffle, augmented=self.samples.augmentation is not None)
+        augmented = self.samples.augmentation is not None or self.samples.windows.cut
+        return Sampler(self.samples.training, batch, seed, shuffle, augmented=augmented)
 
     @cached_property
     def source(self) -> str | None:

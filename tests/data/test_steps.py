@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from halograd.data import ArrayDataset, DataError, StandardAugmentation, open_dataset
 from halograd.data.augment import Rules
 from halograd.data.steps import TimeSteps, simulations
+from halograd.data.windows import SampleWindows
 from halograd.dtensor import Box
 
 GRID, C = (3, 4), 2
@@ -119,5 +120,5 @@ def test_other_coordinates_are_no_times(tmp_path):
 def test_vectors_of_all_steps_are_mirrored():
     dataset = ArrayDataset(arrays_of(6), ["t", "n"], channel_names={"x": ["v", "u"]})
     steps = TimeSteps(dataset, 1, history=2)
-    augmentation = StandardAugmentation(Rules(vectors=[["v", "u"]]), steps.fields, {}, 0)
+    augmentation = StandardAugmentation(Rules(vectors=[["v", "u"]]), SampleWindows(steps), 0)
     assert augmentation._vectors["x"] == {0: (0, (0, 1)), 1: (1, (0, 1)), 2: (0, (2, 3)), 3: (1, (2, 3))}

@@ -12,6 +12,7 @@ from halograd.data import Batch, ChannelStatistics, DataError, Loader, Rules, St
 from halograd.data.source import ArrayDataset
 from halograd.data.targets import TargetRange
 from halograd.data.warp import Displacement, GridMap, SmoothMap, linear_map, sample_block
+from halograd.data.windows import SampleWindows
 from halograd.dtensor import Box
 from halograd.errors import UserError
 from halograd.schema import build
@@ -57,7 +58,8 @@ def dataset_of(rank, edge=12, ratio=2):
 def made(dataset, rules, kind=StandardAugmentation):
     first = dataset.fields["x"].shape
     window = (*(n // 2 if rules.get("crop") else n for n in first[:-1]), first[-1])
-    augmentation = kind(build(Rules, rules), dataset.fields, {"x": window}, 3)
+    wanted = {"x": window} if rules.get("crop") else None
+    augmentation = kind(build(Rules, rules), SampleWindows(dataset, wanted, 3), 3)
     ranges = {"classes": TargetRange(0, 3, whole=True, ignored=9)}
     augmentation.prepare(ranges, {"classes": ["w"], "y": ["w"]})
     return augmentation
@@ -65,7 +67,7 @@ def made(dataset, rules, kind=StandardAugmentation):
 
 def read(augmentation, dataset, name, box, epoch=4):
     out = np.full(box.shape, 7.0)
-    augmentation.read(dataset, name, Batch((2, 0), 2, epoch, 0, True), box, out)
+    augmentation.read(name, Batch((2, 0), 2, epoch, 0, True), box, out)
     return out
 
 
@@ -173,13 +175,13 @@ def test_grids_and_periodic_axes_stay_together():
     fine = np.stack(np.meshgrid(points, points, indexing="ij"), -1)
     dataset = ArrayDataset({"x": coarse[None], "y": fine[None]}, targets=("y",))
     augmentation = StandardAugmentation(
-        Rules(rotate=25.0, scale=(1.2, 1.5), border="nearest"), dataset.fields, {"x": coarse.shape}, 0
+        Rules(rotate=25.0, scale=(1.2, 1.5), border="nearest"), SampleWindows(dataset), 0
     )
     augmentation.prepare({}, {})
     for epoch in range(3):
         batch, x, y = Batch((0,), 1, epoch, 0, True), np.empty((1, *coarse.shape)), np.empty((1, *fine.shape))
-        augmentation.read(dataset, "x", batch, Box.of_shape(x.shape), x)
-        augmentation.read(dataset, "y", batch, Box.of_shape(y.shape), y)
+        augmentation.read("x", batch, Box.of_shape(x.shape), x)
+        augmentation.read("y", batch, Box.of_shape(y.shape), y)
         middle = y[0].reshape(edge, 2, edge, 2, 2).mean((1, 3))  # linear functions of the position
         inner = slice(8, 16)
         np.testing.assert_allclose(middle[inner, inner], x[0, inner, inner], atol=1e-9)
@@ -196,12 +198,12 @@ def test_vectors_rotate_with_the_map(angles):
     rules = Rules(
         rotate=angles, scale=(0.9, 1.2), shear=0.1, flips=["width"], turns=True, border="nearest", vectors=[["v", "u"]]
     )
-    augmentation = StandardAugmentation(rules, dataset.fields, {"x": field.shape}, 1)
+    augmentation = StandardAugmentation(rules, SampleWindows(dataset, seed=1), 1)
     for epoch in range(4):
         batch, out = Batch((0,), 1, epoch, 0, True), np.empty((1, *field.shape))
-        augmentation.read(dataset, "x", batch, Box.of_shape(out.shape), out)
+        augmentation.read("x", batch, Box.of_shape(out.shape), out)
         one = np.empty((1, *field.shape[:-1], 1))
-        augmentation.read(dataset, "x", batch, Box((0, 0, 0, 1), (1, edge, edge, 2)), one)
+        augmentation.read("x", batch, Box((0, 0, 0, 1), (1, edge, edge, 2)), one)
         assert one[..., 0].tobytes() == np.ascontiguousarray(out[..., 1]).tobytes()
         points = out[0, 6:10, 6:10] + np.stack(np.meshgrid(ramp[6:10], ramp[6:10], indexing="ij"), -1)
         np.testing.assert_allclose(points, np.broadcast_to(points[0, 0], points.shape), atol=1e-9)
@@ -242,7 +244,7 @@ def test_filters_are_those_of_their_formulas():
     dataset = ArrayDataset({"x": x}, ())
     box, batch = Box.of_shape(x.shape), Batch((0,), 1, 0, 0, True)
     found = x.copy()
-    StandardAugmentation(Rules(blur=(0.8, 0.8)), dataset.fields, {}, 0).alter("x", batch, box, found)
+    StandardAugmentation(Rules(blur=(0.8, 0.8)), SampleWindows(dataset), 0).alter("x", batch, box, found)
     weights = np.exp(-0.5 * (np.arange(-3, 4) / 0.8) ** 2)
     weights /= weights.sum()
     padded = np.pad(x[0], [(3, 3), (3, 3), (0, 0)], "edge")
@@ -250,7 +252,7 @@ def test_filters_are_those_of_their_formulas():
     np.testing.assert_allclose(found[0], want, atol=1e-12)
     found = x.copy()
     rules = Rules(gamma=(2.0, 2.0), gamma_range=(0.0, 1.0))
-    StandardAugmentation(rules, dataset.fields, {}, 0).alter("x", batch, box, found)
+    StandardAugmentation(rules, SampleWindows(dataset), 0).alter("x", batch, box, found)
     np.testing.assert_allclose(found, np.sign(x) * x**2, atol=1e-12)
 
 
@@ -261,12 +263,12 @@ def test_missing_and_outside_values_do_not_spread():
     y[0, 4:7, 5:9], w[0, 4:7, 5:9] = np.nan, 0
     dataset = ArrayDataset({"x": y * 0 + 1, "y": y, "w": w}, targets=("y", "w"))
     dataset.lenient = frozenset(["x", "y"])
-    augmentation = StandardAugmentation(Rules(rotate=180.0, border="zero"), dataset.fields, {"x": y.shape[1:]}, 0)
+    augmentation = StandardAugmentation(Rules(rotate=180.0, border="zero"), SampleWindows(dataset), 0)
     augmentation.prepare({}, {"y": ["w"]})
     for epoch in range(3):
         batch, found = Batch((0,), 1, epoch, 0, True), {name: np.empty(y.shape) for name in "yw"}
         for name, out in found.items():
-            augmentation.read(dataset, name, batch, Box.of_shape(out.shape), out)
+            augmentation.read(name, batch, Box.of_shape(out.shape), out)
         assert (found["y"][found["w"] > 0] == 1).all() and 0 < (found["w"] == 0).sum() < edge * edge
 
 

@@ -1,0 +1,297 @@
+"""Windows of the network's size in samples of any size, drawn by seed, epoch, sample and patch.
+
+A window is the same under every decomposition. A rank reads the part of the file that its box of the window covers.
+
+::
+
+    index in the window  ->  + start  ->  index in the sample  ->  (+ shift, modulo its extent)  ->  index in the file
+
+Where a sample ends within its window, inputs have no value: they become 0 after normalization.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from .disk import DataError
+from .sampler import Batch
+from .source import Dataset, sample_shape
+
+__all__ = ["AXES", "SampleWindows"]
+
+AXES = ("depth", "height", "width")
+"""Spatial axes; a sample has the last ones of them."""
+_PLACE = 3  # separates the random stream from others of a run
+
+Range = tuple[int, int]
+
+
+class SampleWindows:
+    """Reader of windows of the samples of a data set. Local; every rank draws the same.
+
+    Parameters
+    ----------
+    dataset : Dataset
+    wanted : mapping of shapes, optional
+        Shapes ``(*spatial, C)`` of the network's inputs, by name: the first one with spatial axes gives the window. By
+        default, samples are read whole.
+    seed : int
+    key : str
+        Key of the configuration, for messages.
+
+    Attributes
+    ----------
+    fields : dict of Field
+        Fields of the data set with the extents of the window.
+    moved : list of str
+        Names of the fields with spatial axes. A window has the same place in all of them, each on its own grid.
+    outside : dict of float
+        Values outside of the samples, by the name of the field; NaN marks inputs without a value.
+
+    Raises
+    ------
+    DataError
+        Samples without spatial axes, or with several numbers of them; grids that have no common parts.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        wanted: Mapping[str, tuple[int, ...]] | None = None,
+        seed: int = 0,
+        key: str = "data.patches",
+    ) -> None:
+        self.dataset, self.seed, self.key = dataset, seed, key
+        self.moved = [name for name, field in dataset.fields.items() if len(field.shape) > 1]
+        self.outside = {name: 0.0 if field.is_target else math.nan for name, field in dataset.fields.items()}
+        self.fields = dict(dataset.fields)
+        self.cut = wanted is not None
+        self._shifted: frozenset[int] = frozenset()
+        self._before: tuple[int, ...] = ()
+        self._last: tuple[Any, tuple[int, ...]] = None, ()
+        self._steps: dict[str, tuple[int, ...]] = {}
+        if wanted is not None:
+            self._find_grids(key)
+            self._window = self._units_of_window(wanted[self.moved[0]][:-1])
+            self.fields |= {name: replace(self.fields[name], shape=self._cut_shape(name)) for name in self.moved}
+
+    # -- grids -----------------------------------------------------------------------------------------
+
+    def _find_grids(self, key: str) -> None:
+        """Find the units of all grids: windows and shifts start at boundaries that all grids have."""
+        fields = self.dataset.fields
+        if not self.moved:
+            raise DataError(f"{key}: expected samples with spatial axes, got numbers per sample only; remove it")
+        shapes = {name: fields[name].shape[:-1] for name in self.moved}
+        first = shapes[self.moved[0]]
+        uneven = [name for name, shape in shapes.items() if len(shape) != len(first)]
+        if uneven:
+            raise DataError(f"{key}: expected samples of {len(first)} spatial axes, got {uneven[0]!r} of others")
+        # An axis of extent 1 (of weights) does not count.
+        divisors = [reduce(math.gcd, [n for n in axis if n > 1] or [1]) for axis in zip(*shapes.values())]
+        self._steps = {
+            name: tuple(n // unit if n > 1 else 0 for n, unit in zip(shape, divisors)) for name, shape in shapes.items()
+        }
+        per_sample = getattr(self.dataset, "extents", None)
+        extents = per_sample or {name: np.array([shape], np.int64) for name, shape in shapes.items()}
+        #: Extents in units, per sample (or of one for all) and axis.
+        self._units = np.ones((len(extents[self.moved[0]]), len(first)), np.int64)
+        for name in reversed(self.moved):
+            steps = np.array(self._steps[name])
+            self._units = np.where(steps, extents[name] // np.maximum(steps, 1), self._units)
+        for name in self.moved:
+            steps = np.array(self._steps[name])
+            wrong = np.flatnonzero((np.where(steps, steps * self._units, extents[name]) != extents[name]).any(axis=1))
+            if len(wrong):
+                index, have = int(wrong[0]), extents[name][wrong[0]].tolist()
+                raise DataError(
+                    f"{self.dataset.place(index)}: expected extents of {name!r} that are multiples of "
+                    f"{[max(1, n) for n in self._steps[name]]}, the same ones in all fields, got {have}; pad them"
+                )
+
+    def _units_of_window(self, window: Sequence[int]) -> tuple[int, ...]:
+        first, *others = self.moved
+        steps, fields = self._steps[first], self.dataset.fields
+        # An axis along which the first field has one value is not cut.
+        uncut = (self._units == self._units[0]).all(axis=0)
+        if any(n % step if step else n != 1 or not one for n, step, one in zip(window, steps, uncut)):
+            with_others = ", ".join(f"{name!r} of {fields[name].shape[:-1]}" for name in others) or "that"
+            raise DataError(
+                f"{self.key}: expected a window {tuple(window)} of whole parts of every grid, got {first!r} of "
+                f"{fields[first].shape[:-1]} with {with_others}; choose another resolution of the network"
+            )
+        return tuple(n // step if step else whole for n, step, whole in zip(window, steps, self._units_of(0)))
+
+    def _cut_shape(self, name: str) -> tuple[int, ...]:
+        shape = self.dataset.fields[name].shape
+        return (*(n * step if step else 1 for n, step in zip(self._window, self._steps[name])), shape[-1])
+
+    def shift(self, axes: Collection[str], before: Sequence[int] = ()) -> None:
+        """Shift samples circularly along these axes, by a random distance each. Local; for an augmentation.
+
+        Parameters
+        ----------
+        axes
+            Names of axes, as in :data:`AXES`.
+        before
+            Bounds of the whole numbers that the augmentation itself draws first from :meth:`random`.
+
+        Raises
+        ------
+        DataError
+            Grids as for windows; a sample is smaller than its window along one of the axes.
+        """
+        if not self._steps and axes:
+            self._find_grids("data.augment")
+            self._window = tuple(self._units[0].tolist())
+        rank = len(self.dataset.fields[self.moved[0]].shape) - 1
+        names = AXES[len(AXES) - rank :]
+        self._shifted, self._before = frozenset(names.index(axis) for axis in axes), tuple(before)
+        for axis in self._shifted:
+            if (self._units[:, axis] < self._window[axis]).any():
+                raise DataError(
+                    f"data.augment.shifts: expected samples of at least the window's extent along {names[axis]}, got "
+                    f"{self.dataset.place(int(self._units[:, axis].argmin()))} with fewer elements; remove that axis"
+                )
+
+    def pads(self, name: str) -> bool:
+        """Return whether a sample may end within its window, so that elements of this field there have no value.
+
+        A field with an extent of 1 on the axis where samples end has one value for all elements of that axis.
+        """
+        if not self.cut or name not in self.moved:
+            return False
+        ends = (self._units < self._window).any(axis=0)
+        return bool(ends.any() and np.array(self._steps[name])[ends].all())
+
+    @property
+    def size(self) -> str:
+        """Extents of the window in the first field, as a text: ``"64x64"``."""
+        return "x".join(map(str, self.fields[self.moved[0]].shape[:-1]))
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Extents of the smallest and the largest sample, in the first field."""
+        counts = self._units.prod(axis=1)
+        return self._extents(int(counts.argmin())), self._extents(int(counts.argmax()))
+
+    @property
+    def smallest(self) -> tuple[int, str]:
+        """The sample that has the smallest part of its window on an axis, and its extents in the first field."""
+        index = int((self._units / np.array(self._window)).min(axis=1).argmin())
+        return index, "x".join(map(str, self._extents(index)))
+
+    @property
+    def share(self) -> float:
+        """Share of all elements that lie in a window of each sample."""
+        if not self.cut:
+            return 1.0
+        inside = np.minimum(self._units, self._window).prod(axis=1, dtype=np.float64)
+        return float(inside.sum() / self._units.prod(axis=1, dtype=np.float64).sum())
+
+    def _extents(self, index: int) -> list[int]:
+        return [n * max(1, step) for n, step in zip(self._units_of(index), self._steps[self.moved[0]])]
+
+    # -- places ----------------------------------------------------------------------------------------
+
+    def random(self, batch: Batch, k: int) -> np.random.Generator:
+        """Return the random generator of the place of sample `k` of a batch."""
+        return np.random.default_rng([self.seed, _PLACE, *batch.key(k)])
+
+    def start(self, batch: Batch, k: int) -> tuple[int, ...]:
+        """Return the start of the window in sample `k` of a batch, per axis in units of all grids.
+
+        Samples of a batch that is not augmented have the middle window. A smaller sample is in the middle of its
+        window, whose start is negative then.
+        """
+        asked = (batch.augmented, *batch.key(k))
+        if self._last[0] != asked:
+            self._last = asked, self._draw(batch, k)
+        return self._last[1]
+
+    def _draw(self, batch: Batch, k: int) -> tuple[int, ...]:
+        units = self._units_of(batch.indices[k])
+        free = [n - window for n, window in zip(units, self._window)]
+        if not batch.augmented:
+            return tuple(n // 2 for n in free)
+        draw = self.random(batch, k)
+        for bound in self._before:
+            draw.integers(bound)
+        starts = [int(draw.integers(n + 1)) if n >= 0 else n // 2 for n in free]
+        return tuple(
+            start + (int(draw.integers(n)) if axis in self._shifted else 0)
+            for axis, (start, n) in enumerate(zip(starts, units))
+        )
+
+    def _units_of(self, index: int) -> list[int]:
+        found: list[int] = self._units[index if len(self._units) > 1 else 0].tolist()
+        return found
+
+    def starts(self, name: str, batch: Batch, k: int) -> tuple[int, ...]:
+        """Return the start of the window in sample `k` of a batch, per axis in elements of a field."""
+        if not self._steps:
+            return (0,) * (len(self.fields[name].shape) - 1)
+        return tuple(start * step for start, step in zip(self.start(batch, k), self._steps[name]))
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def read_batch(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box of the windows of a batch, in the way of :meth:`Dataset.read`. Local."""
+        if name not in self.moved or not (self.cut or (self._shifted and batch.augmented)):
+            return self.dataset.read(name, batch.indices, box, out)
+        part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        for k in range(*part.ranges[0]):
+            at: Any = (k - box.start[0], *filled[1:])
+            self.read(name, batch, k, Box.of_ranges(part.ranges[1:]), out[at])
+        return filled
+
+    def read(self, name: str, batch: Batch, k: int, box: Box, out: NDArray[Any]) -> None:
+        """Read a box of sample `k` of a batch. Local.
+
+        Parameters
+        ----------
+        box
+            Box ``(*spatial, channels)`` in the window's coordinates. It may reach outside of the window, where the
+            sample may go on; outside of the sample, `out` gets the value of :attr:`outside`.
+        out : array of shape ``box.shape``
+            Any strides.
+        """
+        index = batch.indices[k]
+        shape = sample_shape(self.dataset, name, index)
+        starts = self.starts(name, batch, k)
+        pieces = [
+            list(_pieces(low + start, high + start, n, axis in self._shifted and n > 1))
+            for axis, ((low, high), start, n) in enumerate(zip(box.ranges, starts, shape[:-1]))
+        ]
+        if any(sum(high - low for (low, high), _ in some) < n for some, n in zip(pieces, box.shape)):
+            out[...] = self.outside[name]
+        for chosen in itertools.product(*pieces):
+            part = Box.of_ranges([(0, 1), *(source for source, _ in chosen), box.ranges[-1]])
+            self.dataset.read(name, [index], part, out[tuple(slice(*target) for _, target in chosen)][None])
+
+
+def _pieces(low: int, high: int, extent: int, periodic: bool) -> Iterator[tuple[Range, Range]]:
+    """Yield the contiguous parts within a sample of an interval along an axis, each with its place in the interval."""
+    if not periodic:
+        first, last = max(low, 0), min(high, extent)
+        if first < last:
+            yield (first, last), (first - low, last - low)
+        return
+    at = low
+    while at < high:
+        first = at % extent
+        count = min(high - at, extent - first)
+        yield (first, first + count), (at - low, at - low + count)
+        at += count
