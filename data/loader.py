@@ -196,6 +196,8 @@ class Loader:
             cells = reduction.fine_box(box)
             self._read(name, batch, cells, self._cells[name])
             reduction.apply(self._cells[name], array, self._absent(name, batch, cells))
+            if name in self._statistics:
+                self._statistics[name].apply(array, max(0, box.start[-1]))
             return
         margin = self._augmentation.margin(name) if self._augmentation is not None and batch.augmented else 0
         if not margin:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .absent import has_no_weight
 from .disk import DataError
 from .source import Dataset, sample_shape
 
@@ -133,6 +134,15 @@ class ChannelStatistics:
                     if rule == "clip":
                         np.clip(rows[..., k], -CLIP, CLIP, out=rows[..., k])
 
+    def restored(self, x: NDArray[Any], first_channel: int = 0) -> NDArray[Any]:
+        """Return normalized values ``(N, *spatial, C')`` in the units of the data: the inverse of :meth:`apply` for
+        channels without a transform. Local.
+
+        Channels begin at global `first_channel`. If there are more than the `C` of the statistics, those repeat.
+        """
+        channels = np.arange(first_channel, first_channel + x.shape[-1]) % len(self.mean)
+        return x * self.std[channels].astype(x.dtype) + self.mean[channels].astype(x.dtype)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data, for a checkpoint."""
         return {
@@ -199,17 +209,18 @@ def channel_statistics(
     agree: Callable[[Exception | None], None] = _raise,
     transforms: Mapping[str, str] | None = None,
 ) -> ChannelStatistics:
-    """Compute mean and standard deviation per channel of one input over these samples.
+    """Compute mean and standard deviation per channel of one input or target over these samples.
 
     Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C numbers
     is summed. The result depends on the number of ranks by rounding only (1e-12): the float64 sums are over values
-    shifted by an estimate of the mean, the same on all ranks, so that nothing cancels.
+    shifted by an estimate of the mean, the same on all ranks, so that nothing cancels. Elements of a target that have
+    the weight 0 are left out.
 
     Parameters
     ----------
     dataset : Dataset
     name : str
-        Name of the input.
+        Name of the input, or of the target, whose channels are not transformed.
     indices : sequence of int
         The training samples; the same on every rank.
     rank, size : int
@@ -230,7 +241,9 @@ def channel_statistics(
     if len(indices) == 0:
         raise DataError(f"{dataset.path}: expected samples to compute the normalization from, got none")
     field = dataset.fields[name]
-    rules = tuple(_rule(transforms or {}, name, channel) for channel in field.channel_names)
+    rules = ("none",) * field.shape[-1]
+    if not field.is_target:
+        rules = tuple(_rule(transforms or {}, name, channel) for channel in field.channel_names)
     if rank == 0:
         _announce(dataset, name, len(indices), size)
     shift, total, fault = np.zeros(len(rules)), np.zeros((3, len(rules))), None
@@ -308,6 +321,13 @@ class SampleRows:
         box = Box.of_shape((1, *shape)).replace(1, first, min(first + self._buffer.shape[1], shape[0]))
         block = self._buffer[tuple(slice(n) for n in box.shape)]
         self._dataset.read(self._name, [index], box, block)
+        weights = getattr(self._dataset, "weighted", {}).get(self._name) if self._rules else None
+        if weights:
+
+            def read(other: str, part: Box, out: NDArray[Any]) -> object:
+                return self._dataset.read(other, [index], part, out)
+
+            block[has_no_weight(read, self._dataset.fields, self._name, weights, box)] = np.nan
         if self._rules and self._name in self._dataset.lenient:
             mark_absent(block)
         transform(block, self._rules)

@@ -143,7 +143,7 @@ def look_at_data(
     dataset : Dataset
         Dataset with targets.
     statistics : dict of ChannelStatistics, optional
-        Statistics of the training samples by input. They replace the reading of that input.
+        Statistics of the training samples by input, whose reading they replace, and by normalized target.
     sample : int
         One of the training samples.
     least : int
@@ -161,7 +161,8 @@ def look_at_data(
         if name in weights:
             _look_at_weights(dataset, name)
         elif field.is_target:
-            scale = max(scale, _look_at_target(dataset, name, least))
+            found, known = _look_at_target(dataset, name, least), name in (statistics or {})
+            scale = max(scale, 1.0 if known else found)  # normalized numbers are of order one
         else:
             _look_at_input(dataset, name, (statistics or {}).get(name), sample)
     return scale

@@ -40,7 +40,8 @@ def save(
     parameters
         Whole arrays of parameters and states, by ``layer/name``; None: the initial values of the network.
     normalization
-        Statistics of channels (`halograd.data.ChannelStatistics`) by input; the graph then includes the normalization.
+        Statistics of channels (`halograd.data.ChannelStatistics`) by input, and by normalized target; the graph then
+        includes the normalization, and its predictions are in the units of the targets.
     dtype
         Type of all arrays: ``"float32"``, or ``"float64"``, for which few programs have all operators.
 
@@ -61,6 +62,7 @@ def save(
             writer.values[node] = LAYERS[type(node.layer)](writer, node)
         else:
             raise writer.refused(node, "a layer of halograd with ONNX operators", "another one")
+    _restore(writer, network, normalization or {})
     size = sum(array.nbytes for array in writer.weights.values())
     if size > _MOST:
         raise UserError(
@@ -128,6 +130,21 @@ def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
     if "clip" in rules:
         value = _of_some(w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP)
     w.values[node] = value
+
+
+def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) -> None:
+    """Write nodes that convert the predictions of normalized targets to the units of the targets."""
+    loss = network.outputs.get("loss")
+    judgements = [] if loss is None else loss.layer.judgements(*(node.shape for node in loss.inputs))
+    for one in judgements:
+        assert loss is not None
+        node, statistics = loss.inputs[one.prediction], normalization.get(network.names[loss.inputs[one.target]])
+        title, shape = f"{w.name(node)}::restored", (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
+        if statistics is None or node not in network.outputs.values() or w.values[node] == title:
+            continue
+        std, mean = (np.resize(array, node.shape[-1]).reshape(shape) for array in (statistics.std, statistics.mean))
+        scaled = w.add("Mul", [w.values[node], w.numbers(f"{title} std", std)], f"{title} scaled")
+        w.values[node] = w.add("Add", [scaled, w.numbers(f"{title} mean", mean)], title)
 
 
 #: Operators of a rule; "log" is sign(x) log(1 + |x|).

@@ -137,6 +137,10 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         if judgement is not None:
             said = described.get(network.names[loss.inputs[judgement.target]], {})
             made = replace(made, attributes=_attributes(said, judgement, what, made.shape[-1]))
+            statistics = session.samples.statistics.get(network.names[loss.inputs[judgement.target]])
+            if statistics is not None:
+                first = made.boxes[session.comm.rank].start[-1]
+                made = replace(made, of_block=partial(statistics.restored, first_channel=first))
         found.append(made)
     return found
 

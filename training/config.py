@@ -110,7 +110,8 @@ class DataConfig(Table):
     """Dataset of the network's input; for several inputs, a table of datasets by the name of the input. They are
     normalized."""
     targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
-    """Datasets of the targets, in the same way: ``[data.targets]``, ``mask = "label"``. They are not normalized."""
+    """Datasets of the targets, in the same way: ``[data.targets]``, ``mask = "label"``. They are normalized by
+    `normalize_targets`."""
     layout: Literal["NHWC", "NCHW"] | None = None
     """Order of axes on the disk, if the file does not define it."""
     rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
@@ -122,6 +123,13 @@ class DataConfig(Table):
     normalize: bool | list[Text] = True
     """Whether to normalize inputs to mean 0 and standard deviation 1 per channel over the training samples; or the
     names of the inputs to normalize."""
+    normalize_targets: bool | list[Text] = False
+    """Whether to normalize targets that may be any number (regression) in the same way; or the names of the targets to
+    normalize. The loss is that of normalized numbers. Predictions that are written, and the errors of metrics, have the
+    units of the data."""
+    statistics: Count | None = None
+    """Number of training samples, drawn by the seed, from which means and standard deviations are computed; by default
+    all."""
     transforms: dict[str, str] = Field(default_factory=dict)
     """Rules by the name of a channel, or of an input for all its channels, instead of the default rules: ``"none"``,
     ``"log"`` (``sign(x) log(1 + |x|)``), ``"asinh"``, ``"metric"`` (as ``"log"``, of at most 1e6: quality metrics of

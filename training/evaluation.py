@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data import Batch
+from ..data import Batch, ChannelStatistics
 from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable, open_to_read
 from ..device import is_low
@@ -57,6 +57,8 @@ class Evaluation:
         Whether to count probabilities of classes too, which costs an exponential per class and position.
     metrics
         Metrics of the first prediction, by their names in :data:`METRICS`, in addition to those of the loss.
+    statistics
+        Statistics of normalized targets, by name: metrics compare in the units of the data.
 
     Raises
     ------
@@ -64,8 +66,14 @@ class Evaluation:
         If a metric is unknown or invalid, or has the same score as another one.
     """
 
-    def __init__(self, executor: Executor, calibrated: bool = False, metrics: Sequence[str] = ()) -> None:
-        self._executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        calibrated: bool = False,
+        metrics: Sequence[str] = (),
+        statistics: Mapping[str, ChannelStatistics] | None = None,
+    ) -> None:
+        self._executor, self._statistics = executor, statistics or {}
         self._judged = judged(executor)
         self._counted = list(self._judged)
         first, taken = self._judged[0], dict.fromkeys(self.names, "the loss")
@@ -136,6 +144,10 @@ class Evaluation:
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
                 arrays = (to_host(view(array)[:count]) for array in one.views)
                 prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
+                if one.nodes[1] in self._statistics:
+                    restored = self._statistics[one.nodes[1]].restored
+                    prediction = restored(prediction, box.start[-1])
+                    target = restored(target, one.target.box.start[-1])
                 one.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
@@ -329,14 +341,16 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
 
     ``sample`` is the index of a sample in the data set; ``source_file`` and ``source_sample`` are its file and its
     index in this file. The second and later predictions that the loss compares are ``NAME/prediction`` and
-    ``NAME/target``. Predictions are the inputs of the loss (logits). Rank 0 holds all of them at once, so this is for
-    images and small sets.
+    ``NAME/target``. Predictions are the inputs of the loss (logits); normalized targets and their predictions are
+    written in the units of the data. Rank 0 holds all of them at once, so this is for images and small sets.
     """
     executor, comm = session.executor, session.comm
-    names: dict[str, str] = {}
+    names, statistics = dict[str, str](), dict[str, ChannelStatistics | None]()
     for number, one in enumerate(judged(executor)):
         folder = f"{one.name}/" if number else ""
         names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
+        known = session.samples.statistics.get(one.nodes[1])
+        statistics |= {f"{folder}{kind}": known for kind in ("prediction", "target")}
     parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
     samples: list[int] = []
     with closing(Gather(executor, list(names.values()))) as way:
@@ -345,8 +359,9 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
             executor.loss_value()
             for key, whole in zip(names, way.run()):
                 if whole is not None:
-                    valid = whole[: batch.valid]
-                    parts[key].append(valid.astype(np.float32) if is_low(valid.dtype) else valid.copy())
+                    valid, known = whole[: batch.valid], statistics[key]
+                    valid = valid.astype(np.float32) if is_low(valid.dtype) else valid.copy()
+                    parts[key].append(valid if known is None else known.restored(valid))
             samples += batch.indices[: batch.valid]
     with comm.agreement():
         if comm.rank:

@@ -218,7 +218,8 @@ class TrainingRun:
         self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm, ranked, tuning)
         if self.trainer.auto is not None:
             self.trainer.auto.on_measured = self._log_scheme
-        self.evaluation = Evaluation(executor, metrics=config.output.metrics)
+        statistics = session.samples.statistics
+        self.evaluation = Evaluation(executor, metrics=config.output.metrics, statistics=statistics)
         self.watch = LossWatch(session.samples.target_scale if self.evaluation.of_numbers else 0.0)
         self._held_out: Sequence[Batch] = (
             session.in_order(session.samples.validation) if len(session.samples.validation) else []

@@ -51,6 +51,7 @@ __all__ = ["Samples"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # samples named in a message
+_STATISTICS = 36  # separates the draw of samples for statistics from others of the same seed
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Samples:
     training, validation
         Indices of the training samples and of the held-out samples.
     statistics
-        Statistics of normalized inputs, by name.
+        Statistics of normalized inputs and targets, by name.
     reductions
         Reductions of targets that are finer than the predictions of the network, by name.
     invalid
@@ -146,11 +147,19 @@ class Samples:
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
-        wanted, known = _normalized(data, dataset), progress.normalization or {}
+        wanted = [*_normalized(data, dataset), *_normalized_targets(data, network)]
+        known = progress.normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
         if comm.rank == 0:
-            _warn_of_stored(dataset, known, wanted)
-        computed = _statistics(data, dataset, [name for name in wanted if name not in known], training, comm)
+            _warn_of_stored(dataset, known, [name for name in wanted if name in dataset.fields])
+        lacking = [name for name in wanted if name not in known]
+        unread = [name for name in lacking if name not in dataset.fields]
+        if unread:
+            raise UserError(
+                f"data.normalize_targets: expected targets that the run has normalized, got {unread[0]!r}, which data "
+                "without targets lack; leave the key as in the run"
+            )
+        computed = _statistics(config, dataset, lacking, training, comm)
         statistics = {
             name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
             for name in wanted
@@ -159,8 +168,9 @@ class Samples:
         if labelled:
             names, ranges = [name for name, field in dataset.fields.items() if field.is_target], _ranges(network)
             bounded = all(name in ranges and ranges[name].bounded for name in names)
+            seen = computed | {name: statistics[name] for name in names if name in statistics}
             looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
-            scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
+            scale = on_root(comm.mpi, lambda: look_at_data(dataset, seen, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, progress.class_counts, comm)
         return cls(dataset, training, validation, statistics, reductions, invalid, windows, augmentation, scale, counts)
 
@@ -522,10 +532,29 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
     return data.normalize
 
 
+def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
+    """Return the names of the targets to normalize; raise UserError for a name that is no target of a regression."""
+    weights, ranges = weights_of(network), _ranges(network)
+    numbers = [name for name in network.targets if name not in weights and not ranges.get(name, TargetRange()).bounded]
+    if isinstance(data.normalize_targets, bool):
+        return numbers if data.normalize_targets else []
+    unknown = [name for name in data.normalize_targets if name not in numbers]
+    if unknown:
+        some = f"({', '.join(numbers)})" if numbers else "(there are none)"
+        raise UserError(
+            f"data.normalize_targets: expected names of targets that may be any number {some}, got {unknown[0]!r}"
+        )
+    return data.normalize_targets
+
+
 def _statistics(
-    data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
+    config: Config, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
 ) -> dict[str, ChannelStatistics]:
-    """Compute mean and scale of the channels of the inputs `names`. Collective."""
+    """Compute mean and scale of the channels of these inputs and targets. Collective."""
+    data, count = config.data, config.data.statistics
+    if count is not None and count < len(training):
+        drawn = np.random.default_rng([config.training.seed, _STATISTICS]).permutation(len(training))[:count]
+        training = training[np.sort(drawn)]
 
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()

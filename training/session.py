@@ -306,9 +306,12 @@ def data_lines(session: Session) -> list[str]:
 
 
 def _transforms(session: Session) -> Iterator[str]:
+    dataset = session.samples.dataset
     for name, statistics in session.samples.statistics.items():
+        if name not in dataset.fields:  # a target, in data without targets
+            continue
         by_rule: dict[str, list[str]] = {}
-        for channel, rule in zip(session.samples.dataset.fields[name].channel_names, statistics.transforms):
+        for channel, rule in zip(dataset.fields[name].channel_names, statistics.transforms):
             by_rule.setdefault(rule, []).append(channel)
         by_rule.pop("none", None)
         if by_rule:

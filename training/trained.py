@@ -91,7 +91,8 @@ def evaluate(
                 "data.validation: expected held-out samples, got 0; hold some out, or evaluate other samples"
             )
         batches = session.in_order(chosen)
-        evaluation = Evaluation(session.executor, details is not None, config.output.metrics)
+        metrics, statistics = config.output.metrics, session.samples.statistics
+        evaluation = Evaluation(session.executor, details is not None, metrics, statistics)
         result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "it is not interrupted"
         if evaluation.lacking_text:
