@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 OwnMap = Callable[[Sequence[Array]], Sequence[Array]]
 Range = tuple[int, int]
 
-_TILE = 1 << 13  # elements that are sampled together: their positions, indices and corners fit the cache
+_TILE = 1 << 15  # elements that are sampled together: their positions, indices and corners fit the cache
 _SLACK = 1e-6  # by which bounds of positions may differ from positions, relatively, because of rounding
 
 
@@ -63,13 +63,17 @@ class Displacement:
 
     def at(self, positions: Sequence[Array]) -> list[Array]:
         """Return the displacement along each axis on the grid of `positions`, a vector of them per axis."""
-        found: Array = self.points
-        for axis, u in enumerate(positions, 1):
-            knot, weights = self._taps(u)
+        taps = [self._taps(u) for u in positions]
+        found: Array = self.points[(slice(None), *(slice(int(k.min()), int(k.max()) + 4) for k, _ in taps))]
+        # From the last axis to the first, so that the largest arrays are gathered by whole rows.
+        for axis, (knot, weights) in reversed(list(enumerate(taps, 1))):
             shape = [-1 if k == axis else 1 for k in range(found.ndim)]
+            at = knot - knot.min()
             # The sum of four terms has one order, whatever the block.
-            first, *others = [np.take(found, knot + tap, axis) * w.reshape(shape) for tap, w in enumerate(weights)]
-            for term in others:
+            first, *others = [np.take(found, at + tap, axis) for tap in range(4)]
+            first *= weights[0].reshape(shape)
+            for term, weight in zip(others, weights[1:]):
+                term *= weight.reshape(shape)
                 first += term
             found = first
         return list(found)
