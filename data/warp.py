@@ -417,19 +417,25 @@ def _sampler(
 ) -> Callable[[int], NDArray[Any]]:
     """Return a function that samples a channel at the positions of a tile."""
     if interpolation == "nearest":
-        index = np.zeros(shape, np.intp)
+        index: Any = 0
         for x, axis, table in zip(positions, axes, tables):
-            index += table[np.floor(x + 0.5).astype(np.intp) - axis.first]
+            index = index + table.take(np.floor(x + 0.5).astype(np.intp) - axis.first)
+        index = np.broadcast_to(index, shape)
         return lambda channel: flat[channel:].take(index)
-    corners, fractions = [np.zeros(shape, np.intp)], []
+    corners: list[Any] = [0]
+    fractions = []
     for x, axis, table in zip(positions, axes, tables):
         low = np.floor(x)
         f = x - low
-        at = low.astype(np.intp) - axis.first
+        at = low.astype(np.intp)
+        at -= axis.first
+        lower = table.take(at)
         # Where a fraction is 0 the upper neighbor does not count, not even if it is NaN.
-        both = table[at], table[at + (f > 0)]
-        corners = [corner + one for corner in corners for one in both]
+        at += f > 0
+        upper = table.take(at)
+        corners = [corner + one for corner in corners for one in (lower, upper)]
         fractions.append(f.astype(flat.dtype))
+    corners = [np.broadcast_to(corner, shape) for corner in corners]
 
     def channel(number: int) -> NDArray[Any]:
         view = flat[number:]
