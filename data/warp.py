@@ -34,6 +34,7 @@ OwnMap = Callable[[Sequence[Array]], Sequence[Array]]
 Range = tuple[int, int]
 
 _TILE = 1 << 15  # elements that are sampled together: their positions, indices and corners fit the cache
+_SOURCE = 1 << 25  # bytes that are read at once for a part of a block; the box around a rotated block is larger than it
 _SLACK = 1e-6  # by which bounds of positions may differ from positions, relatively, because of rounding
 
 
@@ -340,7 +341,9 @@ def sample_block(
     outside: float | None = None,
     vectors: dict[int, tuple[int, tuple[int, ...]]] | None = None,
 ) -> None:
-    """Fill `out` with a box of a sample that is seen through a map. Local; one call of `read` per box.
+    """Fill `out` with a box of a sample that is seen through a map. Local.
+
+    Boxes of at most 32 MiB are read, for the whole box or its halves, quarters, ....
 
     Parameters
     ----------
@@ -368,32 +371,50 @@ def sample_block(
     vectors = {k: v for k, v in (vectors or {}).items() if first <= k < last}
     needed = [*range(first, last), *(k for _, channels in vectors.values() for k in channels)]
     lowest, highest = min(needed), max(needed) + 1
-    axes = [_AxisElements.of(*ends, n, border) for ends, n, border in zip(grid.limits(spatial), extents, borders)]
-    source = np.empty((*(axis.count for axis in axes), highest - lowest), out.dtype)
-    for pieces in itertools.product(*(axis.pieces for axis in axes)):
-        where = tuple(slice(at, at + high - low) for (low, high), at in pieces)
-        read([one for one, _ in pieces], (lowest, highest), source[where])
-    strides = [step // source.itemsize for step in source.strides]
-    tables = [axis.table * step for axis, step in zip(axes, strides)]
-    flat, matrix = source.reshape(-1), grid.vectors() if vectors else None
-    with np.errstate(invalid="ignore", over="ignore"):
-        for tile in tiles(spatial):
+    matrix = grid.vectors() if vectors else None
+
+    def channels_of(channel: Callable[[int], NDArray[Any]], part: NDArray[Any]) -> None:
+        values: dict[int, NDArray[Any]] = {}
+        for k in range(first, last):
+            if k not in vectors or matrix is None:
+                part[..., k - first] = channel(k - lowest)
+                continue
+            total: Any = 0
+            for factor, component in zip(matrix[vectors[k][0]], vectors[k][1]):
+                if component not in values:
+                    values[component] = channel(component - lowest)
+                total = total + out.dtype.type(factor) * values[component]
+            part[..., k - first] = total
+
+    for ranges, axes in _readable(grid, spatial, extents, borders, (highest - lowest) * out.itemsize):
+        source = np.empty((*(axis.count for axis in axes), highest - lowest), out.dtype)
+        for pieces in itertools.product(*(axis.pieces for axis in axes)):
+            where = tuple(slice(at, at + high - low) for (low, high), at in pieces)
+            read([one for one, _ in pieces], (lowest, highest), source[where])
+        tables = [axis.table * (step // source.itemsize) for axis, step in zip(axes, source.strides)]
+        flat = source.reshape(-1)
+        for tile in tiles(ranges):
             part = out[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(tile, spatial))]
             positions = grid.at(tile)
-            channel = _sampler(flat, axes, tables, positions, part.shape[:-1], interpolation)
-            values: dict[int, NDArray[Any]] = {}
-            for k in range(first, last):
-                if k not in vectors or matrix is None:
-                    part[..., k - first] = channel(k - lowest)
-                    continue
-                total: Any = 0
-                for factor, component in zip(matrix[vectors[k][0]], vectors[k][1]):
-                    if component not in values:
-                        values[component] = channel(component - lowest)
-                    total = total + out.dtype.type(factor) * values[component]
-                part[..., k - first] = total
+            with np.errstate(invalid="ignore", over="ignore"):
+                channels_of(_sampler(flat, axes, tables, positions, part.shape[:-1], interpolation), part)
             if outside is not None and "zero" in borders:
                 part[_outside(positions, extents, borders, part.shape[:-1])] = outside
+
+
+def _readable(
+    grid: GridMap, box: Sequence[Range], extents: Sequence[int], borders: Sequence[Border], nbytes: int
+) -> Iterator[tuple[Sequence[Range], list[_AxisElements]]]:
+    """Yield parts of a box, each with the elements that are read for it, of `nbytes` each."""
+    axes = [_AxisElements.of(*ends, n, border) for ends, n, border in zip(grid.limits(box), extents, borders)]
+    lengths = [high - low for low, high in box]
+    if math.prod(axis.count for axis in axes) * nbytes <= _SOURCE or math.prod(lengths) <= _TILE:
+        yield box, axes
+        return
+    longest = lengths.index(max(lengths))
+    low, high = box[longest]
+    for half in ((low, (low + high) // 2), ((low + high) // 2, high)):
+        yield from _readable(grid, [*box[:longest], half, *box[longest + 1 :]], extents, borders, nbytes)
 
 
 def _outside(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halograd.data import Batch, ChannelStatistics, DataError, Loader, Rules, StandardAugmentation
+from halograd.data import Batch, ChannelStatistics, DataError, Loader, Rules, StandardAugmentation, warp
 from halograd.data.source import ArrayDataset
 from halograd.data.targets import TargetRange
 from halograd.data.warp import Displacement, GridMap, SmoothMap, linear_map, sample_block
@@ -150,6 +150,20 @@ def spline(points, spacing, at):
                 2 / 3 - d * d + d**3 / 2 if d < 1 else (2 - d) ** 3 / 6 for d in distances
             )
     return total
+
+
+@pytest.mark.parametrize("rules", [SETTINGS[1], SETTINGS[3], {**SETTINGS[0], "vectors": [["channel 0", "channel 2"]]}])
+def test_blocks_that_are_read_in_parts_have_the_same_bits(monkeypatch, rules):
+    dataset = dataset_of(2, 30)
+    augmentation = made(dataset, rules)
+    box = Box.of_shape((2, *dataset.fields["x"].shape))
+    want, sizes = read(augmentation, dataset, "x", box), []
+    monkeypatch.setattr(warp, "_TILE", 50)
+    monkeypatch.setattr(warp, "_SOURCE", 4000)
+    plain = dataset.read
+    monkeypatch.setattr(dataset, "read", lambda *args: sizes.append(args[2].size) or plain(*args))
+    assert read(augmentation, dataset, "x", box).tobytes() == want.tobytes()
+    assert len(sizes) > 8 and max(sizes) * 8 <= 4000
 
 
 def test_a_map_that_moves_nothing_changes_no_bit():
