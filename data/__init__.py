@@ -4,6 +4,7 @@ from .augment import AUGMENTATIONS, Augmentation, AugmentationSettings, Elastic,
 from .dataset import Hdf5Dataset
 from .disk import DataError
 from .files import FileSet, find_files, open_dataset
+from .formats import FORMATS, Format, StoredArray, StoredFile
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
 from .normalize import ChannelStatistics, channel_statistics, check_transforms
@@ -15,6 +16,7 @@ from .writers import WRITERS, Predictions, Writer
 
 __all__ = [
     "AUGMENTATIONS",
+    "FORMATS",
     "WRITERS",
     "ArrayDataset",
     "Augmentation",
@@ -25,6 +27,7 @@ __all__ = [
     "Dataset",
     "Elastic",
     "FileSet",
+    "Format",
     "Hdf5Dataset",
     "LabelMap",
     "LoadedBatch",
@@ -33,6 +36,8 @@ __all__ = [
     "Rules",
     "Sampler",
     "StandardAugmentation",
+    "StoredArray",
+    "StoredFile",
     "TargetReduction",
     "Writer",
     "channel_statistics",

@@ -37,12 +37,15 @@ class Chunks:
         Axis along which a sample is read part by part: the first spatial axis.
     itemsize : int
         Size of an element [B].
+    remedy : str
+        What to do if reading is slow, with ``{dataset}``, ``{path}`` and ``{better}``, a better shape.
     """
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     rows: int
     itemsize: int
+    remedy: str = "write smaller chunks, `h5repack -l {dataset}:CHUNK={better} {path} NEW.h5`"
 
     def cache(self, share: int) -> int:
         """Return the memory for cached chunks [B].

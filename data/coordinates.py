@@ -27,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dataset import Hdf5Dataset
-from .disk import DataError, one_line, open_file
+from .disk import DataError, one_line
+from .formats import StoredFile
 from .source import Dataset
 from .structure import HDF5_FAULTS, Field
-from .variables import BOUNDS, NO_VARIABLE, SAMPLE, Axes, Surroundings, Variable, mappings_of, mark
+from .variables import BOUNDS, NO_VARIABLE, SAMPLE, Axes, Surroundings, Variable, mappings_of, mark, surroundings_of
 
 __all__ = ["SOURCES", "write_coordinates", "write_sources"]
 
@@ -135,8 +136,8 @@ class _JoinedVariables:
         self._paths = dict[str, list[str]]()
         self._pieces = dict[str, list[NDArray[Any]]]()  # values of samples, by file
         for part in parts:
-            with open_file(part.path) as file:
-                around = Surroundings(file, part, name, allow_external)
+            with part.open() as file:
+                around = surroundings_of(file, part.fields[name], allow_external)
                 if part is parts[0]:
                     self._begin(around, file)
                 else:
@@ -144,7 +145,7 @@ class _JoinedVariables:
         for name in self._pieces.keys() & self.values.keys():
             self.values[name] = np.concatenate(self._pieces[name])
 
-    def _begin(self, first: Surroundings, file: h5py.File) -> None:
+    def _begin(self, first: Surroundings, file: StoredFile) -> None:
         self.variables, self.faults, self.scales = first.variables, first.faults, first.scales
         self.dimensions, self.has_scales, self.mapping = first.dimensions, first.has_scales, first.mapping
         for name, variable in list(self.variables.items()):
@@ -154,7 +155,7 @@ class _JoinedVariables:
                 if value is not None:
                     self.values[name] = value
 
-    def _join(self, other: Surroundings, part: Hdf5Dataset, file: h5py.File) -> None:
+    def _join(self, other: Surroundings, part: Hdf5Dataset, file: StoredFile) -> None:
         for name in other.variables.keys() - self.variables.keys() - self.faults.keys():
             self.faults[name] = f"{self._parts[0].path} has none"
         self.dimensions = dict(self.dimensions.items() & other.dimensions.items())
@@ -174,7 +175,7 @@ class _JoinedVariables:
             if name in self.values:
                 self._compare(name, file)
 
-    def _compare(self, name: str, file: h5py.File) -> None:
+    def _compare(self, name: str, file: StoredFile) -> None:
         """Append the values of the next file for a variable along samples; compare the values of others."""
         value = self.read(name, len(self._paths[name]) - 1, file)
         if value is None:
@@ -184,12 +185,12 @@ class _JoinedVariables:
         elif not _equal(self.values[name], value):
             del self.values[name]  # it differs, so it is written per sample
 
-    def read(self, name: str, number: int, opened: h5py.File | None = None) -> NDArray[Any] | None:
+    def read(self, name: str, number: int, opened: StoredFile | None = None) -> NDArray[Any] | None:
         """Read a variable from the file of this number. If it cannot be read, leave it out and return None."""
         path = self._parts[number].path
         try:
-            with open_file(path) if opened is None else nullcontext(opened) as file:
-                value = np.asarray(file[self._input].file[self._paths[name][number]][()])
+            with self._parts[number].open() if opened is None else nullcontext(opened) as file:
+                value = file.variable(self._input, self._paths[name][number])
                 axes, rows = self.variables[name].axes, self._rows[number]
                 whole = SAMPLE not in axes or len(rows) == len(self._parts[number])
                 return value if whole else np.take(value, rows, axes.index(SAMPLE))

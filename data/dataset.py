@@ -1,4 +1,4 @@
-"""Samples of any HDF5 file with datasets for the inputs of a network. Each process reads only its own box.
+"""Samples of any file with datasets for the inputs of a network. Each process reads only its own box.
 
 Arrays of halograd are ``(N, *spatial, C)``. On disk a dataset has this order (``layout="NHWC"``) or ``(N, C,
 *spatial)`` (``"NCHW"``), with 1, 2 or 3 spatial axes. A target is one of
@@ -19,16 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .absent import check_read
-from .chunks import CACHE, SLOW, Chunks, open_cached
-from .disk import DataError, one_line, open_file
+from .chunks import CACHE, SLOW, Chunks
+from .disk import DataError, one_line
+from .formats import StoredArray, StoredFile, open_stored
 from .storage import check_files
-from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of, static_shape
+from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = ["Hdf5Dataset", "named"]
@@ -51,7 +51,7 @@ def named(given: Names, alone: str) -> dict[str, str]:
 
 
 class Hdf5Dataset:
-    """Inputs and targets of one HDF5 file, read by boxes. Local; every rank opens its own file object.
+    """Inputs and targets of one file, read by boxes. Local; every rank opens its own file object.
 
     Parameters
     ----------
@@ -72,6 +72,8 @@ class Hdf5Dataset:
     unpack : bool
         Whether attributes of packed data are applied (:class:`Packing`): ``scale_factor``, ``add_offset``,
         ``_FillValue``, ``missing_value``, ``valid_range``, ``valid_min``, ``valid_max``, ``_Unsigned``.
+    format : str, optional
+        Name of the :class:`Format` of the file; by default that of its suffix, HDF5 for unknown ones.
 
     Attributes
     ----------
@@ -112,8 +114,10 @@ class Hdf5Dataset:
         structure: Structure | None = None,
         allow_external: bool = False,
         unpack: bool = True,
+        format: str | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path, self._location = Path(path), path
+        self._format, self._allow_external = format, allow_external
         self.bytes_read = 0
         self.ranges = dict(ranges or {})
         self.lenient: frozenset[str] = frozenset()
@@ -121,15 +125,14 @@ class Hdf5Dataset:
         self.weighted: Mapping[str, Sequence[str]] = {}
         self.share = CACHE
         self._scratch = np.empty(0, np.uint8)
-        self._file: h5py.File | None = None
-        self._datasets: dict[str, h5py.Dataset] = {}
+        self._file: StoredFile | None = None
+        self._datasets: dict[str, StoredArray] = {}
         #: The last part that was read of every field that all samples share: box, and its values.
         self._shared: dict[str, tuple[Box, NDArray[Any]]] = {}
         if structure is None:
-            self._file = open_file(self.path)
+            self._file = self.open(checked=False)
             try:
-                names = named(inputs, "x"), named(targets, "target")
-                structure = examine(self._file, self.path, *names, layout, allow_external, unpack)
+                structure = examine(self._file, named(inputs, "x"), named(targets, "target"), layout, unpack)
             except BaseException:
                 self.close()
                 raise
@@ -152,6 +155,10 @@ class Hdf5Dataset:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def open(self, checked: bool = True) -> StoredFile:
+        """Return the file, opened once more. `checked`: the storage of its data needs no check."""
+        return open_stored(self._location, self._format, self._allow_external, checked)
 
     def close(self) -> None:
         """Close the file. `close` may be called twice; a later read opens it again."""
@@ -231,8 +238,8 @@ class Hdf5Dataset:
         better = "x".join(map(str, field.chunks.better(ranges)))
         return (
             f"{self.path}: {field.dataset!r} is stored in chunks {field.chunks.shape}; a run reads (and decompresses) "
-            f"{factor:.0f} x the numbers that it uses: write smaller chunks, "
-            f"`h5repack -l {field.dataset}:CHUNK={better} {self.path} NEW.h5`"
+            f"{factor:.0f} x the numbers that it uses: "
+            + field.chunks.remedy.format(dataset=field.dataset, path=self.path, better=better)
         )
 
     def place(self, index: int) -> str:
@@ -243,12 +250,12 @@ class Hdf5Dataset:
         """Return the path of a sample's file, and the sample's number in it."""
         return str(self.path), self._index(index)
 
-    def _dataset(self, name: str) -> h5py.Dataset:
+    def _dataset(self, name: str) -> StoredArray:
         """Return one of the datasets; open all of them at the first call."""
         if not self._datasets:
             try:
                 if self._file is None:
-                    self._file = open_file(self.path)
+                    self._file = self.open()
                     check_files(self.path, self.structure.files)
                 with looking_into(self.path):
                     self._datasets = {key: self._open(self._file, field) for key, field in self.fields.items()}
@@ -257,9 +264,9 @@ class Hdf5Dataset:
                 raise
         return self._datasets[name]
 
-    def _open(self, file: h5py.File, field: Field) -> h5py.Dataset:
+    def _open(self, file: StoredFile, field: Field) -> StoredArray:
         """Open a dataset without reading its attributes."""
-        found = find(file, self.path, field.dataset)
+        found = file.find(field.dataset)
         if field.static:
             same = found.ndim == len(field.static)
             shape = static_shape(found, field.static, len(field.shape) - 1) if same else tuple(found.shape)
@@ -274,8 +281,7 @@ class Hdf5Dataset:
             )
         if field.chunks is None:
             return found
-        found.id.close()  # a dataset that is already open would keep its old chunk cache
-        return open_cached(file, field.dataset, self._memory(field.chunks), field.chunks)
+        return found.cached(self._memory(field.chunks), field.chunks)
 
     def _read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         field = self.fields[name]
@@ -300,7 +306,7 @@ class Hdf5Dataset:
         return filled
 
     def _read_shared(
-        self, name: str, source: h5py.Dataset, box: Box, dtype: np.dtype[Any], kept: Sequence[float]
+        self, name: str, source: StoredArray, box: Box, dtype: np.dtype[Any], kept: Sequence[float]
     ) -> NDArray[Any]:
         """Return a box ``(*spatial, C)`` of a field that all samples share. It stays in memory for the next samples."""
         known = self._shared.get(name)
@@ -317,7 +323,7 @@ class Hdf5Dataset:
 
     def _read_sample(
         self,
-        source: h5py.Dataset,
+        source: StoredArray,
         field: Field,
         where: tuple[int | slice, ...],
         out: NDArray[Any],
@@ -333,11 +339,11 @@ class Hdf5Dataset:
         for part, target in _parts(stored, out, field.kind) if not direct else ():
             self._convert(field, part, target, kept)
 
-    def _read_stored(self, source: h5py.Dataset, where: tuple[int | slice, ...], stored: NDArray[Any]) -> None:
+    def _read_stored(self, source: StoredArray, where: tuple[int | slice, ...], stored: NDArray[Any]) -> None:
         """Read a part of a dataset in its own dtype."""
         self.bytes_read += stored.nbytes
         try:
-            source.read_direct(stored, where)
+            source.read(where, stored)
         except HDF5_FAULTS as error:
             sample = f"sample {where[0]} of " if isinstance(where[0], int) else ""
             raise DataError(

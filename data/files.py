@@ -20,22 +20,24 @@ from ..dtensor.box import Box
 from .chunks import CACHE
 from .dataset import Hdf5Dataset
 from .disk import DataError
+from .formats import FORMATS, format_of
 from .structure import Field, Structure
 from .targets import LabelMap
 
 __all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
 
-SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4")
-"""Endings of the names of HDF5 files, which those of netCDF-4 are, in a folder."""
 _WILD = "*?["
 _ONE_SIZE = "pad samples to one size, with weights of 0 there (docs/data.md, Samples of several sizes)"
 
 
-def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def find_files(
+    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], format: str | None = None
+) -> list[Path]:
     """Return the files of a path, a pattern, a folder, or a list of these, in order. Local.
 
     A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the :func:`natural` order of
-    their names; a list keeps its order.
+    their names; a list keeps its order. A folder gives its files of one format: of `format`, or of the first one of
+    :data:`FORMATS` that it has.
 
     Raises
     ------
@@ -43,7 +45,7 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
         A pattern or a folder matches no file, or a file occurs twice (also through a link).
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
-    found = [path for one in several for path in _expanded(os.fspath(one))]
+    found = [path for one in several for path in _expanded(os.fspath(one), format)]
     if not found:
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
     seen: dict[Path, Path] = {}
@@ -71,25 +73,44 @@ def _by_value(digits: str) -> str:
     return f"{len(digits):03}{digits}"
 
 
-def _expanded(text: str) -> list[Path]:
-    if os.path.exists(text) and not os.path.isdir(text):
+def _expanded(text: str, kind: str | None) -> list[Path]:
+    if os.path.exists(text) and not _is_plain_folder(text, kind):
         return [Path(text)]  # also a file with a star in its name
     if os.path.isdir(text):
-        found = [entry.path for entry in os.scandir(text) if entry.name.lower().endswith(SUFFIXES)]
-        kind = f"a folder with HDF5 files ({', '.join(SUFFIXES)})"
+        found, what = _in_folder(text, kind)
     elif any(sign in text for sign in _WILD):
-        found, kind = [path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)], "a pattern"
+        matches = glob.glob(text, recursive=True)
+        found, what = [path for path in matches if not _is_plain_folder(path, kind)], "a pattern"
     else:
         return [Path(text)]  # missing: opening it raises the error
     if not found:
-        raise DataError(f"data.path: expected files, got none by {text} ({kind})")
+        raise DataError(f"data.path: expected files, got none by {text} ({what})")
     return [Path(path) for path in sorted(found, key=natural)]
+
+
+def _is_plain_folder(path: str, kind: str | None) -> bool:
+    """Return whether a path is a folder that contains files, and not one that is a file of its format."""
+    name = kind or format_of(path, None)
+    return os.path.isdir(path) and (name is None or not FORMATS[name].folder)
+
+
+def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
+    """Return the files of a format in a folder, and a text on what was expected."""
+    paths = [entry.path for entry in os.scandir(folder)]
+    formats = [kind] if kind else list(FORMATS.names)
+    for name in formats:
+        found = [path for path in paths if path.lower().endswith(FORMATS[name].suffixes)]
+        if found:
+            return found, ""
+    endings = "; ".join(f"{name}: {', '.join(FORMATS[name].suffixes)}" for name in formats)
+    return [], f"a folder with files of {endings}"
 
 
 def open_dataset(
     given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *arguments: Any,
     several_sizes: bool = False,
+    format: str | None = None,
     **options: Any,
 ) -> Hdf5Dataset | FileSet:
     """Open the samples of all files of `given`, and check each file. Local.
@@ -102,7 +123,8 @@ def open_dataset(
     DataError
         As in :func:`find_files`, :class:`Hdf5Dataset` and :func:`check_alike`.
     """
-    paths = find_files(given)
+    paths = find_files(given, format)
+    options["format"] = format
     parts = [Hdf5Dataset(path, *arguments, **options) for path in paths]
     if len(parts) == 1:
         return parts[0]
@@ -157,7 +179,7 @@ def _same_factors(
 
 
 class FileSet:
-    """Samples of several HDF5 files, one file after the other; a :class:`Dataset`. Local.
+    """Samples of several files, one file after the other; a :class:`Dataset`. Local.
 
     Parameters
     ----------

@@ -1,5 +1,4 @@
-"""Structure of an HDF5 file: datasets, the meaning of their axes, and attributes. It is checked before data are read.
-"""
+"""Structure of a file: datasets, the meaning of their axes, and attributes. It is checked before data are read."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from dataclasses import field as attribute
 from pathlib import Path
 from typing import Any, Literal
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from halograd.documents import shown
 
-from .chunks import Chunks, chunks_of
+from .chunks import Chunks
 from .disk import DataError, one_line
+from .formats import StoredArray, StoredFile
 from .packing import Packing
-from .storage import Storage, check_files, dataset_of
+from .storage import check_files
 
 __all__ = [
     "HDF5_FAULTS",
@@ -30,18 +29,15 @@ __all__ = [
     "Kind",
     "Structure",
     "examine",
-    "find",
     "is_text",
     "looking_into",
     "plain_attributes",
-    "scales_of",
 ]
 
 _log = logging.getLogger(__name__)
 
 HDF5_FAULTS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError)
 """Errors of h5py for files that are damaged, or hold types that NumPy does not have."""
-_LISTED = 20  # number of datasets that a message lists if one is missing
 
 #: Attributes that describe the numbers of a dataset. Those of a target also hold for its prediction.
 OF_NUMBERS = (
@@ -130,12 +126,10 @@ class Structure:
 
 
 def examine(
-    file: h5py.File,
-    path: Path,
+    file: StoredFile,
     inputs: Mapping[str, str],
     targets: Mapping[str, str],
     layout: str | None,
-    allow_external: bool = False,
     unpack: bool = True,
 ) -> Structure:
     """Examine an open file: axes of its datasets, whether they fit each other, and where they are stored. Local.
@@ -148,9 +142,9 @@ def examine(
         A dataset is missing or has a wrong rank or type; inputs and targets do not fit each other; data are missing, or
         outside the folder of the file without permission (:class:`Storage`); the file is damaged.
     """
-    storage = Storage(path, allow_external)
+    path = file.path
     with looking_into(path):
-        found = {name: find(file, path, dataset, storage) for name, dataset in {**inputs, **targets}.items()}
+        found = {name: file.find(dataset) for name, dataset in {**inputs, **targets}.items()}
         first = found[next(iter(inputs))]
         kind = input_kind(first, path, layout)
         fields = {}
@@ -159,14 +153,14 @@ def examine(
             own = kind if dataset is first or static else field_kind(dataset, path, first, kind)
             shape = static_shape(dataset, static, len(first.shape) - 2) if static else shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
-            said = plain_attributes(dataset, OF_NUMBERS)
-            packing = storage.packing(dataset) if unpack else None
+            said = plain_attributes(dataset.attrs, OF_NUMBERS)
+            packing = dataset.packing(f"{path}: {dataset.name!r}") if unpack else None
             source, rows = {**inputs, **targets}[name], 2 if own == "channels first" else 1
-            chunks = None if static else chunks_of(dataset, rows)
+            chunks = None if static else dataset.chunks(rows)
             fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks, static)
-        together, times = groups(file, path, len(first), storage), _times_of(first, storage)
-        check_files(path, storage.files)
-    return Structure(fields, len(first), together, storage.files, plain_attributes(file), times)
+        together, times = groups(file, path, len(first)), _times_of(file, first)
+        check_files(path, file.files)
+    return Structure(fields, len(first), together, file.files, plain_attributes(file.attrs), times)
 
 
 @contextmanager
@@ -183,30 +177,7 @@ def looking_into(path: Path) -> Iterator[None]:
         ) from error
 
 
-def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None) -> h5py.Dataset:
-    """Return the dataset of this name; `storage` checks its type and the storage of its data."""
-    there = file.get(name) if storage is None else file[name] if storage.check(file, name) else None
-    if not isinstance(there, h5py.Dataset):
-        raise DataError(f"{path}: expected a dataset {name!r}, got {_listed(file)}; name one of these")
-    if there.shape is None:
-        raise DataError(f"{path}: dataset {name!r}: expected an array, got a null dataspace; write it again")
-    return there
-
-
-def _listed(file: h5py.File) -> str:
-    """List the datasets of a file."""
-    found: list[str] = []
-
-    def note(name: str, item: Any) -> bool | None:
-        if isinstance(item, h5py.Dataset):
-            found.append(f"{name} {item.shape}")
-        return True if len(found) > _LISTED else None
-
-    file.visititems(note)
-    return ", ".join(found[:_LISTED] + ["..."] * (len(found) > _LISTED)) or "none"
-
-
-def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
+def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
     """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``."""
     shape = inputs.shape
     if not 3 <= len(shape) <= 5:
@@ -228,7 +199,7 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
     return _LAYOUTS[name]
 
 
-def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Kind) -> Kind:
+def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind) -> Kind:
     """Return the storage order of a dataset other than the first input: by its attribute ``layout``, else by the grid.
     """
     shape, samples, spatial = dataset.shape, inputs.shape[0], shape_of(inputs, kind)[:-1]
@@ -255,7 +226,7 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
     )
 
 
-def static_axes(dataset: h5py.Dataset, inputs: h5py.Dataset, kind: Kind) -> str:
+def static_axes(dataset: StoredArray, inputs: StoredArray, kind: Kind) -> str:
     """Return the axes of a dataset without an axis of samples, a field that all samples share; "" for others.
 
     The axes follow from its attribute ``layout`` (``"HW"``, ``"HWC"``; ``"H"``, a number per row), else from dimension
@@ -268,7 +239,7 @@ def static_axes(dataset: h5py.Dataset, inputs: h5py.Dataset, kind: Kind) -> str:
     if isinstance(stated, str) and len(stated) == dataset.ndim and stated and set(stated) <= {*spatial, "C"}:
         return stated if len(set(stated)) == len(stated) else ""
     letters = f"NC{spatial}" if kind == "channels first" else f"N{spatial}C"
-    theirs, own = scales_of(inputs), scales_of(dataset)
+    theirs, own = inputs.scales, dataset.scales
     if own and all(own) and theirs[0]:
         by_scale = [next((a for a, some in zip(letters, theirs) if scales[0] in some), "") for scales in own]
         return "".join(by_scale) if all(by_scale) and "N" not in by_scale and dataset.ndim else ""
@@ -295,13 +266,13 @@ def _is_grid(shape: Sequence[int], grid: Sequence[int]) -> bool:
     return len(shape) == len(grid) and _is_coarser(shape, grid)
 
 
-def static_shape(dataset: h5py.Dataset, axes: str, rank: int) -> tuple[int, ...]:
+def static_shape(dataset: StoredArray, axes: str, rank: int) -> tuple[int, ...]:
     """Return ``(*spatial, C)`` of a field without samples, for samples of this number of spatial axes."""
     extents = dict(zip(axes, dataset.shape))
     return tuple(extents.get(axis, 1) for axis in ("DHW"[-rank:] if rank else "") + "C")
 
 
-def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
+def shape_of(dataset: StoredArray, kind: Kind) -> tuple[int, ...]:
     """Return ``(*spatial, C)`` of one sample."""
     shape = tuple(dataset.shape)
     if kind == "channels first":
@@ -309,7 +280,7 @@ def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
     return (*shape[1:], 1) if kind == "no channels" else shape[1:]
 
 
-def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
+def channel_names(inputs: StoredArray, path: Path, channels: int) -> list[str]:
     """Return the names of channels from the attribute ``channel_names``, else numbered names."""
     found = inputs.attrs.get("channel_names")
     if found is None:
@@ -328,18 +299,18 @@ def numbered(channels: int) -> list[str]:
     return [f"channel {k}" for k in range(channels)]
 
 
-def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArray[np.int64] | None:
+def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | None:
     """Return the dataset ``simulation`` or None. Samples of one simulation belong together."""
-    if not storage.check(file, "simulation"):
+    found = file.get("simulation")
+    if found is None:
         return None
-    found = dataset_of(file, "simulation")
     if found.shape != (samples,):
         _log.warning(
             "%s: dataset 'simulation' is not used, its shape is %s and not (%d,); samples are split one by one",
             path, found.shape, samples,
         )  # fmt: skip
         return None
-    packing, numbers = storage.packing(found), found[()]
+    packing, numbers = found.packing(f"{path}: 'simulation'"), found.numbers()
     if packing is not None:
         absent = packing.absent(numbers.view(packing.dtype))
         if packing.scales or absent.any():
@@ -357,14 +328,15 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
     return np.asarray(numbers, dtype=np.int64)
 
 
-def _times_of(inputs: h5py.Dataset, storage: Storage) -> NDArray[np.float64] | None:
+def _times_of(file: StoredFile, inputs: StoredArray) -> NDArray[np.float64] | None:
     """Return the scale of the first axis that is a coordinate of time by its units ("hours since ..."), as in CF."""
-    for scale in scales_of(inputs)[0]:
+    for scale in inputs.scales[0]:
         units = _text(scale.attrs.get("units"))
         is_time = isinstance(units, str) and " since " in units and scale.dtype.kind in "iuf"
         with suppress(DataError):  # without its numbers, the order of the samples is that of time
-            if is_time and scale.shape == (len(inputs),) and storage.check(inputs.file, scale.name):
-                return np.asarray(scale[()], np.float64)
+            checked = file.get(scale.name) if is_time and scale.shape == (len(inputs),) else None
+            if checked is not None:
+                return np.asarray(checked.numbers(), np.float64)
     return None
 
 
@@ -377,7 +349,7 @@ def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
     return all(0 < g <= f and f % g == 0 for g, f in zip(grid, fine))
 
 
-def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None) -> dict[str, Any]:
+def plain_attributes(attrs: Mapping[str, Any], wanted: Collection[str] | None = None) -> dict[str, Any]:
     """Return the attributes of a file or dataset that are texts, numbers or lists of them. Local.
 
     Parameters
@@ -386,21 +358,21 @@ def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None)
         Names; None: all except those of other libraries (``_NCProperties``).
     """
     try:
-        texts = [name for name in item.attrs if is_text(name)]
+        texts = [name for name in attrs if is_text(name)]
         names = [name for name in texts if (name in wanted if wanted is not None else not name.startswith("_"))]
     except (OSError, RuntimeError, KeyError):
         return {}
-    found = {name: _attribute(item, name) for name in names[:_MOST]}
+    found = {name: _attribute(attrs, name) for name in names[:_MOST]}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _attribute(item: h5py.HLObject, name: str) -> Any:
+def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
     """Return an attribute as plain data; None if it has another type or cannot be read.
 
     An unreadable attribute is no reason to reject the data.
     """
     try:
-        value = item.attrs[name]
+        value = attrs[name]
     except HDF5_FAULTS:
         return None
     if isinstance(value, np.ndarray):
@@ -409,25 +381,6 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
         items = [_plain(one) for one in value]
         return None if any(one is None for one in items) else items
     return _plain(value)
-
-
-def scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
-    """Return the dimension scales of each axis, without deleted ones.
-
-    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
-    """
-    given = found.attrs.get("DIMENSION_LIST")
-    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
-        return [[] for _ in found.shape]
-    targets = [[_target(found.file, one) for one in row] for row in given]
-    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
-
-
-def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
-    try:
-        return file[reference] if isinstance(reference, h5py.Reference) and reference else None
-    except HDF5_FAULTS:
-        return None
 
 
 def is_text(value: Any) -> bool:

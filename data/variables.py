@@ -1,23 +1,36 @@
-"""Variables around an input of an HDF5 file: coordinates of its samples and axes, their bounds, and grid mappings."""
+"""Variables around an input of a file: coordinates of its samples and axes, their bounds, and grid mappings."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from .dataset import Hdf5Dataset
 from .disk import DataError, one_line
+from .formats import StoredFile
+from .hdf5 import Hdf5File, scales_of
 from .storage import Storage
-from .structure import HDF5_FAULTS, Field, is_text, scales_of
+from .structure import HDF5_FAULTS, Field, is_text
 
-__all__ = ["BOUNDS", "NO_VARIABLE", "SAMPLE", "Axes", "Surroundings", "Variable", "mappings_of", "mark"]
+__all__ = [
+    "BOUNDS",
+    "NO_VARIABLE",
+    "SAMPLE",
+    "Axes",
+    "Hdf5Surroundings",
+    "Surroundings",
+    "Variable",
+    "mappings_of",
+    "mark",
+    "surroundings_of",
+]
 
 SAMPLE = -1
 """The axis of samples; spatial axes have the numbers 0, 1, 2, other axes None."""
@@ -75,6 +88,7 @@ class Variable:
         return SAMPLE in self.axes
 
 
+@dataclass
 class Surroundings:
     """The variables around an input of one open file. Local.
 
@@ -88,17 +102,71 @@ class Surroundings:
         Names of dimensions, by axis.
     variables, faults
         By name: the variables, and the reasons why others cannot be used.
+    mapping
+        Attribute ``grid_mapping`` of the input.
+    has_scales
+        Whether some axis has a dimension scale.
     """
 
-    def __init__(self, file: h5py.File, part: Hdf5Dataset, name: str, allow_external: bool) -> None:
-        own = part.fields[name]
+    sizes: dict[int, int] = field(default_factory=dict)
+    scales: dict[int, list[str]] = field(default_factory=dict)
+    dimensions: dict[int, str] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    mapping: str = ""
+    has_scales: bool = False
+
+
+def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surroundings:
+    """Return the coordinates around the array of a field: the scales of its axes, those in its attribute
+    ``coordinates``, whose scales are scales of its axes too, and what the file has of each sample. Local.
+
+    `allow_external` is that of :class:`Hdf5Dataset`.
+    """
+    if isinstance(file, Hdf5File):
+        return Hdf5Surroundings(file.file, file.path, own, allow_external)
+    array = file.find(own.dataset)
+    axes, found = _axes_of(own, array.ndim), Surroundings()
+    found.sizes = {axis: n for axis, n in zip(axes, array.shape) if axis is not None}
+    attached = [(axis, scale) for axis, scales in zip(axes, array.scales) for scale in scales]
+    found.has_scales = bool(attached)
+
+    def add(path: str, axes: Axes) -> None:
+        other = file.get(path)
+        if other is None or other.dtype.kind not in "iufb":
+            found.faults[posixpath.basename(path)] = "it is missing" if other is None else "it has no numbers"
+            return
+        name, attributes = posixpath.basename(path), _attributes(other.attrs)
+        found.variables[name] = Variable(name, path, axes, other.shape, other.dtype, attributes)
+
+    for axis, scale in attached:
+        if axis is not None:
+            found.scales.setdefault(axis, []).append(posixpath.basename(scale.name))
+            found.dimensions[axis] = posixpath.basename(scale.name)
+            add(scale.name, (axis,))
+    names = array.attrs.get("coordinates")
+    for name in names.split() if isinstance(names, str) else ():
+        path = posixpath.join(posixpath.dirname(array.name), name)
+        other = file.get(path)
+        scales = [] if other is None else other.scales
+        theirs = [next((axis for axis, own in attached if scales and own == scales[0]), None) for scales in scales]
+        if theirs and None not in theirs and name not in found.variables:
+            add(path, tuple(theirs))
+    for path in file.of_samples:
+        add(path, (SAMPLE, *(None for _ in file.find(path).shape[1:])))
+    return found
+
+
+class Hdf5Surroundings(Surroundings):
+    """The variables around an input of an open HDF5 file. Local."""
+
+    def __init__(self, file: h5py.File, source: Path, own: Field, allow_external: bool) -> None:
+        super().__init__()
         self._inputs = file[own.dataset]
         self._file = self._inputs.file  # another file, if the input is a link into it
-        self._storage = Storage(part.path, allow_external, texts=True)
+        self._storage = Storage(source, allow_external, texts=True)
         self._axes = _axes_of(own, self._inputs.ndim)
         self.sizes = {axis: n for axis, n in zip(self._axes, self._inputs.shape) if axis is not None}
-        self.variables, self.faults = dict[str, Variable](), dict[str, str]()
-        self.scales, self.dimensions = dict[int, list[str]](), dict[int, str]()
         self._attached = [(axis, s) for axis, scales in zip(self._axes, scales_of(self._inputs)) for s in scales]
         self.has_scales = bool(self._attached)
         self.mapping = self._text("grid_mapping")
@@ -160,7 +228,8 @@ class Surroundings:
             at = self._file[found]
             if at.shape is None:
                 raise DataError("it is empty")
-            self.variables[name] = Variable(name, found, axes_of(at), at.shape, at.dtype, _attributes(at), bounds_of)
+            attributes = _attributes(at.attrs)
+            self.variables[name] = Variable(name, found, axes_of(at), at.shape, at.dtype, attributes, bounds_of)
         except (DataError, *HDF5_FAULTS) as error:
             self.faults[name] = one_line(error)
 
@@ -173,7 +242,7 @@ class Surroundings:
                 if not isinstance(at, h5py.Dataset):
                     raise DataError("it is missing")
                 value = _number(at)
-                self.variables[name] = Variable(name, "", (), (), value.dtype, _attributes(at), "", True, value)
+                self.variables[name] = Variable(name, "", (), (), value.dtype, _attributes(at.attrs), "", True, value)
             except (DataError, *HDF5_FAULTS) as error:
                 self.faults[name] = one_line(error)
 
@@ -253,17 +322,17 @@ def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> 
             yield from ((axis, *rest) for rest in _in_order(shape[1:], sizes[k + 1 :]))
 
 
-def _attributes(item: h5py.Dataset) -> dict[str, Any]:
+def _attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that other programs read, as stored, except those of unusual types."""
-    names = [name for name in item.attrs if name not in _INTERNAL and is_text(name)][:_MOST]
-    found = {name: _attribute(item, name) for name in names}
+    names = [name for name in attrs if name not in _INTERNAL and is_text(name)][:_MOST]
+    found = {name: _attribute(attrs, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _attribute(item: h5py.HLObject, name: str) -> Any:
+def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
     """Return an attribute that is a text, numbers or texts; else None."""
     try:
-        value = item.attrs.get(name)
+        value = attrs.get(name)
     except HDF5_FAULTS:
         return None
     if isinstance(value, str | bytes):
@@ -277,7 +346,7 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
 
 def _text(item: h5py.HLObject, name: str) -> str:
     """Return a text attribute; "" if it is missing or not a text."""
-    value = _attribute(item, name)
+    value = _attribute(item.attrs, name)
     value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return value if isinstance(value, str) else ""
 

@@ -24,9 +24,8 @@ from halograd.errors import UserError
 
 from ..data import find_files
 from ..data.augment import AUGMENTATIONS
-from ..data.disk import open_file
-from ..data.storage import Storage
-from ..data.structure import find, input_kind, looking_into, shape_of
+from ..data.formats import open_stored
+from ..data.structure import input_kind, looking_into, shape_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
 from ..layers.strategy import counts_of
@@ -134,9 +133,9 @@ def _look(config: Config, network: Network) -> _Looked:
     name, dataset = next(iter(inputs.items()))
     *grid, channels = network.inputs[name].shape
     wanted = (*grid, channels // data.history)
-    for path in find_files(data.path):
-        with open_file(path) as file, looking_into(path):
-            found = find(file, path, dataset, Storage(path, data.allow_external))
+    for path in find_files(data.path, data.format):
+        with open_stored(path, data.format, data.allow_external) as file, looking_into(path):
+            found = file.find(dataset)
             if not looked.samples:
                 shown = _shown_layout(found.shape, wanted) if "layout" not in found.attrs else None
                 layout = data.layout or shown

@@ -106,6 +106,9 @@ class DataConfig(Table):
     not read."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function of `file`."""
+    format: FilePath | None = None
+    """Format of the files: ``"hdf5"`` (also netCDF-4), ``"zarr"``, ``"nifti"``, ``"tiff"``, or ``"FILE.py:CLASS"``; by
+    default that of their suffix, HDF5 for unknown ones."""
     inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
     """Dataset of the network's input; for several inputs, a table of datasets by the name of the input. They are
     normalized."""

@@ -340,11 +340,12 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             return _open_own(data, network, labelled)
     inputs, targets = datasets_of(data, network)
     names = inputs, targets if labelled else {}
-    paths = on_root(comm.mpi, lambda: find_files(data.path))
+    paths = on_root(comm.mpi, lambda: find_files(data.path, data.format))
     limits = _ranges(network)
 
     def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
-        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external, data.unpack)
+        outside, unpack, kind = data.allow_external, data.unpack, data.format
+        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, outside, unpack, kind)
 
     opened: dict[int, Hdf5Dataset] = {}
     with comm.agreement():

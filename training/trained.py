@@ -213,7 +213,7 @@ def _files(session: Session) -> list[Any]:
     """Return plain data that change whenever a file of samples, or a file that it refers to, changes. Local."""
     data, dataset = session.config.data, session.samples.dataset
     given = [data.path] if isinstance(data.path, str) else data.path
-    paths = [Path(path) for path in given] if data.file is not None else find_files(given)
+    paths = [Path(path) for path in given] if data.file is not None else find_files(given, data.format)
     for part in getattr(dataset, "parts", [dataset]):
         paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
     found = [(str(path), path.stat() if path.exists() else None) for path in paths]

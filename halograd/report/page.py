@@ -12,9 +12,10 @@ import h5py
 import numpy as np
 
 from ..data import DataError, open_dataset
-from ..data.disk import atomic_path, open_file
+from ..data.disk import atomic_path
+from ..data.hdf5 import Hdf5File
 from ..data.storage import Storage
-from ..data.structure import find, looking_into
+from ..data.structure import looking_into
 from ..documents import to_toml
 from ..dtensor.box import Box
 from ..errors import UserError
@@ -266,13 +267,11 @@ def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
         If the file is of another kind.
     """
     try:
-        with open_file(path) as file, looking_into(path):
-            missing = {"prediction", "target", "sample"} - set(file)
+        with Hdf5File(path, Storage(path)) as file, looking_into(path):
+            missing = {"prediction", "target", "sample"} - set(file.file)
             if missing:
                 raise DataError(f"{path}: got no {missing}")
-            prediction, target, sample = (
-                find(file, path, name, Storage(path)) for name in ("prediction", "target", "sample")
-            )
+            prediction, target, sample = (file.dataset(name) for name in ("prediction", "target", "sample"))
             return _shown_masks(prediction, target, sample, data)
     except DataError as error:
         raise UserError(f"expected predictions of `halograd evaluate`: {error}") from error
@@ -324,7 +323,12 @@ def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None
     try:
         outside = bool(data.get("allow_external", False))
         with open_dataset(
-            data["path"], data.get("inputs", "inputs"), None, data.get("layout"), allow_external=outside
+            data["path"],
+            data.get("inputs", "inputs"),
+            None,
+            data.get("layout"),
+            allow_external=outside,
+            format=data.get("format"),
         ) as dataset:
             first, field = next(iter(dataset.fields.items()))
             names = field.channel_names

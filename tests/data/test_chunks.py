@@ -29,7 +29,7 @@ def write(
 
 def memory(dataset: Hdf5Dataset) -> int:
     """Return the size [B] of the chunk cache that HDF5 uses for the inputs."""
-    return dataset._dataset("x").id.get_access_plist().get_chunk_cache()[1]
+    return dataset._dataset("x").stored.id.get_access_plist().get_chunk_cache()[1]
 
 
 def loads(chunks: Chunks, ranges: list, order: list[int], cache: int) -> int:

@@ -308,10 +308,10 @@ def test_attributes_as_plain_data(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.attrs.update({**given, **left_out})
         file.attrs["reference"] = file.ref
-        found = plain_attributes(file)
+        found = plain_attributes(file.attrs)
         assert found == {**given, "bytes": "abc", "whole": 3, "yes": 1, "list": [1, 2]}
         assert all(type(value) in (str, int, float, list) for value in found.values())
-        assert plain_attributes(file, OF_NUMBERS) == {"units": "m"}
+        assert plain_attributes(file.attrs, OF_NUMBERS) == {"units": "m"}
 
 
 @pytest.mark.parametrize(("dtype", "checked"), [(np.uint8, False), (np.int16, False), (np.float32, True)])

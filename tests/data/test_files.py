@@ -82,7 +82,7 @@ def test_what_a_path_stands_for(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "latest.h5").symlink_to(names[3])
     for given_, message in (
-        (tmp_path / "empty", "expected files, got none by .*empty .a folder with HDF5 files"),
+        (tmp_path / "empty", "expected files, got none by .*empty .a folder with files of hdf5: .h5, .hdf5"),
         (tmp_path / "*.nc", "expected files, got none by .*nc .a pattern"),
         ([names[0], tmp_path], "expected every file once, got .*run0.h5 twice"),
         ([tmp_path, tmp_path / "linked"], "expected every file once, got .*latest.h5 and .*run3.h5, which are one"),

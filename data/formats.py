@@ -1,0 +1,353 @@
+"""Formats of files: named arrays of which a box is read. All other parts of reading are the same for every format."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.registry import Registry
+
+from .chunks import Chunks
+from .disk import DataError, one_line
+from .packing import Packing, packing_of
+
+__all__ = [
+    "FORMATS",
+    "LISTED",
+    "ChunkCache",
+    "FileGroup",
+    "Format",
+    "SampleArray",
+    "StoredArray",
+    "StoredFile",
+    "Where",
+    "format_of",
+    "library",
+    "open_stored",
+    "opening",
+]
+
+LISTED = 20  # number of arrays that a message lists if one is missing
+
+Where = tuple[int | slice, ...]
+"""Part of an array: an index or a slice with step 1 per axis."""
+
+
+class StoredArray(ABC):
+    """Array in an open file. Local.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+        With samples first, as in HDF5 files (docs/data.md); `attrs` may have the ``layout`` of the axes.
+    dtype : dtype
+        Type of the stored numbers: integers, floats or bool.
+    attrs : mapping
+        Attributes as h5py returns them: texts, numbers, arrays.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    attrs: Mapping[str, Any]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def scales(self) -> list[list[StoredArray]]:
+        """Coordinates of each axis (dimension scales)."""
+        return [[] for _ in self.shape]
+
+    def packing(self, where: str) -> Packing | None:
+        """Return the packing of the stored numbers; `where` names file and array in messages."""
+        return packing_of(self.attrs, self.dtype, where)
+
+    def chunks(self, rows: int) -> Chunks | None:
+        """Return the chunks that are read as a whole, for samples that are read along the axis `rows`; None: no such.
+        """
+        return None
+
+    def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
+        """Return the array with this memory for its chunks [B]."""
+        return self
+
+    @abstractmethod
+    def read(self, where: Where, out: NDArray[Any]) -> None:
+        """Read a part of the array to `out`, a contiguous array of its shape and dtype."""
+
+    def numbers(self) -> NDArray[Any]:
+        """Return the whole array as it is stored."""
+        out = np.empty(self.shape, self.dtype)
+        self.read(tuple(slice(0, n) for n in self.shape), out)
+        return out
+
+
+_File = TypeVar("_File", bound="StoredFile")
+
+
+class StoredFile(ABC):
+    """File, open for reading. Local.
+
+    Attributes
+    ----------
+    path : Path
+    attrs : mapping
+        Attributes of the file, as h5py returns them.
+    files : dict
+        Other files that hold data of the arrays, with their sizes [B].
+    of_samples : tuple of str
+        Names of arrays ``(N, ...)`` that describe each sample, which files of predictions have too.
+    """
+
+    path: Path
+    attrs: Mapping[str, Any] = {}
+    files: dict[str, int]
+    of_samples: tuple[str, ...] = ()
+
+    @abstractmethod
+    def get(self, name: str) -> StoredArray | None:
+        """Return the array of this name, or None."""
+
+    @abstractmethod
+    def names(self) -> Iterator[str]:
+        """Yield the names of all arrays."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; `close` may be called twice."""
+
+    def find(self, name: str) -> StoredArray:
+        """Return the array of this name. Raises DataError with the names of all arrays if there is none."""
+        found = self.get(name)
+        if found is None:
+            raise DataError(f"{self.path}: expected a dataset {name!r}, got {self._listed()}; name one of these")
+        if found.dtype.kind not in "fiub":
+            raise DataError(f"{self.path}: {name!r}: expected numbers, got {found.dtype}; name others")
+        return found
+
+    def variable(self, dataset: str, path: str) -> NDArray[Any]:
+        """Return another array as stored, by the path of it that an attribute of `dataset` has."""
+        return self.find(path).numbers()
+
+    def _listed(self) -> str:
+        found: list[str] = []
+        for name in self.names():
+            if len(found) == LISTED:
+                found.append("...")
+                break
+            array = self.get(name)
+            found.append(f"{name} {array.shape}" if array is not None else name)
+        return ", ".join(found) or "none"
+
+    def __enter__(self: _File) -> _File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Format(ABC):
+    """Format of files of samples: a class of ``data.format``, which files with its suffixes have without that key."""
+
+    #: Name in the configuration, for registered classes.
+    name: ClassVar[str] = ""
+    #: Endings of the names of files, in lower case.
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    #: Whether a file is a folder (Zarr).
+    folder: ClassVar[bool] = False
+
+    @abstractmethod
+    def open(self, path: Path, allow_external: bool = False, checked: bool = False) -> StoredFile:
+        """Open a file for reading. Local.
+
+        Parameters
+        ----------
+        allow_external
+            Whether data may come from files outside of the folder of the file.
+        checked
+            Whether another rank has checked already where the data are stored.
+
+        Raises
+        ------
+        DataError
+            The file is missing, damaged, or of another format.
+        """
+
+
+FORMATS: Registry[Format] = Registry("format", Format, "data.format")
+# In the order in which formats are looked for in a folder. Their modules import this one.
+FORMATS.register_later("hdf5", lambda: import_module(".hdf5", __package__).Hdf5Format)
+FORMATS.register_later("zarr", lambda: import_module(".formats_zarr", __package__).Zarr)
+FORMATS.register_later("nifti", lambda: import_module(".formats_nifti", __package__).Nifti)
+FORMATS.register_later("tiff", lambda: import_module(".formats_tiff", __package__).Tiff)
+
+
+class FileGroup(os.PathLike[str], ABC):
+    """Location of several files that are read as one, which has the path of the first of them in messages."""
+
+    @abstractmethod
+    def open(self, kind: str | None, allow_external: bool, checked: bool) -> StoredFile:
+        """Open the files, as :meth:`Format.open` does; they have the format `kind`, or that of their suffix."""
+
+
+def format_of(path: str | os.PathLike[str], default: str | None = "hdf5") -> str | None:
+    """Return the name of the format that has the suffix of this path; else `default`. Local."""
+    text = os.fspath(path).rstrip("/").lower()
+    return next((name for name in FORMATS.names if text.endswith(FORMATS[name].suffixes or ("\0",))), default)
+
+
+def open_stored(
+    path: str | os.PathLike[str], kind: str | None = None, allow_external: bool = False, checked: bool = False
+) -> StoredFile:
+    """Open a file for reading, in the format `kind`, or in that of its suffix (HDF5 for unknown ones). Local.
+
+    Arguments and errors are those of :meth:`Format.open`.
+    """
+    if isinstance(path, FileGroup):
+        return path.open(kind, allow_external, checked)
+    return FORMATS.make(kind or format_of(path) or "hdf5").open(Path(path), allow_external, checked)
+
+
+def library(name: str, path: Path) -> Any:
+    """Import the library of a format. Raises DataError with the command that installs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"{path}: expected the package {name} to read it, got {one_line(error)}; pip install 'halograd[formats]'"
+        ) from error
+
+
+@contextmanager
+def opening(path: Path, what: str) -> Iterator[None]:
+    """Convert every error of a library into a DataError of one line; `what` names the format."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file, or a part of it is missing; correct the path (data.path)") from error
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be opened, permission denied; make it readable") from error
+    except Exception as error:  # each library has errors of its own
+        raise DataError(
+            f"{path}: expected {what}, cannot read it ({one_line(error) or type(error).__name__}); check the path, or "
+            "write the file again"
+        ) from error
+
+
+class ChunkCache:
+    """The decoded chunks of an array that were used last. Local.
+
+    It is for libraries that decode a chunk at every read of a part of it: a chunk of many samples would be decoded once
+    per sample.
+
+    Parameters
+    ----------
+    shape
+        Shape of a chunk.
+    nbytes
+        Memory for chunks [B]; at least one chunk is kept.
+    fetch
+        Function that returns the chunk of an index, cut at the end of the array.
+    """
+
+    def __init__(self, shape: Sequence[int], nbytes: int, fetch: Callable[[tuple[int, ...]], NDArray[Any]]) -> None:
+        self._shape, self._fetch, self._left = tuple(shape), fetch, nbytes
+        self._chunks: OrderedDict[tuple[int, ...], NDArray[Any]] = OrderedDict()
+
+    def read(self, where: Where, out: NDArray[Any]) -> None:
+        """Read a part of the array to `out`."""
+        ranges = [(one, one + 1) if isinstance(one, int) else (one.start, one.stop) for one in where]
+        target = out.reshape([high - low for low, high in ranges])
+        for index in product(*(range(low // c, -(-high // c)) for (low, high), c in zip(ranges, self._shape))):
+            chunk, own, at = self._chunk(index), [], []
+            for k, c, n, (low, high) in zip(index, self._shape, chunk.shape, ranges):
+                first, last = max(low, k * c), min(high, k * c + n)
+                own.append(slice(first - k * c, last - k * c))
+                at.append(slice(first - low, last - low))
+            target[tuple(at)] = chunk[tuple(own)]
+
+    def _chunk(self, index: tuple[int, ...]) -> NDArray[Any]:
+        if index not in self._chunks:
+            found = self._fetch(index)
+            self._left -= found.nbytes
+            while self._left < 0 and self._chunks:
+                self._left += self._chunks.popitem(last=False)[1].nbytes
+            self._chunks[index] = found
+        self._chunks.move_to_end(index)
+        return self._chunks[index]
+
+
+class SampleArray(StoredArray):
+    """An array with the axes of one sample, in any order, as an array ``(1, *spatial, C)``. Local.
+
+    Parameters
+    ----------
+    source
+        Object with `shape` and `dtype`, read by slices: an array, a memory map, an array of Zarr.
+    axes
+        Axis of ``(*spatial, C)`` of each axis of `source`; None: an axis of extent 1 that is left out.
+    spatial
+        Number of spatial axes. Without an axis of channels there is one channel.
+    chunk
+        Shape of a chunk of `source` that is read as a whole; None: parts are read without their chunks.
+    remedy
+        Remedy for slow chunks (:class:`Chunks`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Any,
+        axes: Sequence[int | None],
+        spatial: int,
+        attrs: Mapping[str, Any] | None = None,
+        chunk: Sequence[int] | None = None,
+        remedy: str = "",
+    ) -> None:
+        self.name, self._source, self._axes, self._remedy = name, source, tuple(axes), remedy
+        self._spatial, self.dtype = spatial, np.dtype(source.dtype)
+        self.attrs = {"layout": "NHWC", **(attrs or {})}
+        self.shape = self._ordered(source.shape)
+        self._chunk = None if chunk is None else self._ordered(chunk)
+
+    def _ordered(self, extents: Sequence[int]) -> tuple[int, ...]:
+        known = {axis: n for axis, n in zip(self._axes, extents) if axis is not None}
+        return (1, *(known.get(axis, 1) for axis in range(self._spatial + 1)))
+
+    def chunks(self, rows: int) -> Chunks | None:
+        """Return the chunks of the source."""
+        if self._chunk is None or not math.prod(self.shape):
+            return None
+        return Chunks(self._chunk, self.shape, min(rows, self.ndim - 1), self.dtype.itemsize, self._remedy)
+
+    def read(self, where: Where, out: NDArray[Any]) -> None:
+        """Read a part of the sample."""
+        own = [slice(one, one + 1) if isinstance(one, int) else one for one in where[1:]]
+        values = np.asarray(self._source[tuple(0 if axis is None else own[axis] for axis in self._axes)])
+        kept = [axis for axis in self._axes if axis is not None]
+        ordered = values.transpose(sorted(range(len(kept)), key=kept.__getitem__))
+        target = out.reshape([one.stop - one.start for one in own])
+        np.copyto(target, ordered.reshape(target.shape))

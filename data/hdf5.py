@@ -1,0 +1,157 @@
+"""HDF5 files, which those of netCDF-4 are, as files with named arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from .chunks import Chunks, chunks_of, open_cached
+from .disk import DataError, open_file
+from .formats import LISTED, Format, StoredArray, StoredFile, Where
+from .packing import Packing
+from .storage import Storage
+from .structure import HDF5_FAULTS, is_text
+
+__all__ = ["Hdf5Array", "Hdf5File", "Hdf5Format", "scales_of"]
+
+
+class Hdf5Format(Format):
+    """HDF5 and netCDF-4, by h5py."""
+
+    name: ClassVar[str] = "hdf5"
+    suffixes: ClassVar[tuple[str, ...]] = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4")
+
+    def open(self, path: Path, allow_external: bool = False, checked: bool = False) -> StoredFile:
+        """Open a file, with a check of the sources of its data (:class:`Storage`) unless they are `checked`."""
+        return Hdf5File(path, None if checked else Storage(path, allow_external))
+
+
+class Hdf5File(StoredFile):
+    """Open HDF5 file; `storage` checks the sources of its data."""
+
+    def __init__(self, path: Path, storage: Storage | None) -> None:
+        self.path, self._storage = path, storage
+        self.file = open_file(path)
+        self.attrs: Mapping[str, Any] = self.file.attrs
+
+    @property
+    def files(self) -> dict[str, int]:  # type: ignore[override]
+        """Other files that hold data of the arrays that were found, with their sizes [B]."""
+        return {} if self._storage is None else self._storage.files
+
+    def get(self, name: str) -> StoredArray | None:
+        """Return the dataset of this name; its type and the storage of its data are checked."""
+        storage = self._storage
+        there = self.file.get(name) if storage is None else self.file[name] if storage.check(self.file, name) else None
+        return Hdf5Array(self, there, name) if isinstance(there, h5py.Dataset) else None
+
+    def find(self, name: str) -> StoredArray:
+        """Return the dataset of this name, which has a dataspace."""
+        found = super().find(name)
+        if isinstance(found, Hdf5Array) and found.stored.shape is None:
+            raise DataError(f"{self.path}: dataset {name!r}: expected an array, got a null dataspace; write it again")
+        return found
+
+    def dataset(self, name: str) -> h5py.Dataset:
+        """Return a dataset of h5py; errors are those of :meth:`find`."""
+        found = self.find(name)
+        assert isinstance(found, Hdf5Array)
+        return found.stored
+
+    def packing(self, dataset: h5py.Dataset) -> Packing | None:
+        """Return the packing of a dataset, which may be that of its sources."""
+        assert self._storage is not None, "the sources are not known"
+        return self._storage.packing(dataset)
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all datasets."""
+        yield from self._shapes()
+
+    def _listed(self) -> str:
+        """List the datasets, without a check of their data."""
+        found = [f"{name} {shape}" for name, shape in self._shapes(LISTED + 1).items()]
+        return ", ".join(found[:LISTED] + ["..."] * (len(found) > LISTED)) or "none"
+
+    def _shapes(self, most: int | None = None) -> dict[str, tuple[int, ...] | None]:
+        found: dict[str, tuple[int, ...] | None] = {}
+
+        def note(name: str, item: Any) -> bool | None:
+            if isinstance(item, h5py.Dataset):
+                found[name] = item.shape
+            return True if most is not None and len(found) >= most else None
+
+        self.file.visititems(note)
+        return found
+
+    def variable(self, dataset: str, path: str) -> NDArray[Any]:
+        """Return a variable around a dataset, which may be a link into another file."""
+        return np.asarray(self.file[dataset].file[path][()])
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class Hdf5Array(StoredArray):
+    """Dataset of an HDF5 file."""
+
+    def __init__(self, file: Hdf5File, stored: h5py.Dataset, path: str) -> None:
+        self._of, self.stored, self._path = file, stored, path  # the path may lead through links to other files
+        self.name, self.shape = stored.name, tuple(stored.shape or ())
+        self.attrs: Mapping[str, Any] = stored.attrs
+
+    @property
+    def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
+        """Type of the stored numbers; an error for types that NumPy does not have."""
+        return self.stored.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hdf5Array) and self.stored == other.stored
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def scales(self) -> list[list[StoredArray]]:
+        """Dimension scales of each axis."""
+        return [[Hdf5Array(self._of, one, one.name) for one in row] for row in scales_of(self.stored)]
+
+    def packing(self, where: str) -> Packing | None:
+        """Return the packing of a checked dataset."""
+        return self._of.packing(self.stored)
+
+    def chunks(self, rows: int) -> Chunks | None:
+        """Return the chunks of the dataset."""
+        return chunks_of(self.stored, rows)
+
+    def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
+        """Return the dataset with a cache of this size; a dataset that is already open would keep its old one."""
+        self.stored.id.close()
+        return Hdf5Array(self._of, open_cached(self._of.file, self._path, nbytes, chunks), self._path)
+
+    def read(self, where: Where, out: NDArray[Any]) -> None:
+        """Read a part in the type of the file."""
+        self.stored.read_direct(out, where)
+
+
+def scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
+    """Return the dimension scales of each axis, without deleted ones.
+
+    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
+    """
+    given = found.attrs.get("DIMENSION_LIST")
+    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
+        return [[] for _ in found.shape]
+    targets = [[_target(found.file, one) for one in row] for row in given]
+    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
+
+
+def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
+    try:
+        return file[reference] if isinstance(reference, h5py.Reference) and reference else None
+    except HDF5_FAULTS:
+        return None
