@@ -210,7 +210,7 @@ class Rules(AugmentationSettings):
     """Values outside of the samples, for `rotate`, `scale`, `stretch`, `shear` and `elastic`; or a list of one per
     axis. ``"reflect"``: mirrored; ``"nearest"``: those of the nearest element; ``"wrap"``: those of the other end, for
     periodic data (always along the axes of `shifts`); ``"zero"``: inputs are 0 after normalization, weights are 0,
-    classes are those that the loss ignores."""
+    classes are those that the loss ignores. It is ``"zero"`` if there are samples smaller than the network's input."""
     gamma: Bounds | None = None
     """Bounds of an exponent for each channel of an input: ``[0.7, 1.5]``. It acts on values between the bounds of
     `gamma_range`, which do not change."""
@@ -361,11 +361,16 @@ class StandardAugmentation(Augmentation):
                 )
 
     def _choose_borders(self) -> list[Border]:
-        """Return the border of each axis of the file; an axis along which samples are shifted is periodic."""
+        """Return the border of each axis of the file; an axis along which samples are shifted is periodic.
+
+        Where samples end within their windows, elements outside are padding, with and without a map.
+        """
         border = self.settings.border
         if isinstance(border, list) and len(border) != self._rank:
             raise DataError(f"data.augment.border: expected one per axis of {', '.join(self._names)}, got {border}")
         borders = border if isinstance(border, list) else [border] * self._rank
+        if any(self.windows.pads(name) for name in self._moved):
+            borders = ["zero"] * self._rank
         return ["wrap" if name in self.settings.shifts else one for name, one in zip(self._names, borders)]
 
     def prepare(self, ranges: Mapping[str, TargetRange], weighted: Mapping[str, Sequence[str]]) -> None:

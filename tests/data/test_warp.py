@@ -166,6 +166,20 @@ def test_blocks_that_are_read_in_parts_have_the_same_bits(monkeypatch, rules):
     assert len(sizes) > 8 and max(sizes) * 8 <= 4000
 
 
+def test_samples_that_end_within_their_windows_are_padded():
+    """The same values lie outside of the sample with a map as without one."""
+    x = np.random.default_rng(0).random((1, 10, 10, 1))
+    dataset = ArrayDataset({"x": x, "classes": x.round()}, targets=("classes",))
+    windows = SampleWindows(dataset, {"x": (16, 12, 1)}, 1)
+    augmentation = StandardAugmentation(build(Rules, {"rotate": 20.0}), windows, 1)
+    augmentation.prepare({"classes": TargetRange(0, 1, whole=True, ignored=9)}, {})
+    batch, x, classes = Batch((0,), 1, 0, 0, True), np.empty((1, 16, 12, 1)), np.empty((1, 16, 12, 1))
+    augmentation.read("x", batch, Box.of_shape(x.shape), x)
+    augmentation.read("classes", batch, Box.of_shape(classes.shape), classes)
+    np.testing.assert_array_equal(np.isnan(x), classes == 9)
+    assert 60 <= np.isnan(x).sum() <= 120 and augmentation.leaves_gaps("x")
+
+
 def test_a_map_that_moves_nothing_changes_no_bit():
     """A probability of 0, the factor 1, and epochs in which nothing is drawn."""
     dataset = dataset_of(2)
