@@ -27,7 +27,7 @@ from .group_norm import GroupNorm, InstanceNorm, LayerNorm
 from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
 from .loss import Loss
-from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
+from .losses import CRPS, AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
 from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
 from .neighbors import GradientError, StructuralSimilarity
@@ -46,6 +46,7 @@ from .total_loss import training_only
 from .transposed import ConvTranspose
 
 __all__ = [
+    "CRPS",
     "ELU",
     "GELU",
     "AbsoluteError",

@@ -1,7 +1,8 @@
-"""Elementwise losses: means over all elements."""
+"""Elementwise losses: means over all elements, and the score of an ensemble."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 
 from ..kernels import LossArrays
 from ..kernels.memory import buffer, chunks, rows, total
-from .layer import Shape
+from .layer import Passes, Shape
 from .loss import BALANCED, HOW_TO_COUNT, LocalLoss, Loss, LossBlock, LossOfKernel, check_counts, check_normalization
 from .targets import Judgement
 
-__all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
+__all__ = ["CRPS", "AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 
 
 class _ElementwiseLoss(Loss):
@@ -318,3 +319,103 @@ class Focal(_Pointwise):
         np.copyto(small, p)
         np.copyto(p, rest, where=positive)
         np.copyto(rest, small, where=positive)
+
+
+class CRPS(Loss):
+    """Continuous ranked probability score of an ensemble: the mean over all positions and channels of the target of
+
+    ``mean_m |x[m] - t| - f * sum_(m < n) |x[m] - x[n]|`` with the members `x[m]`.
+
+    Parameters
+    ----------
+    members
+        Number of members M, at least 2. They are channels: channel ``m * C + c`` of the prediction is member `m` of
+        channel `c` of the target, as :class:`Concat` of M predictions has them.
+    fair
+        1: the fair score, ``f = 1 / (M (M - 1))``, whose mean does not depend on M; 0: the score of the M members as a
+        distribution, ``f = 1 / M^2``; between 0 and 1: the mean of both with this share of the fair score.
+    normalization
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
+
+    Notes
+    -----
+    Prediction ``(N, *spatial, M C)``, target ``(N, *spatial, C)``, weights one per position. All members of a sample
+    are computed by one network, which draws them or has M heads. The derivative of a difference of 0 is 0.
+    Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more.
+
+    References
+    ----------
+    Ferro, "Fair scores for ensemble forecasts", 2014; Lang et al., "AIFS-CRPS", 2024, Section 2, for shares of both.
+    """
+
+    takes_weights = True
+
+    def __init__(
+        self, members: int, fair: float = 1.0, name: str | None = None, *, normalization: str = "count"
+    ) -> None:
+        super().__init__(name)
+        if not (isinstance(members, int) and members > 1):
+            raise ValueError(f"members: expected a whole number of at least 2, got {members!r}")
+        if not 0 <= fair <= 1:
+            raise ValueError(f"fair: expected a number from 0 to 1, got {fair!r}")
+        self.members, self.fair, self.normalization = members, float(fair), check_normalization(normalization)
+        self.passes = Passes((3 + members, 0), (0, 0))
+
+    def check(self, *shapes: Shape) -> None:
+        (*grid, channels), (*target_grid, own) = shapes
+        if grid != target_grid or channels != self.members * own:
+            raise ValueError(
+                f"{self.kind}: expected a prediction with {self.members} members of {own} channels and the extents of "
+                f"its target, {(*target_grid, self.members * own)}, got {shapes[0]}"
+            )
+
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
+        return (Judgement(members=self.members),)
+
+    def local(
+        self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None
+    ) -> Any:
+        members, channels = self.members, target.shape[-1]
+        share = self.fair / (members * (members - 1)) + (1 - self.fair) / members**2
+        places = [slice(m * channels, (m + 1) * channels) for m in range(members)]
+        scale /= channels
+        factors = None if weights is None else rows(weights, work, "weights")
+        given, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
+        gradient = None if dx is None else dx.reshape(given.shape)
+        found: Any = 0.0
+        for part in chunks(len(given), given.shape[1], work):
+            shape = (members, len(targets[part]), channels)
+            x, slope = (buffer(work, name, shape, given.dtype) for name in ("x", "slope"))
+            t, loss, difference = (buffer(work, name, shape[1:], given.dtype) for name in ("t", "loss", "difference"))
+            for one, at in zip(x, places):
+                np.copyto(one, given[part, at])
+            np.copyto(t, targets[part], casting="unsafe")
+            if factors is not None:
+                none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
+                np.copyto(x, 0, where=none)
+                np.copyto(t, 0, where=none)
+            loss.fill(0)
+            for one, own in zip(x, slope):
+                np.subtract(one, t, out=difference)
+                np.sign(difference, out=own)
+                own /= members
+                loss += np.abs(difference, out=difference)
+            loss /= members
+            for first, second in itertools.combinations(range(members), 2):
+                np.subtract(x[first], x[second], out=difference)
+                sign = np.sign(difference, out=buffer(work, "sign", difference.shape, difference.dtype))
+                sign *= share
+                slope[first] -= sign
+                slope[second] += sign
+                np.abs(difference, out=difference)
+                difference *= share
+                loss -= difference
+            if factors is not None:
+                loss *= factors[part]
+                slope *= factors[part]
+            found = found + total(loss)
+            if gradient is not None:
+                slope *= scale
+                for own, at in zip(slope, places):
+                    np.copyto(gradient[part, at], own)
+        return found * scale

@@ -34,6 +34,9 @@ class Judgement:
     weights
         Number of the loss's input that holds weights of positions: positions of weight 0 are ignored. None: there are
         no weights.
+    members
+        Number of members of an ensemble, which the channels of the prediction hold one after the other; most metrics
+        compare their mean.
     metric
         A subclass of :class:`halograd.training.Metric`, or a function that returns one; None: the library's metrics.
     """
@@ -45,6 +48,7 @@ class Judgement:
     target: int = 1
     probabilities: bool = False
     weights: int | None = None
+    members: int = 1
     metric: Callable[[], Any] | None = None
 
 

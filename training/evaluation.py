@@ -21,7 +21,7 @@ from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
 from ..lowering.views import Value, View
 from .executor import Executor, Gather
-from .metrics import METRICS, Calibration, Confusion, Errors, Metric, checked_metric
+from .metrics import METRICS, Calibration, Confusion, Ensemble, Errors, Metric, checked_metric, ensemble_mean
 from .session import Session
 
 __all__ = [
@@ -56,7 +56,8 @@ class Evaluation:
     calibrated
         Whether to count probabilities of classes too, which costs an exponential per class and position.
     metrics
-        Metrics of the first prediction, by their names in :data:`METRICS`, in addition to those of the loss.
+        Metrics of the first prediction, by their names in :data:`METRICS`, in addition to those of the loss; of an
+        ensemble they compare the mean.
     statistics
         Statistics of normalized targets, by name: metrics compare in the units of the data.
 
@@ -78,7 +79,8 @@ class Evaluation:
         self._counted = list(self._judged)
         first, taken = self._judged[0], dict.fromkeys(self.names, "the loss")
         for name in metrics:
-            shape = first.prediction.layout.shape[1:]
+            *space, channels = first.prediction.layout.shape[1:]
+            shape = (*space, channels // first.judgement.members)
             metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.judgement, shape)
             self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))
             for key in metric.scores():
@@ -136,7 +138,7 @@ class Evaluation:
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
         self._loss.add(loss, valid)
-        for one in self._counted:
+        for number, one in enumerate(self._counted):
             box = one.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
@@ -148,6 +150,8 @@ class Evaluation:
                     restored = self._statistics[one.nodes[1]].restored
                     prediction = restored(prediction, box.start[-1])
                     target = restored(target, one.target.box.start[-1])
+                if number >= len(self._judged) and one.judgement.members > 1:
+                    prediction = ensemble_mean(prediction, one.judgement.members)
                 one.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
@@ -243,7 +247,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
             if one.metric is not None:
                 metric = checked_metric(one.metric, name, one, values[0].layout.shape[1:])
             elif one.classes is None:
-                metric = Errors()
+                metric = Errors() if one.members == 1 else Ensemble(one.members)
             else:
                 metric = Confusion(one.classes, one.threshold, one.ignored, one.probabilities)
             found.append(JudgedPair(name, f"{name} " if found else "", nodes, *values, one, metric, weights))

@@ -32,6 +32,7 @@ __all__ = [
     "Calibration",
     "Confusion",
     "DiceScore",
+    "Ensemble",
     "Errors",
     "IoU",
     "Metric",
@@ -40,6 +41,7 @@ __all__ = [
     "check_details",
     "checked_metric",
     "counted",
+    "ensemble_mean",
     "read_details",
     "scores",
     "sigmoid",
@@ -338,7 +340,7 @@ class Errors(Metric):
 
     def scores(self) -> dict[str, float | None]:
         """Compute the mean absolute error and the root of the mean square."""
-        n, absolute, squares = self.counts
+        n, absolute, squares = self.counts[:3]
         return {"mae": float(absolute / n) if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
 
     def details(self) -> dict[str, Any]:
@@ -348,6 +350,57 @@ class Errors(Metric):
     @property
     def empty(self) -> bool:
         return not self.counts[0]
+
+
+class Ensemble(Errors):
+    """Errors of the mean of the members of an ensemble, their spread, and their fair CRPS.
+
+    ``spread`` is the root of the mean variance of the members, ``sum (x - mean)^2 / (M - 1)``: a reliable ensemble has
+    a spread of about its error, ``rmse`` times ``sqrt(M / (M + 1))``. ``crps`` is the score of
+    :class:`halograd.layers.CRPS` with ``fair = 1``. Elements count once, as in :class:`Errors`.
+
+    Attributes
+    ----------
+    members
+        Number of members, as in :class:`halograd.layers.Judgement`.
+    counts
+        ``(5,)`` float64: elements of the target, sum of absolute differences, of squares, of variances, of scores.
+    """
+
+    name: ClassVar[str] = ""
+    better = MappingProxyType({"mae": "lower", "rmse": "lower", "crps": "lower"})
+
+    def __init__(self, members: int) -> None:
+        super().__init__()
+        self.members, self.counts = members, np.zeros(5)
+
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Add a block of all members without the elements of weight 0. Local."""
+        mean = ensemble_mean(prediction, self.members)
+        some = np.ones(target.shape, np.bool_) if weights is None else counted(weights, target.shape)
+        x = prediction.reshape(*target.shape[:-1], self.members, -1).swapaxes(-1, -2)[some].astype(np.float64)
+        t, mean = target[some].astype(np.float64), mean[some]
+        variance = np.square(x - mean[:, None]).sum(axis=1) / (self.members - 1)
+        pairs = sum(np.abs(x[:, :k] - x[:, k : k + 1]).sum(axis=1) for k in range(1, self.members))
+        score = np.abs(x - t[:, None]).mean(axis=1) - pairs / (self.members * (self.members - 1))
+        difference = mean - t
+        terms = np.abs(difference), np.square(difference), variance, score
+        self.counts += (t.size, *(term.sum() for term in terms))
+
+    def scores(self) -> dict[str, float | None]:
+        """Compute the scores of the sums."""
+        n, *_, variances, scores = self.counts
+        more = {"spread": float(np.sqrt(variances / n)) if n else None, "crps": float(scores / n) if n else None}
+        return super().scores() | more
+
+
+def ensemble_mean(prediction: Any, members: int) -> np.ndarray:
+    """Return the mean of the members that the channels ``(..., M C)`` hold one after the other, float64 ``(..., C)``.
+
+    >>> ensemble_mean(np.array([[1.0, 10.0, 3.0, 20.0]]), 2)
+    array([[ 2., 15.]])
+    """
+    return prediction.reshape(*prediction.shape[:-1], members, -1).mean(axis=-2, dtype=np.float64)
 
 
 @dataclass

@@ -72,9 +72,9 @@ def check(found, want, factor=20):
     close(dx, want[1], factor=factor)
 
 
-def scores_of(executor):
+def scores_of(executor, metrics=()):
     """Return the scores of the current batch from an evaluation. Collective."""
-    evaluation = Evaluation(executor)
+    evaluation = Evaluation(executor, metrics=metrics)
     evaluation.begin()
     executor.forward(training=False)
     evaluation.add()
