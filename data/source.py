@@ -7,6 +7,7 @@ arrays of NumPy, memory maps, Zarr or h5py (:class:`ArrayDataset`), or a class o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "ArrayDataset",
     "Dataset",
     "DatasetView",
+    "OneSize",
     "sample_shape",
 ]
 
@@ -153,6 +155,20 @@ class DatasetView:
     def close(self) -> None:
         """Close open files; a later read opens them again."""
         self.dataset.close()
+
+
+class OneSize(DatasetView):
+    """The samples of one size, that of sample `index`, of a data set whose samples may differ in size. They keep their
+    numbers. Local.
+    """
+
+    extents = None
+
+    def __init__(self, dataset: Any, index: int) -> None:
+        super().__init__(dataset)
+        self.fields = {
+            name: replace(field, shape=sample_shape(dataset, name, index)) for name, field in dataset.fields.items()
+        }
 
 
 class ArrayDataset:

@@ -34,7 +34,7 @@ from ..models.own import call_own
 from .build import AXES, MOST_RANKS, datasets_of, fitting_cuts, make_network, make_strategy
 from .config import Config, check_config
 
-__all__ = ["adapted", "sized"]
+__all__ = ["adapted", "at_size", "extents_of", "grid_of"]
 
 
 def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool) -> tuple[Config, list[str]]:
@@ -80,10 +80,10 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     augment = config.data.augment
     crops = labelled and augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
     extents = looked.extents
-    found = sized(config, extents) if extents and not crops and free("model.resolution", "data.extents") else None
-    if found is not None:
-        change(*found)
-        network = make_network(config)
+    if extents and not crops and free("model.resolution", "data.extents"):
+        with suppress(UserError):  # otherwise the samples are refused, by their size
+            change(*sized(config, extents))
+            network = make_network(config)
     if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
         change("training", {"batch": looked.samples}, without=["accumulate"])
     if free("strategy") and not config.strategy.auto:
@@ -93,8 +93,13 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     return config, settings
 
 
-def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]] | None:
-    """Return the section and setting by which the network takes samples of these extents; None if there is none. Local.
+def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """Return the section and setting by which the network takes samples of these extents. Local.
+
+    Raises
+    ------
+    UserError
+        If there is none.
     """
     network = make_network(config)
     resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}
@@ -104,10 +109,37 @@ def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]] 
             if difference(fingerprint(network), fingerprint(other), extents=False) is None:
                 return "model", resolution
     own = {"extents": list(extents)}
-    with suppress(UserError):
-        make_network(_changed(config, "data", own))
-        return "data", own
-    return None
+    make_network(_changed(config, "data", own))
+    return "data", own
+
+
+def at_size(config: Config, extents: Sequence[int], samples: int, ranks: int) -> Config:
+    """Return the configuration for `samples` samples of these extents on `ranks` ranks. Local.
+
+    Raises
+    ------
+    UserError
+        If the network takes no samples of these extents.
+    """
+    if tuple(extents) != extents_of(make_network(config)):
+        config = _changed(config, *sized(config, extents))
+    if samples < config.training.at_once:
+        config = _changed(config, "training", {"batch": samples}, without=["accumulate"])
+    elif config.training.accumulate > 1:
+        config = _changed(config, "training", {"batch": config.training.at_once}, without=["accumulate"])
+    cut = None if config.strategy.auto else _other_cut(config, make_network(config), ranks)
+    return config if cut is None else _changed(config, "strategy", cut, without=[*AXES, "file"])
+
+
+def extents_of(network: Network) -> tuple[int, ...]:
+    """Return the spatial extents of the first input with some that predictions depend on. Local."""
+    return network.inputs[grid_of(network)].shape[:-1]
+
+
+def grid_of(network: Network) -> str:
+    """Return the name of the first input with spatial axes that predictions depend on; else of the first one. Local."""
+    made_of = [name for name in network.inputs if name not in network.targets]
+    return next((name for name in made_of if len(network.inputs[name].shape) > 1), made_of[0])
 
 
 def _changed(config: Config, section: str, values: dict[str, Any], without: Collection[str] = ()) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ __all__ = [
     "MeanLoss",
     "check_predictions",
     "describe",
-    "evaluate_batches",
+    "evaluate_parts",
     "judged",
     "write_predictions",
 ]
@@ -97,6 +97,19 @@ class Evaluation:
                 self._counts.append(one.metric.calibration.counts)
         self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss = MeanLoss(executor)
+
+    def follow(self, executor: Executor) -> None:
+        """Count the batches of another executor of the same network from now on, such as one for another size. Local.
+        """
+        if executor is self._executor:
+            return
+        self._executor, found = executor, judged(executor)
+        found += found[:1] * (len(self._counted) - len(found))  # metrics in addition to those of the loss
+        self._counted = [
+            replace(one, prediction=other.prediction, target=other.target, weights=other.weights)
+            for one, other in zip(self._counted, found, strict=True)
+        ]
+        self._loss.follow(executor)
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -267,14 +280,18 @@ class MeanLoss:
     """
 
     def __init__(self, executor: Executor) -> None:
-        view, self._to_host = executor.runner.view, executor.device.to_host
-        terms = executor.program.terms
-        self._divided = [(view(value), view(divisor)) for value, divisor in terms if divisor is not None]
-        self._only_divided = 0 < len(self._divided) == len(terms)
+        self.follow(executor)
+        self._only_divided = 0 < len(self._divided) == len(executor.program.terms)
         #: By divided term: this rank's part times the samples of a batch, and times the divisor.
         self._own = np.zeros((len(self._divided), 2))
         self._sum = executor.comm.reduction(self._own, kind="metrics") if self._divided else None
         self.begin()
+
+    def follow(self, executor: Executor) -> None:
+        """Add the batches of another executor of the same network from now on. Local."""
+        view, self._to_host = executor.runner.view, executor.device.to_host
+        terms = executor.program.terms
+        self._divided = [(view(value), view(divisor)) for value, divisor in terms if divisor is not None]
 
     def begin(self) -> None:
         """Set all sums to zero. Local."""
@@ -306,19 +323,23 @@ class MeanLoss:
             self._sum.close()
 
 
-def evaluate_batches(
-    session: Session, evaluation: Evaluation, batches: Sequence[Batch], interrupted: Callable[[], bool] | None = None
+def evaluate_parts(
+    parts: Iterable[tuple[Session, Sequence[Batch]]],
+    evaluation: Evaluation,
+    interrupted: Callable[[], bool] | None = None,
 ) -> dict[str, Any] | None:
-    """Compute loss and scores of batches. Collective.
+    """Compute loss and scores of batches, each of a session of the same network. Collective.
 
     `interrupted` is called after every batch, and is the same on all ranks. Returns None if it returns True.
     """
     evaluation.begin()
-    for _ in session.feed(batches):
-        session.executor.forward(training=False)
-        evaluation.add()
-        if interrupted is not None and interrupted():
-            return None
+    for session, batches in parts:
+        evaluation.follow(session.executor)
+        for _ in session.feed(batches):
+            session.executor.forward(training=False)
+            evaluation.add()
+            if interrupted is not None and interrupted():
+                return None
     return evaluation.finish()
 
 

@@ -93,6 +93,8 @@ class Executor:
     parts
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass. If a loss is divided by its weights, :meth:`count` every part first.
+    pulse
+        Progress to report to, that of another executor; by default its own.
     debug
         Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
         find a kernel that writes outside of its memory, and memory that is free or that a kernel does not declare is
@@ -143,6 +145,7 @@ class Executor:
         kept: Iterable[str] = (),
         parts: int = 1,
         debug: bool = False,
+        pulse: Pulse | None = None,
     ) -> None:
         self.probed, self.parts = frozenset(probed), parts
         self.checks: dict[str, GradientCheck] = {}
@@ -181,7 +184,7 @@ class Executor:
                 self.mode.loss_scale = self.store.loss_scale.factor
             self.spans = Spans(self.device, comm.instruments.recorder)
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
-            self.pulse = Pulse()
+            self.pulse = Pulse() if pulse is None else pulse
             if graph:
                 check_graph(comm, self.device)
             self._graph, self.graphs = graph and trainable, list[GraphedPass]()

@@ -29,7 +29,7 @@ from .checkpoint import CheckpointReader, TrainingProgress
 from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
 from .directory import RunLock, checkpoint_of, make_folder
-from .evaluation import Evaluation, describe, evaluate_batches
+from .evaluation import Evaluation, describe, evaluate_parts
 from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
 from .monitors import BestScore, Callback, LossWatch, is_defined
 from .pass_loss import STOP
@@ -42,6 +42,7 @@ from .timeline import write_trace
 from .trained import Planner
 from .trainer import Diverged, Trainer
 from .watchdog import Watchdog
+from .whole import WholeSamples, whole_samples
 
 __all__ = ["Ranker", "TrainingRun", "train"]
 
@@ -125,8 +126,13 @@ def train(
             ranked += ranker(config, ranks, strategy)
         with ranks.agreement(), session.memory_errors():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
-        for text in (headline(session), *data_lines(session)):
-            log.say(text)
+        run.whole = whole_samples(session, session.samples.validation)
+        if run.whole is not None:
+            stack.enter_context(run.whole)
+        part = session.samples.evaluated_part if len(session.samples.validation) else ""
+        for text in (headline(session), *data_lines(session), run.whole.text if run.whole is not None else part):
+            if text:
+                log.say(text)
         if found is not None:
             run.resume(found)
         elif config.training.init is not None:
@@ -192,7 +198,7 @@ class TrainingRun:
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run stops
     with a checkpoint after the step in which any rank receives a signal; `stopped_by` then names it. If gradient
     reduction is ``"auto"``, the `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
-    called in order.
+    called in order. With `whole`, these samples are validated instead of the windows of the session.
     """
 
     def __init__(
@@ -209,6 +215,7 @@ class TrainingRun:
         self.session, self.log, self.measures = session, log, measures
         self.signals = signals or StopSignals()
         self.stopped_by: str | None = None
+        self.whole: WholeSamples | None = None
         self.callbacks = tuple(callbacks)
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
@@ -577,7 +584,8 @@ class TrainingRun:
             timeline.paused = True
         try:
             with self.trainer.averaged():
-                return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
+                parts = [(self.session, self._held_out)] if self.whole is None else self.whole.parts()
+                return evaluate_parts(parts, self.evaluation, self._interrupted)
         finally:
             if timeline is not None:
                 timeline.paused = paused

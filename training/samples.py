@@ -47,7 +47,7 @@ from .checkpoint import TrainingProgress
 from .config import Config, DataConfig
 from .root import on_root
 
-__all__ = ["Samples"]
+__all__ = ["Samples", "fit_together"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # samples named in a message
@@ -126,7 +126,7 @@ class Samples:
             if labelled and data.augment is not None:
                 augmentation = AUGMENTATIONS[data.augment.kind](data.augment, windows, config.training.seed)
                 check_methods(augmentation)
-            reductions = _fit_together(data, windows.fields, network)
+            reductions = fit_together(data, windows.fields, network)
             _leave_out_padding(windows, network, reductions)
             if labelled and hasattr(dataset, "weighted"):
                 skipped = {name for name, reduction in reductions.items() if not reduction.skips}
@@ -443,7 +443,7 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
             )
 
 
-def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
+def fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
     """Check that every field has the shape of its input; return the reductions of finer targets, by name."""
     reductions = {}
     for name, field in fields.items():

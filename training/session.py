@@ -41,7 +41,7 @@ from .samples import Samples
 from .timeline import Timeline
 from .transfer import DeviceFeed
 
-__all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline"]
+__all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline", "open_loader"]
 
 _log = logging.getLogger(__name__)
 NAMED = 4  # layers named in a message
@@ -128,27 +128,7 @@ class Session:
             inputs = {name: executor.input(name) for name in samples.dataset.fields}
             if comm.rank == 0:
                 samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
-            slots, device, ahead = data.prefetch + 1, executor.device, None
-            with _memory_errors(config, executor):
-                if not device.is_host:
-                    arrays = {name: made.array for name, made in inputs.items()}
-                    ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
-                loader = stack.enter_context(
-                    Loader(
-                        samples.dataset,
-                        {name: made.box for name, made in inputs.items()},
-                        statistics=samples.statistics,
-                        reductions=samples.reductions,
-                        windows=samples.windows,
-                        augmentation=samples.augmentation,
-                        # Normalized before the copy to a device, whose inputs may have 16 bits.
-                        dtype=executor.store.dtype,
-                        depth=slots,
-                        recorder=timeline,
-                        allocate=np.zeros if device.is_host else device.pinned,
-                        ahead=ahead,
-                    )
-                )
+            loader, ahead = open_loader(config, executor, samples, stack, timeline)
             return cls(config, comm, network, executor, samples, loader, timeline, ahead)
 
     def memory_errors(self) -> AbstractContextManager[None]:
@@ -198,6 +178,35 @@ class Session:
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")
+
+
+def open_loader(
+    config: Config, executor: Executor, samples: Samples, stack: ExitStack, timeline: Timeline | None = None
+) -> tuple[Loader, DeviceFeed | None]:
+    """Open the loader of an executor's inputs, with the feed of its device. Local; `stack` closes both."""
+    inputs = {name: executor.input(name) for name in samples.dataset.fields}
+    slots, device, ahead = config.data.prefetch + 1, executor.device, None
+    with _memory_errors(config, executor):
+        if not device.is_host:
+            arrays = {name: made.array for name, made in inputs.items()}
+            ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
+        loader = stack.enter_context(
+            Loader(
+                samples.dataset,
+                {name: made.box for name, made in inputs.items()},
+                statistics=samples.statistics,
+                reductions=samples.reductions,
+                windows=samples.windows,
+                augmentation=samples.augmentation,
+                # Normalized before the copy to a device, whose inputs may have 16 bits.
+                dtype=executor.store.dtype,
+                depth=slots,
+                recorder=timeline,
+                allocate=np.zeros if device.is_host else device.pinned,
+                ahead=ahead,
+            )
+        )
+    return loader, ahead
 
 
 def _memory_errors(config: Config, executor: Executor) -> AbstractContextManager[None]:
@@ -299,10 +308,9 @@ def data_lines(session: Session) -> list[str]:
     """Return lines on treatments of the data that the configuration does not show. Local.
 
     They list the channels that are transformed before normalization, some because of their names; for targets with
-    class counts, the count and weight of each class; and the part of the samples that is validated.
+    class counts, the count and weight of each class.
     """
-    part = session.samples.evaluated_part if len(session.samples.validation) else ""
-    return [*_transforms(session), *_balances(session), *([part] if part else [])]
+    return [*_transforms(session), *_balances(session)]
 
 
 def _transforms(session: Session) -> Iterator[str]:

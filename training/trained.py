@@ -16,7 +16,7 @@ from halograd.version import __version__
 
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
-from ..data import Hdf5Dataset, find_files
+from ..data import Batch, Hdf5Dataset, find_files
 from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted
@@ -25,11 +25,12 @@ from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
 from .directory import checkpoint_of
-from .evaluation import Evaluation, check_predictions, describe, evaluate_batches, write_predictions
+from .evaluation import Evaluation, check_predictions, describe, evaluate_parts, write_predictions
 from .metrics import check_details, write_details
 from .root import on_root
 from .session import Session
 from .step_times import RunPlan
+from .whole import whole_samples
 
 __all__ = ["Planner", "apply", "evaluate", "find_trained"]
 
@@ -90,23 +91,35 @@ def evaluate(
             raise UserError(
                 "data.validation: expected held-out samples, got 0; hold some out, or evaluate other samples"
             )
-        batches = session.in_order(chosen)
         metrics, statistics = config.output.metrics, session.samples.statistics
         evaluation = Evaluation(session.executor, details is not None, metrics, statistics)
-        result = evaluate_batches(session, evaluation, batches)
-        assert result is not None, "it is not interrupted"
-        if evaluation.lacking_text:
-            _log.warning("%s samples: %s", samples, evaluation.lacking_text)
-        if predictions is not None:
-            write_predictions(session, batches, Path(predictions))
+        with ExitStack() as stack:
+            whole = whole_samples(session, chosen)
+            parts: Iterator[tuple[Session, Sequence[Batch]]] = iter([(session, session.in_order(chosen))])
+            if whole is not None:
+                stack.enter_context(whole)
+                parts = whole.parts()
+                if predictions is not None and len(whole.sizes) > 1:
+                    raise UserError(
+                        "--predictions: expected samples of one size, got several; use `halograd apply`, which writes "
+                        "a file for each"
+                    )
+            result = evaluate_parts(parts, evaluation)
+            assert result is not None, "it is not interrupted"
+            if evaluation.lacking_text:
+                _log.warning("%s samples: %s", samples, evaluation.lacking_text)
+            if predictions is not None:
+                parts = iter([(session, session.in_order(chosen))]) if whole is None else whole.parts()
+                write_predictions(*next(parts), Path(predictions))
+            part = session.samples.evaluated_part if whole is None else whole.text
         if details is not None:
             about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
             on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
         if ranks.rank == 0:
             if settings:
                 print(f"for these data and ranks: {' '.join(settings)}")
-            if session.samples.evaluated_part:
-                print(session.samples.evaluated_part)
+            if part:
+                print(part)
             count = f"{len(chosen)} of {len(session.samples.dataset)} samples"
             print(f"{samples}: {count}, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}

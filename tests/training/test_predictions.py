@@ -87,7 +87,7 @@ def test_found_before_the_evaluation(comm, config, monkeypatch):
     comm.Barrier()
     cut = [f"strategy.sample={comm.size}"]
     train(folder / "run.toml", [*cut, "training.epochs=1"], comm=comm)
-    for name in ("evaluate_batches", "write_predictions"):
+    for name in ("evaluate_parts", "write_predictions"):
         monkeypatch.setattr(trained, name, lambda *_: pytest.fail("expected no evaluation"))
     with pytest.raises(DataError, match=r"mine\.h5: expected no file there, or older predictions, got another"):
         evaluate(folder / "out", cut, predictions=folder / "mine.h5", comm=comm)

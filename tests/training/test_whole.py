@@ -1,0 +1,70 @@
+"""Tests of whole samples in validations of runs that train on windows: equal to evaluations, under every cut."""
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.errors import UserError
+from halograd.training import apply, evaluate, train
+from halograd.training.log import read_log
+from tests.training.cuts import CUTS, overrides_of
+from tests.training.runs import write_config
+
+#: Samples of 22 x 26, of which windows of 16 x 16 are trained on; the network divides multiples of 4.
+WHOLE = ["data.augment={crop = true}", 'data.evaluate="whole"', "training.epochs=1"]
+METRICS = ['output.metrics=["dice"]']
+
+
+def write(folder):
+    rng = np.random.default_rng(2)
+    with h5py.File(folder / "data.h5", "w") as file:
+        file["inputs"] = rng.standard_normal((10, 22, 26, 3)).astype(np.float32)
+        file["inputs"].attrs["layout"] = "NHWC"
+        file["mask"] = (file["inputs"][..., 0] > file["inputs"][..., 1]).astype(np.uint8)
+    return write_config(folder)
+
+
+def validation(out):
+    (entry,) = read_log(out / "log.jsonl", "validation")
+    return {key: value for key, value in entry.items() if key not in ("event", "time", "epoch", "step")}
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_validations_are_evaluations_of_whole_samples(comm, config, capsys):
+    for number, cut in enumerate(CUTS[comm.size]):
+        out = config.parent / f"cut{number}"
+        trained = train(config, [*WHOLE, *METRICS, *overrides_of(cut), f"output.directory={out}"], comm=comm)
+        again = evaluate(out, comm=comm)
+        comm.barrier()
+        if comm.rank == 0:
+            assert "whole samples are evaluated: 3 of 22x26 (" in capsys.readouterr().out
+            found = validation(out)
+            alone = evaluate(out, ["data.augment={crop = false}"], comm=MPI.COMM_SELF)
+            for name, value in found.items():
+                assert value == trained["validation"][name]
+                assert value == pytest.approx(alone[name], rel=1e-10) == pytest.approx(again[name], rel=1e-10)
+            middle = evaluate(out, ['data.evaluate="middle"', "strategy={sample = 1}"], comm=MPI.COMM_SELF)
+            assert middle["loss"] != pytest.approx(found["loss"], rel=1e-3)
+
+
+@pytest.mark.ranks(1, 2)
+def test_predictions_of_whole_samples(comm, config):
+    train(config, [*WHOLE, f"strategy.height={comm.size}"], comm=comm)
+    evaluate("out", [], "all", "judged.h5", comm)
+    apply("out", ["data.h5"], "p.h5", comm=comm)
+    with h5py.File("judged.h5") as judged, h5py.File("p.h5") as applied:
+        order = np.argsort(judged["sample"][()])
+        np.testing.assert_allclose(judged["prediction"][()][order], applied["prediction"][()], rtol=1e-9, atol=1e-12)
+
+
+def test_refusals(working):
+    config = write(working)
+    text = config.read_text()
+    model = '[model]\nname = "lenet5"\nclasses = 2\nchannels = 3\nresolution = 16\n'
+    text = text[text.index("[data]") :].replace("validation = 0.3", 'targets = "label"')
+    config.write_text(model + text)
+    with h5py.File("data.h5", "a") as file:
+        file["label"] = np.arange(10) % 2
+    with pytest.raises(UserError, match=r"data.extents: .* takes no samples of 22 x 26: its parameter .*/w depends on"):
+        train(config, WHOLE, comm=MPI.COMM_SELF)

@@ -1,0 +1,184 @@
+"""Whole samples beside windows of them: sessions of the same parameters at the sizes of the samples.
+
+A run that trains on windows validates whole samples, which may differ in size. For each size there is a session with
+its own executor, which only computes forward, without copies of parameters and statistics. A session of the only size
+is made once; sessions of several sizes are made and closed one after another, so that the memory is that of the
+largest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+
+from halograd.documents import bytes_text
+from halograd.errors import UserError
+
+from ..data import Batch
+from ..data.source import OneSize, sample_shape
+from ..data.windows import SampleWindows
+from ..layers.strategy import cuts_text, parameter_blocks
+from .adapting import at_size, extents_of, grid_of
+from .build import check_memory, make_network, make_strategy, needs_of
+from .config import Config
+from .executor import Executor
+from .samples import fit_together
+from .session import Session, open_loader
+
+__all__ = ["WholeSamples", "whole_samples"]
+
+_log = logging.getLogger(__name__)
+_NAMED = 4  # sizes named in a line
+
+
+class WholeSamples:
+    """Whole samples of a session, by size. Collective over its communicator; `close` closes the last session.
+
+    Parameters
+    ----------
+    session
+        Session that computes windows of its samples, or samples of one size.
+    indices
+        Samples to compute, one or more.
+
+    Raises
+    ------
+    UserError
+        If the network takes no samples of one of the sizes, or they do not fit into memory.
+    """
+
+    def __init__(self, session: Session, indices: np.ndarray) -> None:
+        self._session, self._stack = session, ExitStack()
+        self._opened: Session | None = None
+        dataset, comm = session.samples.dataset, session.comm
+        name = grid_of(session.network)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in indices:
+            shapes = [sample_shape(dataset, other, int(index)) for other in (name, *dataset.fields)]
+            groups.setdefault(tuple(n for shape in shapes for n in shape), []).append(int(index))
+        #: Per size: its samples, and what computes them.
+        self.sizes: list[tuple[np.ndarray, _Made]] = []
+        with comm.agreement():
+            for members in groups.values():
+                extents = sample_shape(dataset, name, members[0])[:-1]
+                config = at_size(session.config, extents, len(members), comm.size)
+                self.sizes.append((np.array(members), _Made(session, config)))
+        if session.executor.device.is_host:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise UserError if the largest size does not fit beside the session. Collective."""
+        own, comm = self._session, self._session.comm
+        trains = own.executor.reducer is not None
+        beside = sum(needs_of(own.config, comm, own.network, own.executor.strategy, trains, None).values())
+        made = max((made for _, made in self.sizes), key=lambda made: math.prod(made.extents))
+        check_memory(made.config, comm, made.network, made.strategy, False, beside=beside)
+
+    def parts(self) -> Iterator[tuple[Session, Sequence[Batch]]]:
+        """Yield a session per size, and the batches of its samples. Collective."""
+        for members, made in self.sizes:
+            session = self._opened or self._open(int(members[0]), made)
+            yield session, session.in_order(members)
+            if len(self.sizes) > 1:
+                self.close()
+
+    def _open(self, index: int, made: _Made) -> Session:
+        own, comm, config = self._session, self._session.comm, made.config
+        executor = own.executor
+        with comm.agreement():
+            dataset = OneSize(own.samples.dataset, index)
+            reductions = fit_together(config.data, dataset.fields, made.network)
+        windows = SampleWindows(dataset)
+        samples = replace(own.samples, dataset=dataset, reductions=reductions, windows=windows, augmentation=None)
+        settings = config.training
+        whole = self._stack.enter_context(
+            Executor(
+                made.network,
+                comm,
+                executor.kernels,
+                settings.at_once,
+                made.strategy,
+                settings.dtype,
+                False,
+                executor.store,
+                settings.seed,
+                pulse=executor.pulse,
+            )
+        )
+        whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted
+        loader, ahead = open_loader(config, whole, samples, self._stack)
+        self._opened = Session(config, comm, made.network, whole, samples, loader, own.timeline, ahead)
+        return self._opened
+
+    @property
+    def text(self) -> str:
+        """Text on sizes, cuts and memory. Local."""
+        comm, some = self._session.comm, []
+        for members, made in self.sizes[:_NAMED]:
+            extents = "x".join(map(str, made.extents))
+            cut = cuts_text(made.strategy.cuts_of(next(iter(made.network.layers))))
+            needs = needs_of(made.config, comm, made.network, made.strategy, False, None)
+            some.append(f"{len(members)} of {extents} ({cut}, {bytes_text(sum(needs.values()))} per rank)")
+        more = f", and {len(self.sizes) - _NAMED} more sizes" if len(self.sizes) > _NAMED else ""
+        cost = ", for each size by a network made for it" if len(self.sizes) > 1 else ""
+        return f"whole samples are evaluated{cost}: {', '.join(some)}{more}"
+
+    def close(self) -> None:
+        """Close the session of the last size. Collective."""
+        self._opened = None
+        self._stack.close()
+
+    def __enter__(self) -> WholeSamples:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
+            self.close()
+        else:
+            self._stack.__exit__(*raised)  # type: ignore[arg-type]
+
+
+class _Made:
+    """Network and strategy of a configuration, for the parameters of a session. Local."""
+
+    def __init__(self, session: Session, config: Config) -> None:
+        size, own, self.config = session.comm.size, session.executor, config
+        self.network = make_network(config)
+        if self.network.counted:
+            self.network.balance(session.samples.class_counts)
+        if config.strategy.auto or config.strategy == session.config.strategy:
+            self.strategy = own.strategy
+        else:
+            self.strategy = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
+        self.strategy.validate(self.network, size)
+        self.strategy.refuse_empty_blocks(self.network)
+        self.extents = extents_of(self.network)
+        mine, theirs = parameter_blocks(self.network, self.strategy, size), own.store.blocks or {}
+        if any(not (one.whole and theirs[name].whole) and one != theirs[name] for name, one in mine.items()):
+            raise UserError(
+                'data.evaluate: expected "middle" where parameters are cut, and whole samples need another cut; '
+                "evaluate them by `halograd evaluate`"
+            )
+
+
+def whole_samples(session: Session, indices: np.ndarray) -> WholeSamples | None:
+    """Return the whole samples to compute instead of windows, by ``data.evaluate``; None: the windows. Collective."""
+    dataset, wanted = session.samples.dataset, session.config.data.evaluate
+    if not session.samples.evaluated_part or not len(indices):
+        return None
+    several = getattr(dataset, "extents", None) is not None
+    if wanted == "middle" or (wanted is None and not several):
+        return None
+    try:
+        return WholeSamples(session, indices)
+    except UserError as error:
+        if wanted == "whole":
+            raise
+        if session.comm.rank == 0:
+            _log.warning('middle windows are evaluated (data.evaluate = "middle"), not whole samples: %s', error)
+        return None
