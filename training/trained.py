@@ -75,6 +75,8 @@ def evaluate(
 
     def find() -> tuple[Config, list[str], Path, TrainingProgress, bool]:
         config, checkpoint, progress, drawn_alike = find_trained(Path(target), overrides)
+        if samples == "all":  # a single sample, of which none can be held out, is evaluated too
+            config = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.0})})
         return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, drawn_alike)
 
     config, settings, checkpoint, progress, drawn_alike = on_root(world, find)

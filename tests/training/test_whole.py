@@ -68,3 +68,41 @@ def test_refusals(working):
         file["label"] = np.arange(10) % 2
     with pytest.raises(UserError, match=r"data.extents: .* takes no samples of 22 x 26: its parameter .*/w depends on"):
         train(config, WHOLE, comm=MPI.COMM_SELF)
+
+
+def write_sizes(folder):
+    """Write five files of samples of 22 x 26 and 16 x 20 in turn, and a configuration that reads them."""
+    rng = np.random.default_rng(4)
+    (folder / "patients").mkdir()
+    for number in range(5):
+        x = rng.standard_normal((1, *((22, 26), (16, 20))[number % 2], 3)).astype(np.float32)
+        with h5py.File(folder / "patients" / f"{number}.h5", "w") as file:
+            file["inputs"], file["mask"] = x, (x[..., 0] > x[..., 1]).astype(np.uint8)
+            file["inputs"].attrs["layout"] = "NHWC"
+    write_config(folder)
+
+
+SIZES = ['data.path="patients"', "data.augment={crop = true}", "data.validation=0.5", "training.batch=2"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_several_sizes(comm, working):
+    """Samples of several sizes are validated whole by default; the scores are those of all of them."""
+    if comm.rank == 0:
+        write_sizes(working)
+    comm.barrier()
+    sets = [*SIZES, "training.epochs=2", f"strategy.height={comm.size}"]
+    train("run.toml", sets, comm=comm)
+    again = evaluate("out", comm=comm)
+    every = evaluate("out", [], "all", comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        found = read_log(working / "out/log.jsonl", "validation")[-1]
+        assert found["loss"] == pytest.approx(again["loss"], rel=1e-10)
+        losses = []
+        for number in range(5):  # each file by itself, under another configuration
+            path = ["data.augment={crop = false}", f'data.path="patients/{number}.h5"']
+            losses.append(evaluate("out", path, "all", comm=MPI.COMM_SELF)["loss"])
+        assert every["loss"] == pytest.approx(np.mean(losses), rel=1e-10)
+        with pytest.raises(UserError, match="--predictions: expected samples of one size, got several"):
+            evaluate("out", ["strategy={sample = 1}"], "all", "judged.h5", MPI.COMM_SELF)
