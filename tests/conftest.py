@@ -157,6 +157,16 @@ def comm() -> Any:
 
 
 @pytest.fixture
+def turn(request: pytest.FixtureRequest) -> int:
+    """Return the sum of the places of a test's parameters in their lists: what a case takes of what is taken in turn.
+
+    So the cases that share the other parameters take all of it.
+    """
+    parameters = getattr(request.node, "callspec", None)
+    return sum(parameters.indices.values()) if parameters else 0
+
+
+@pytest.fixture
 def shared(comm: Any, tmp_path: Path) -> Path:
     """Return an empty folder, the same on all ranks."""
     return Path(comm.bcast(str(tmp_path)))

@@ -7,8 +7,9 @@ import numpy as np
 from halograd.kernels import get_backend
 from halograd.layers import Input, Loss, Network
 from halograd.layers.strategy import Strategy
-from halograd.testing import grids, random_array, run_layer
+from halograd.testing import random_array, run_layer
 from halograd.training.executor import Executor
+from tests.support.grids import grids_in_turn
 
 
 class Probe(Loss):
@@ -53,9 +54,9 @@ def close(found, want, dtype="float64", factor=1000.0):
     assert found.shape == want.shape and error <= bound, f"differs by {error:.3g}, allowed are {bound:.3g}"
 
 
-def check_grids(ranks, make, shape, want, factor=1000.0, dtype="float64", **options):
-    """Compare the results of a layer on every grid of the ranks with the expected ones (`close`)."""
-    for parts in grids(ranks.size, ("sample", "height", "width")):
+def check_grids(ranks, turn, make, shape, want, factor=1000.0, dtype="float64", **options):
+    """Compare the results of a layer on the grids of this turn with the expected ones (`close`)."""
+    for parts in grids_in_turn(ranks.size, ("sample", "height", "width"), turn):
         found = run_layer(make, [shape], ranks, parts, dtype=dtype, **options)
         for key, array in want.items() if found is not None else ():
             close(found[key], array, dtype, factor)

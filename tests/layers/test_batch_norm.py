@@ -11,6 +11,7 @@ from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import grids, random_array, run_layer
 from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
 from tests.layers.oracle import torch
+from tests.support.grids import grids_in_turn
 from tests.support.refusals import refusals
 
 SHAPE = (7, 5, 3)
@@ -59,9 +60,9 @@ def blocks_of(statistics, batch, shape, parts, size):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
-def test_a_residual_is_added_before_the_activation(ranks, statistics):
+def test_a_residual_is_added_before_the_activation(ranks, turn, statistics):
     x, r, g = (random_array((3, *SHAPE), name) for name in ("x0", "x1", "g"))
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         make = norm(statistics=statistics, activation="relu")
         found = run_layer(make, [SHAPE, SHAPE], ranks, parts, batch=3, steps=2)
         if found is None:
@@ -119,9 +120,9 @@ def test_statistics_of_cut_channels_are_summed_by_the_ranks_with_the_same(ranks)
 @pytest.mark.mpi
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 @pytest.mark.parametrize(("relu", "affine"), [(None, True), ("relu", True), ("relu", False)])
-def test_is_the_definition_on_the_blocks_of_its_statistics(ranks, statistics, relu, affine):
+def test_is_the_definition_on_the_blocks_of_its_statistics(ranks, turn, statistics, relu, affine):
     x = random_array((3, *SHAPE), "x0")
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         found = run_layer(
             norm(statistics=statistics, activation=relu, affine=affine), [SHAPE], ranks, parts, batch=3, steps=2
         )
@@ -132,10 +133,10 @@ def test_is_the_definition_on_the_blocks_of_its_statistics(ranks, statistics, re
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float32_against_the_definition(ranks, backend):
+def test_float32_against_the_definition(ranks, turn, backend):
     x = random_array((2, 9, 8, 16), "x0").astype(np.float32)
     want = oracle(x, 2, (9, 8, 16), relu=True)
-    check_grids(ranks, norm(activation="relu"), (9, 8, 16), want, 300, dtype="float32", backend=backend)
+    check_grids(ranks, turn, norm(activation="relu"), (9, 8, 16), want, 300, dtype="float32", backend=backend)
 
 
 @pytest.mark.mpi
@@ -152,20 +153,22 @@ def test_the_strategy_chooses_the_statistics(ranks):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("mean", "spread"), [(1e3, 1.0), (1e6, 1.0), (-1e4, 1e-2), (5.0, 0.0)])
-def test_large_mean_and_small_variance_in_float64(ranks, mean, spread):
+def test_large_mean_and_small_variance_in_float64(ranks, turn, mean, spread):
     """The error for a large mean is within a multiple of `mean / spread` roundings, which the subtraction leaves."""
     shift, x = moved(SHAPE, 3, lambda x: mean * np.array([1, 0, -1]) + spread * x)
     want = {"y": oracle(x, 3, SHAPE)["y"]}
-    check_grids(ranks, norm(), SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift)
+    check_grids(
+        ranks, turn, norm(), SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift
+    )
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mean", [1e2, 1e4])
-def test_large_mean_and_small_variance_in_float32(ranks, backend, mean):
+def test_large_mean_and_small_variance_in_float32(ranks, turn, backend, mean):
     shift, x = moved(SHAPE, 3, lambda x: mean + x)
     want = {"y": oracle(x.astype(np.float32), 3, SHAPE)["y"]}
-    check_grids(ranks, norm(), SHAPE, want, 10 * mean, "float32", backend=backend, batch=3, shift=shift)
+    check_grids(ranks, turn, norm(), SHAPE, want, 10 * mean, "float32", backend=backend, batch=3, shift=shift)
 
 
 # -- running statistics and evaluation --------------------------------------------------------------

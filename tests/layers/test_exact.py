@@ -8,7 +8,7 @@ with differences on the smallest number of ranks.
 
 from collections import Counter
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 from mpi4py import MPI
@@ -36,6 +36,7 @@ from tests.layers.cases import (
     transposed,
 )
 from tests.layers.geometries import CROWDED, NASTY, skew
+from tests.support.grids import pair_of
 
 SHAPE = (7, 6, 3)
 SHAPES = [SHAPE, (9, 2), (6, 7, 6, 2), (5,)]
@@ -72,12 +73,6 @@ def axes_of(shape):
     """Return the names of samples and spatial axes of the first input."""
     first = shape[0] if isinstance(shape[0], tuple) else shape
     return axis_names(len(first) + 1)[:-1]
-
-
-def pair_of(shape, turn):
-    """Return the pair of axes that is cut at this turn; all axes if there are no more."""
-    pairs = list(combinations(axes_of(shape), 2)) or [axes_of(shape)]
-    return pairs[turn % len(pairs)]
 
 
 def behind(make, first):
@@ -324,5 +319,5 @@ def test_exact(cut, make, shape, options, turn, monkeypatch):
     if MPI.COMM_WORLD.size > SMALLEST.get(cut, 1):
         options["gradient"] = False
     if MPI.COMM_WORLD.size == 4 and turn is not None:
-        options["axes"] = pair_of(shape, turn)
+        options["axes"] = pair_of(axes_of(shape), turn)
     check_layer(make, shape, **options)

@@ -41,29 +41,29 @@ def oracle(kind, x, relu=False, affine=True):
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_is_the_definition(ranks, kind, options):
+def test_is_the_definition(ranks, turn, kind, options):
     x = random_array((3, *SHAPE), "x0")
     want = oracle(kind, x, relu="activation" in options, affine=options.get("affine", True))
-    check_grids(ranks, lambda: NORMS[kind](**options), SHAPE, want, batch=3, steps=2)
+    check_grids(ranks, turn, lambda: NORMS[kind](**options), SHAPE, want, batch=3, steps=2)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float32_against_the_definition(ranks, kind, backend):
+def test_float32_against_the_definition(ranks, turn, kind, backend):
     shape = (9, 8, 16)
     x = random_array((2, *shape), "x0").astype(np.float32)
     want = oracle(kind, x, relu=True)
-    check_grids(ranks, lambda: NORMS[kind](activation="relu"), shape, want, 300, dtype="float32", backend=backend)
+    check_grids(ranks, turn, lambda: NORMS[kind](activation="relu"), shape, want, 300, dtype="float32", backend=backend)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["group", "instance", "channels"])
 @pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (5.0, 0.0)])
-def test_large_mean_and_small_variance(ranks, kind, mean, spread):
+def test_large_mean_and_small_variance(ranks, turn, kind, mean, spread):
     shift, x = moved(SHAPE, 2, lambda x: mean + spread * x)
     want = {"y": oracle(kind, x)["y"]}
-    check_grids(ranks, NORMS[kind], SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), shift=shift)
+    check_grids(ranks, turn, NORMS[kind], SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), shift=shift)
 
 
 @pytest.mark.mpi

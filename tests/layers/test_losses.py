@@ -14,6 +14,7 @@ from tests.layers.geometries import skew
 from tests.layers.losses import AXES, BATCH, CLASS_WEIGHTS, SHAPE, check, make_executor, run_loss, target
 from tests.layers.norms import close, step, traffic
 from tests.layers.oracle import torch
+from tests.support.grids import grids_in_turn
 from tests.support.lean import traced
 from tests.support.refusals import refusals
 
@@ -167,14 +168,17 @@ def numeric_gradient(function, x, t):
 # -- exactness --------------------------------------------------------------------------------------
 
 
-def check_definition(ranks, name, dtype="float64", valid=BATCH, near=(1e-13, 2e-9), numeric=True):
-    """Check loss and gradient against the definition on every grid; samples from `valid` on have zero gradient."""
+def check_definition(ranks, turn, name, dtype="float64", valid=BATCH, near=(1e-13, 2e-9), numeric=True):
+    """Check loss and gradient against the definition on the grids of this turn.
+
+    Samples from `valid` on have zero gradient.
+    """
     make, function, kind = LOSSES[name]
     x, t = random_array((BATCH, *SHAPE), "x").astype(dtype).astype(float), target(kind, SHAPE)
     t = t.astype(dtype).astype(float) if t.dtype.kind == "f" else t
     want = function(x[:valid], t[:valid])
     gradient = numeric_gradient(function, x[:valid], t[:valid]) if numeric else None
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         loss, dx = run_loss(make, (x, t), ranks, parts, dtype, valid=valid)
         assert abs(loss - want) <= near[0] * max(1, abs(want))
         if numeric:
@@ -184,41 +188,41 @@ def check_definition(ranks, name, dtype="float64", valid=BATCH, near=(1e-13, 2e-
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", LOSSES)
-def test_is_its_definition_on_every_grid(ranks, name):
-    check_definition(ranks, name)
+def test_is_its_definition_on_every_grid(ranks, turn, name):
+    check_definition(ranks, turn, name)
 
 
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("name", SOME)
-def test_uneven_and_empty_blocks(ranks, name, monkeypatch):
+def test_uneven_and_empty_blocks(ranks, turn, name, monkeypatch):
     skew(monkeypatch)
-    check_definition(ranks, name, numeric=False)
+    check_definition(ranks, turn, name, numeric=False)
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("name", LOSSES)
-def test_float32(ranks, name):
-    check_definition(ranks, name, "float32", near=(1e-6, 1e-6))
+def test_float32(ranks, turn, name):
+    check_definition(ranks, turn, name, "float32", near=(1e-6, 1e-6))
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("valid", [1, 2])
 @pytest.mark.parametrize("name", SOME)
-def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
-    check_definition(ranks, name, valid=valid)
+def test_a_short_batch_is_a_smaller_batch(ranks, turn, name, valid):
+    check_definition(ranks, turn, name, valid=valid)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("shape", [(4,), (6, 4), (3, 4, 3, 4)])
-def test_samples_without_space_lines_and_volumes(ranks, name, shape):
+def test_samples_without_space_lines_and_volumes(ranks, turn, name, shape):
     make, function, kind = LOSSES[name]
     x, t = random_array((BATCH, *shape), "x"), target(kind, shape)
     axes = {2: ("sample", "width"), 4: ("sample", "depth", "height", "width")}.get(len(shape), ("sample",))
     with Communicator(MPI.COMM_SELF) as alone:
         want, gradient = run_loss(make, (x, t), alone, {})
     assert abs(want - function(x, t)) <= 1e-13 * max(1, abs(want))
-    for parts in grids(ranks.size, axes):
+    for parts in grids_in_turn(ranks.size, axes, turn):
         check(run_loss(make, (x, t), ranks, parts), (want, gradient), factor=10)
 
 

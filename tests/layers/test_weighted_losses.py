@@ -17,6 +17,7 @@ from tests.layers.geometries import skew
 from tests.layers.losses import AXES, BATCH, SHAPE, check, make_executor, run_loss, scores_of, target
 from tests.layers.norms import step, traffic
 from tests.layers.weighted import CASES, FORMS, LOSSES, SOME, reference, weights_of
+from tests.support.grids import grids_in_turn
 from tests.support.lean import traced
 from tests.support.refusals import refusals
 
@@ -26,15 +27,15 @@ from tests.support.refusals import refusals
 @pytest.mark.mpi
 @pytest.mark.torch
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_as_torch_on_every_grid(ranks, name, form):
-    check_form(ranks, name, form)
+def test_as_torch_on_every_grid(ranks, turn, name, form):
+    check_form(ranks, turn, name, form)
 
 
-def check_form(ranks, name, form):
+def check_form(ranks, turn, name, form):
     make, function, kind = LOSSES[name]
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), weights_of(form)
     want = reference(function, x, t, w)
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
@@ -42,34 +43,34 @@ def check_form(ranks, name, form):
 @pytest.mark.torch
 @pytest.mark.parametrize("valid", [1, 2])
 @pytest.mark.parametrize("name", SOME)
-def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
+def test_a_short_batch_is_a_smaller_batch(ranks, turn, name, valid):
     make, function, kind = LOSSES[name]
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), weights_of("position")
     loss, gradient = reference(function, x[:valid], t[:valid], w[:valid])
     gradient = np.concatenate([gradient, np.zeros((BATCH - valid, *SHAPE))])
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         check(run_loss(make, (x, t, w), ranks, parts, valid=valid), (loss, gradient))
 
 
 @pytest.mark.many_ranks
 @pytest.mark.torch
 @pytest.mark.parametrize(("name", "form"), [case for case in CASES if case[0] in SOME])
-def test_uneven_and_empty_blocks(ranks, name, form, monkeypatch):
+def test_uneven_and_empty_blocks(ranks, turn, name, form, monkeypatch):
     skew(monkeypatch)
-    check_form(ranks, name, form)
+    check_form(ranks, turn, name, form)
 
 
 @pytest.mark.mpi
 @pytest.mark.torch
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("shape", [(4,), (6, 4), (3, 4, 3, 4)])
-def test_samples_without_space_lines_and_volumes(ranks, name, shape):
+def test_samples_without_space_lines_and_volumes(ranks, turn, name, shape):
     make, function, kind = LOSSES[name]
     x, t = random_array((BATCH, *shape), "x"), target(kind, shape)
     w = np.random.default_rng(3).random((BATCH, *shape[:-1], 1))
     want = reference(function, x, t, w)
     axes = {2: ("sample", "width"), 4: ("sample", "depth", "height", "width")}.get(len(shape), ("sample",))
-    for parts in grids(ranks.size, axes):
+    for parts in grids_in_turn(ranks.size, axes, turn):
         check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
@@ -131,26 +132,26 @@ def with_ignored(channels, ignored):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignored", [-1, 1])
 @pytest.mark.parametrize("name", IGNORING)
-def test_ignored_positions_are_those_of_weight_0(ranks, name, ignored, weighted):
+def test_ignored_positions_are_those_of_weight_0(ranks, turn, name, ignored, weighted):
     make, channels = IGNORING[name]
     x, t, there = with_ignored(channels, ignored)
     there = there * (t != ignored)
     given = [np.random.default_rng(3).random(there.shape)] if weighted else []
     first, *_ = grids(ranks.size, AXES)
     want = run_loss(make, (x, t, there * given[0] if weighted else there), ranks, first)
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         check(run_loss(lambda: make(ignore_index=ignored), (x, t, *given), ranks, parts, valid=BATCH), want)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", IGNORING)
-def test_ignored_positions_are_not_judged(ranks, name):
+def test_ignored_positions_are_not_judged(ranks, turn, name):
     make, channels = IGNORING[name]
     x, t, there = with_ignored(channels, -1)
     some = there[..., 0] > 0
     counts = Confusion(max(2, channels), None if channels > 1 else 0.5 if "probabilities" in name else 0.0)
     counts.add(x[some], t[some])
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         shape, loss = x.shape[1:], lambda: make(ignore_index=-1)
         with make_executor(loss, shape, (t,), ranks, parts, trainable=False) as executor:
             executor.set_input("x", x)
@@ -282,7 +283,7 @@ def test_what_a_sum_says_of_its_weights():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("form", FORMS)
-def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
+def test_metrics_do_not_judge_what_has_no_weight(ranks, turn, form):
     x = hg.Input((5, 3, 4), "x")
     logits, field = hg.Conv(3, 1, name="head")(x), hg.Conv(4, 1, name="field")(x)
     t, wanted, w = hg.Input((5, 3, 1), "t", "int32"), hg.Input((5, 3, 4), "wanted"), hg.Input(FORMS[form], "w")
@@ -291,7 +292,7 @@ def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
     network = hg.Network({"prediction": logits, "field": field, "loss": loss})
     given = {"x": random_array((BATCH, 5, 3, 4), "x"), "wanted": random_array((BATCH, 5, 3, 4), "y")}
     given |= {"t": target("class", (5, 3, 3)), "few": weights_of("position"), "w": weights_of(form)}
-    for parts in grids(ranks.size, AXES):
+    for parts in grids_in_turn(ranks.size, AXES, turn):
         with Executor(network, ranks, get_backend("numpy"), BATCH, Strategy(parts), "float64") as executor:
             for name, array in given.items():
                 executor.set_input(name, array)
