@@ -26,7 +26,7 @@ from pydantic import Field as PydanticField
 from pydantic import model_validator
 
 from halograd.registry import Registry
-from halograd.schema import Below1, NotNegative, Positive, Table, Text
+from halograd.schema import Below1, NotNegative, Table, Text
 
 from ..dtensor.box import Box
 from .disk import DataError
@@ -163,8 +163,9 @@ class Elastic(Table):
         return self
 
 
-#: Lower and upper bound of a random number.
-Bounds = tuple[Positive, Positive]
+#: A factor or an exponent, and the width of a filter in elements.
+Factor = Annotated[float, PydanticField(ge=0.01, le=100)]
+Width = Annotated[float, PydanticField(gt=0, le=32)]
 Angle = Annotated[float, PydanticField(ge=0, le=180)]
 Probability = Annotated[float, PydanticField(ge=0, le=1)]
 
@@ -198,9 +199,9 @@ class Rules(AugmentationSettings):
     rotate: Angle | list[Angle] = 0.0
     """Maximum angle of a rotation about the centre, in degrees, in both directions; in 3-D for each axis, or a list of
     one per axis about which is rotated."""
-    scale: Bounds | None = None
+    scale: tuple[Factor, Factor] | None = None
     """Bounds of a factor by which the contents of a sample are enlarged: ``[0.7, 1.4]``."""
-    stretch: Bounds | None = None
+    stretch: tuple[Factor, Factor] | None = None
     """Bounds of a factor of each axis, which multiplies `scale`."""
     shear: Below1 = 0.0
     """Maximum displacement along one axis per distance along another."""
@@ -211,13 +212,13 @@ class Rules(AugmentationSettings):
     axis. ``"reflect"``: mirrored; ``"nearest"``: those of the nearest element; ``"wrap"``: those of the other end, for
     periodic data (always along the axes of `shifts`); ``"zero"``: inputs are 0 after normalization, weights are 0,
     classes are those that the loss ignores. It is ``"zero"`` if there are samples smaller than the network's input."""
-    gamma: Bounds | None = None
+    gamma: tuple[Factor, Factor] | None = None
     """Bounds of an exponent for each channel of an input: ``[0.7, 1.5]``. It acts on values between the bounds of
     `gamma_range`, which do not change."""
     gamma_range: tuple[float, float] = (-3.0, 3.0)
     """Range of values for `gamma`, after normalization. Beyond it the exponent acts on the distance from its lower end,
     with the sign of this distance."""
-    blur: Bounds | None = None
+    blur: tuple[Width, Width] | None = None
     """Bounds of the standard deviation of a Gaussian filter of inputs, in elements."""
     probability: Probability | dict[Text, Probability] = 1.0
     """Probability of each of `rotate`, `scale`, `stretch`, `shear`, `elastic`, `gamma` and `blur` for a sample; or a

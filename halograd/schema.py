@@ -289,7 +289,8 @@ def _is_called(kind: Any, step: int | str) -> bool:
     """Return whether a step of a path names this alternative, as in ``labels.mask.int``."""
     if typing.get_origin(kind) is dict:
         return isinstance(step, str) and step.startswith("dict[")
-    return not _is_table(kind) and isinstance(kind, type) and step == kind.__name__
+    # A number with bounds is called so by pydantic.
+    return not _is_table(kind) and isinstance(kind, type) and step in (kind.__name__, f"constrained-{kind.__name__}")
 
 
 def _alternatives(annotation: Any) -> list[Any]:

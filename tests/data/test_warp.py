@@ -306,6 +306,8 @@ def test_missing_and_outside_values_do_not_spread():
         ({"scale": [1.2, 0.8]}, "scale: expected the lower bound first, got [1.2, 0.8]"),
         ({"elastic": {"magnitude": 5.0, "spacing": 10.0}}, "magnitude: expected at most 0.4 x spacing = 4, got 5"),
         ({"probability": {"flips": 0.5}}, "probability: expected names out of rotate, scale, stretch, shear"),
+        ({"probability": 2.0}, "probability: expected a number <= 1 or a table, got 2"),
+        ({"blur": [1.0, 40.0]}, "blur[1]: expected a number <= 32, got 40"),
         ({"rotate": [1.0, 2.0, 3.0]}, "data.augment.rotate: expected 1 angle for samples of 2 axes, got 3"),
         ({"rotate": 1.0, "border": ["wrap"]}, "data.augment.border: expected one per axis of height, width, got"),
         ({"elastic": {"magnitude": 1.0, "spacing": 9.0}, "vectors": [["channel 0", "channel 1"]]},
