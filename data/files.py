@@ -27,7 +27,7 @@ from .targets import LabelMap
 __all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
 
 _WILD = "*?["
-_ONE_SIZE = "pad samples to one size, with weights of 0 there (docs/data.md, Samples of several sizes)"
+_ONE_SIZE = "set data.patches, which reads windows of samples of any size (docs/data.md, Samples of different size)"
 
 
 def find_files(

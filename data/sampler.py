@@ -39,6 +39,8 @@ class Batch:
         Names of the inputs to read; None: all of them.
     patches : tuple of int
         Number of the patch of each sample in its epoch; empty: all are 0.
+    centered : tuple of bool
+        Whether the window of each sample is placed around foreground; empty: none is.
     """
 
     indices: tuple[int, ...]
@@ -48,6 +50,7 @@ class Batch:
     augmented: bool = False
     only: frozenset[str] | None = None
     patches: tuple[int, ...] = ()
+    centered: tuple[bool, ...] = ()
 
     def key(self, k: int) -> list[int]:
         """Return the numbers from which random changes of sample `k` are drawn: its epoch, index and patch."""
@@ -59,7 +62,8 @@ class Batch:
         size = len(self.indices) // count
         for first in range(0, size * count, size):
             some, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
-            yield replace(self, indices=some, valid=valid, patches=self.patches[first : first + size])
+            patches, centered = self.patches[first : first + size], self.centered[first : first + size]
+            yield replace(self, indices=some, valid=valid, patches=patches, centered=centered)
 
 
 def split(
@@ -134,13 +138,28 @@ class Batches(Sequence[Batch]):
         Positions of the batches in that epoch.
     augmented : bool
         Whether their samples are augmented.
+    samples : int, optional
+        Number of the patch 0 in `order`, which precede the patches 1, and so on.
+    skipped : int
+        Number of elements of `order` before position 0.
+    foreground : float
+        Share of the elements of `order` that are placed around foreground, exact in every beginning of it.
     """
 
     def __init__(
-        self, order: NDArray[np.int64], size: int, epoch: int, positions: range, augmented: bool = False
+        self,
+        order: NDArray[np.int64],
+        size: int,
+        epoch: int,
+        positions: range,
+        augmented: bool = False,
+        samples: int | None = None,
+        skipped: int = 0,
+        foreground: float = 0.0,
     ) -> None:
         self._order, self._size, self._epoch = order, size, epoch
         self._positions, self._augmented = positions, augmented
+        self._samples, self._skipped, self._foreground = samples or len(order), skipped, foreground
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -157,9 +176,15 @@ class Batches(Sequence[Batch]):
         return self._cut(self._positions[key])
 
     def _cut(self, position: int) -> Batch:
-        part = [int(i) for i in self._order[position * self._size : (position + 1) * self._size]]
+        first = self._skipped + position * self._size
+        part = [int(i) for i in self._order[first : first + self._size]]
         filled = part + [part[-1]] * (self._size - len(part))
-        return Batch(tuple(filled), len(part), self._epoch, position, self._augmented)
+        patches, centered, share = tuple[int, ...](), tuple[bool, ...](), self._foreground
+        if len(self._order) > self._samples:
+            patches = tuple((first + k) // self._samples for k in range(self._size))
+        if share:
+            centered = tuple(int((first + k + 1) * share) > int((first + k) * share) for k in range(self._size))
+        return Batch(tuple(filled), len(part), self._epoch, position, self._augmented, None, patches, centered)
 
 
 class Sampler:
@@ -179,6 +204,12 @@ class Sampler:
         batch is filled with copies of its last sample, which do not count (for evaluation).
     augmented : bool
         Whether samples are augmented, see :class:`Batch`.
+    patches : int
+        Number of times that an epoch has each sample: all samples once, then all once more, and so on.
+    steps : int
+        Number of batches of an epoch, whatever the number of samples and patches; 0: those of all patches.
+    foreground : float
+        Share of the patches that are placed around foreground.
     """
 
     def __init__(
@@ -189,6 +220,9 @@ class Sampler:
         shuffle: Literal["epoch", "never"] = "epoch",
         remainder: Literal["drop", "fill"] = "drop",
         augmented: bool = False,
+        patches: int = 1,
+        steps: int = 0,
+        foreground: float = 0.0,
     ) -> None:
         if shuffle not in ("epoch", "never"):
             raise DataError(f"shuffle: expected 'epoch' or 'never', got {shuffle!r}")
@@ -196,12 +230,12 @@ class Sampler:
             raise DataError(f"remainder: expected 'drop' or 'fill', got {remainder!r}")
         if batch < 1:
             raise DataError(f"batch: expected 1 or more samples, got {batch}")
-        least = batch if remainder == "drop" else 1
-        if len(indices) < least:
+        least = batch if remainder == "drop" and not steps else 1
+        if len(indices) * patches < least:
             raise DataError(f"batch of {batch}: expected at least {least} samples to draw from, got {len(indices)}")
         self._indices = np.asarray(indices, dtype=np.int64)
         self.batch, self.seed, self.shuffle, self.remainder = batch, seed, shuffle, remainder
-        self.augmented = augmented
+        self.augmented, self.patches, self.steps, self.foreground = augmented, patches, steps, foreground
         self.epoch = 0
         self.position = 0
         #: Samples of the current epoch that were used in batches of another size, before a run was resumed.
@@ -209,7 +243,12 @@ class Sampler:
 
     def __len__(self) -> int:
         """Return the number of batches per epoch."""
-        return self._batches(len(self._indices))
+        return self._batches(self._count)
+
+    @property
+    def _count(self) -> int:
+        """Number of samples of an epoch, with each patch."""
+        return self.steps * self.batch or len(self._indices) * self.patches
 
     def _batches(self, n: int) -> int:
         """Return the number of batches of `n` samples."""
@@ -218,7 +257,7 @@ class Sampler:
     @property
     def _in_epoch(self) -> int:
         """Number of batches in the current epoch, without skipped samples."""
-        return self._batches(len(self._indices) - self.skipped)
+        return self._batches(self._count - self.skipped)
 
     @property
     def done(self) -> float:
@@ -230,16 +269,22 @@ class Sampler:
         return (epochs - self.epoch - 1) * len(self) + self._in_epoch - self.position if self.epoch < epochs else 0
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return all samples in the order of this epoch."""
+        """Return all samples in the order of this epoch, each as often as it has patches."""
+        rounds = -(-self._count // len(self._indices))
         if self.shuffle == "never":
-            return self._indices
-        _announce(len(self._indices))
-        return np.random.default_rng([self.seed, _SHUFFLE, epoch]).permutation(self._indices)
+            return np.tile(self._indices, rounds)[: self._count] if rounds > 1 else self._indices[: self._count]
+        _announce(self._count)
+        draw = np.random.default_rng([self.seed, _SHUFFLE, epoch])
+        found = [draw.permutation(self._indices) for _ in range(rounds)]
+        return (np.concatenate(found) if rounds > 1 else found[0])[: self._count]
 
     def rest_of_epoch(self) -> Batches:
         """Return the remaining batches of the current epoch. Does not move the position."""
         rest = range(self.position, self._in_epoch)
-        return Batches(self.order(self.epoch)[self.skipped :], self.batch, self.epoch, rest, self.augmented)
+        return Batches(
+            self.order(self.epoch), self.batch, self.epoch, rest, self.augmented, len(self._indices), self.skipped,
+            self.foreground,
+        )  # fmt: skip
 
     def advance(self) -> None:
         """Record that the next batch was used; after the last one, the next epoch begins."""
@@ -259,6 +304,8 @@ class Sampler:
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,
         }  # fmt: skip
+        if self.patches > 1 or self.steps:
+            found |= {"patches": self.patches, "steps": self.steps}
         return {**found, "skipped": self.skipped} if self.skipped else found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -272,18 +319,19 @@ class Sampler:
         DataError
             The state is of another sequence: other seed, order or number of samples.
         """
-        mine = self.state_dict()
-        for key in ("seed", "samples", "shuffle"):
-            if state.get(key) != mine[key]:
+        mine, default = self.state_dict(), {"patches": 1, "steps": 0}
+        for key in ("seed", "samples", "shuffle", "patches", "steps"):
+            there, here = (one.get(key, default.get(key)) for one in (state, mine))
+            if there != here:
                 raise DataError(
-                    f"cannot continue the data sequence: checkpoint has {key} = {state.get(key)}, this run has "
-                    f"{mine[key]}; use the settings of the checkpoint or start anew"
+                    f"cannot continue the data sequence: checkpoint has {key} = {there}, this run has "
+                    f"{here}; use the settings of the checkpoint or start anew"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         batch, skipped = int(state.get("batch", self.batch)), int(state.get("skipped", 0))
         if batch != self.batch:
             position, skipped = 0, skipped + position * batch
-        most = self._batches(len(self._indices) - skipped)
+        most = max(0, self._batches(self._count - skipped))
         if epoch < 0 or skipped < 0 or not 0 <= position < max(1, most):
             raise DataError(f"expected an epoch >= 0 and a position in 0 .. {most - 1}, got {epoch}, {position}")
         self.epoch, self.position, self.skipped = epoch, position, skipped

@@ -27,6 +27,7 @@ __all__ = [
     "find_invalid",
     "look_at",
     "look_at_data",
+    "read_box",
 ]
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ PART = 1 << 20
 _NAMED = 6  # channels named in a message
 
 
-def _read(
+def read_box(
     dataset: Dataset, name: str, sample: int, box: Box, reduction: TargetReduction | None = None
 ) -> NDArray[np.float32]:
     """Return a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches. Elements of weight 0 are
@@ -126,7 +127,7 @@ def _part(dataset: Dataset, name: str, sample: int, where: float) -> NDArray[np.
         rows = min(shape[0], max(1, PART // math.prod(shape[1:])))
         first = int(where * (shape[0] - rows))
         box = box.replace(1, first, first + rows)
-    return _read(dataset, name, sample, box)
+    return read_box(dataset, name, sample, box)
 
 
 def look_at_data(
@@ -303,7 +304,7 @@ def count_classes(
         rows = max(1, PART * shape[0] // math.prod(fine))
         for first in range(0, shape[0], rows):
             box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
-            labels = _read(dataset, name, int(sample), box, reduction).reshape(-1)
+            labels = read_box(dataset, name, int(sample), box, reduction).reshape(-1)
             labels = labels[(labels >= 0) & (labels < classes)]
             if np.any(labels != np.rint(labels)):
                 raise DataError(

@@ -16,13 +16,14 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
+from .foreground import Foreground
 from .sampler import Batch
 from .source import Dataset, sample_shape
 
@@ -30,7 +31,7 @@ __all__ = ["AXES", "SampleWindows"]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
-_PLACE = 3  # separates the random stream from others of a run
+_PLACE, _CENTER = 3, 8  # separate the random streams from others of a run
 
 Range = tuple[int, int]
 
@@ -54,6 +55,8 @@ class SampleWindows:
         Fields of the data set with the extents of the window.
     moved : list of str
         Names of the fields with spatial axes. A window has the same place in all of them, each on its own grid.
+    foreground : Foreground or None
+        Positions in the middle of the windows of samples that are :attr:`Batch.centered`, as far as the sample goes.
     outside : dict of float
         Values outside of the samples, by the name of the field; NaN marks inputs without a value.
 
@@ -74,7 +77,7 @@ class SampleWindows:
         self.moved = [name for name, field in dataset.fields.items() if len(field.shape) > 1]
         self.outside = {name: 0.0 if field.is_target else math.nan for name, field in dataset.fields.items()}
         self.fields = dict(dataset.fields)
-        self.cut = wanted is not None
+        self.cut, self.foreground = wanted is not None, cast(Foreground | None, None)
         self._shifted: frozenset[int] = frozenset()
         self._before: tuple[int, ...] = ()
         self._last: tuple[Any, tuple[int, ...]] = None, ()
@@ -213,7 +216,7 @@ class SampleWindows:
         Samples of a batch that is not augmented have the middle window. A smaller sample is in the middle of its
         window, whose start is negative then.
         """
-        asked = (batch.augmented, *batch.key(k))
+        asked = (batch.augmented, batch.centered[k : k + 1], *batch.key(k))
         if self._last[0] != asked:
             self._last = asked, self._draw(batch, k)
         return self._last[1]
@@ -227,10 +230,21 @@ class SampleWindows:
         for bound in self._before:
             draw.integers(bound)
         starts = [int(draw.integers(n + 1)) if n >= 0 else n // 2 for n in free]
-        return tuple(
-            start + (int(draw.integers(n)) if axis in self._shifted else 0)
-            for axis, (start, n) in enumerate(zip(starts, units))
-        )
+        shifts = [int(draw.integers(n)) if axis in self._shifted else 0 for axis, n in enumerate(units)]
+        if self.foreground is not None and batch.centered and batch.centered[k]:
+            own = np.random.default_rng([self.seed, _CENTER, *batch.key(k)])
+            for axis, at in enumerate(self._center(self.foreground, batch.indices[k], own)):
+                if at is not None and free[axis] >= 0:
+                    first = (at - shifts[axis]) % units[axis] - self._window[axis] // 2
+                    starts[axis] = min(max(first, 0), free[axis])
+        return tuple(start + shift for start, shift in zip(starts, shifts))
+
+    def _center(self, foreground: Foreground, index: int, draw: np.random.Generator) -> list[int | None]:
+        """Return a random position of the foreground of a sample, per axis in units; None where it has none."""
+        steps, position = self._steps[foreground.name], foreground.draw(index, draw)
+        if position is None:
+            return []
+        return [at // step if step else None for at, step in zip(position, steps)]
 
     def _units_of(self, index: int) -> list[int]:
         found: list[int] = self._units[index if len(self._units) > 1 else 0].tolist()

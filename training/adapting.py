@@ -23,7 +23,6 @@ from halograd.documents import to_toml
 from halograd.errors import UserError
 
 from ..data import find_files
-from ..data.augment import AUGMENTATIONS
 from ..data.formats import open_stored
 from ..data.structure import input_kind, looking_into, shape_of
 from ..layers import Network
@@ -31,7 +30,7 @@ from ..layers.settings import difference, fingerprint
 from ..layers.strategy import counts_of
 from ..models import has_option
 from ..models.own import call_own
-from .build import AXES, MOST_RANKS, datasets_of, fitting_cuts, make_network, make_strategy
+from .build import AXES, MOST_RANKS, cuts_windows, datasets_of, fitting_cuts, make_network, make_strategy
 from .config import Config, check_config
 
 __all__ = ["adapted", "at_size", "extents_of", "grid_of"]
@@ -77,8 +76,7 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     looked = _look_at_own(config, network) if config.data.file is not None else _look(config, network)
     if looked.layout is not None and free("data.layout"):
         change("data", {"layout": looked.layout})
-    augment = config.data.augment
-    crops = labelled and augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
+    crops = cuts_windows(config.data, labelled)
     extents = looked.extents
     if extents and not crops and free("model.resolution", "data.extents"):
         with suppress(UserError):  # otherwise the samples are refused, by their size

@@ -15,6 +15,7 @@ from halograd.errors import UserError
 from halograd.schema import nearest
 
 from ..comm.boot import start_text
+from ..data.augment import AUGMENTATIONS
 from ..data.targets import LabelMap
 from ..device import Device, as_dtype
 from ..layers import Input, Loss, Network
@@ -332,13 +333,30 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     samples
         Number of samples for training, or of all samples for an evaluation, which fills its last batch.
     """
-    batch = config.training.batch if trainable else config.training.at_once
-    if batch > samples:
+    batch, patches = config.training.batch if trainable else config.training.at_once, 1
+    if trainable:
+        patches = max(1, config.data.patches)
+    if (least_samples(config) if trainable else batch) > samples:
         some = "the training samples" if trainable else "the samples"
+        some += f" ({patches} patches of each)" * (patches > 1)
         raise UserError(
-            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {batch}; "
+            f"training.batch: expected at most {samples * patches}, {some} of {config.data.where}, got {batch}; "
             "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
         )
+
+
+def least_samples(config: Config) -> int:
+    """Return the number of samples of which an epoch of training has a whole batch."""
+    if config.training.steps_per_epoch:
+        return 1
+    return -(-config.training.batch // max(1, config.data.patches))
+
+
+def cuts_windows(data: DataConfig, labelled: bool) -> bool:
+    """Return whether windows of the network's size are cut out of the samples."""
+    augment = data.augment
+    crops = augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
+    return labelled and (data.patches > 0 or crops)
 
 
 def state_slots(config: Config) -> int:

@@ -174,6 +174,15 @@ class DataConfig(Table):
     extents: Annotated[list[Count], Field(min_length=1, max_length=3)] | None = None
     """Spatial extents of the samples, if the network is to take samples of another size than it is built for. What the
     network cannot divide is padded with zeros, and cut off its predictions. `halograd apply` and `evaluate` set it."""
+    patches: Whole = 0
+    """Number of windows of the network's size that an epoch has of every sample, in random places; samples may be
+    larger or smaller, and of different size. Evaluation reads the middle window. 0: samples have the network's size,
+    unless ``augment.crop`` is set."""
+    foreground: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the windows that are placed around a random element of foreground, as far as the sample goes."""
+    foreground_classes: list[Count] = Field(default_factory=list)
+    """Classes that are foreground: one of those in the sample is chosen, then one of its elements. By default all
+    elements with a target above 0."""
     labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
     """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers
     that are not listed do not change. Replacements precede `rule` and the check of targets."""
@@ -317,6 +326,9 @@ class TrainingConfig(Table):
     patience: Whole = 0
     """Number of consecutive validations without improvement, by the score `output.best`, after which training ends;
     validations with an undefined score do not count. 0: training continues to the last epoch."""
+    steps_per_epoch: Whole = 0
+    """Number of updates of an epoch, whatever the number of samples: for a few large images in patches. 0: those of all
+    samples, or of all their patches."""
     validate_every: Whole = 0
     """Number of updates between two validations; the last update is validated too. 0: each epoch is."""
     accumulate: Count = 1

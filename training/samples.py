@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import bytes_text
 from halograd.errors import UserError
 from halograd.signatures import check_methods
 
@@ -32,8 +34,9 @@ from ..data import (
     split,
 )
 from ..data.files import check_alike
+from ..data.foreground import Foreground, find_foreground, most_positions
 from ..data.masked import Masked
-from ..data.source import DatasetView
+from ..data.source import DatasetView, sample_shape
 from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
@@ -42,7 +45,7 @@ from ..data.windows import SampleWindows
 from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own
-from .build import check_batch, datasets_of, label_maps, weighted_targets, weights_of
+from .build import check_batch, cuts_windows, datasets_of, label_maps, least_samples, weighted_targets, weights_of
 from .checkpoint import TrainingProgress
 from .config import Config, DataConfig
 from .root import on_root
@@ -51,6 +54,7 @@ __all__ = ["Samples", "fit_together"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # samples named in a message
+_OFF = {"data.patches": "0", "data.augment.crop": "false"}
 _STATISTICS = 36  # separates the draw of samples for statistics from others of the same seed
 
 
@@ -77,6 +81,8 @@ class Samples:
         Random changes of samples in training; None without them or without targets.
     class_counts
         Class counts in the training samples, by target, if a loss is balanced by them.
+    foreground_seconds
+        Time in which the positions of foreground were found [s].
     target_scale
         Order of magnitude of the loss of a regression for the prediction zero.
     """
@@ -91,6 +97,7 @@ class Samples:
     augmentation: Augmentation | None = None
     target_scale: float = 0.0
     class_counts: dict[str, list[int]] = attribute(default_factory=dict)
+    foreground_seconds: float = 0.0
 
     @classmethod
     def open(
@@ -147,6 +154,9 @@ class Samples:
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
+        seconds = 0.0
+        if trainable and data.foreground:
+            seconds = _find_foreground(config, windows, network, training, comm)
         wanted = [*_normalized(data, dataset), *_normalized_targets(data, network)]
         known = progress.normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
@@ -172,7 +182,8 @@ class Samples:
             looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
             scale = on_root(comm.mpi, lambda: look_at_data(dataset, seen, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, progress.class_counts, comm)
-        return cls(dataset, training, validation, statistics, reductions, invalid, windows, augmentation, scale, counts)
+        treated = statistics, reductions, invalid, windows, augmentation
+        return cls(dataset, training, validation, *treated, scale, counts, seconds)
 
     @property
     def everything(self) -> np.ndarray:
@@ -190,6 +201,23 @@ class Samples:
         return {name: attributes for name, attributes in found.items() if attributes}
 
     @property
+    def placed(self) -> str:
+        """Text on the windows that are trained on; empty if samples are read whole. Local."""
+        windows, table = self.windows, self.windows.foreground
+        if not windows.cut:
+            return ""
+        sizes = " to ".join(dict.fromkeys("x".join(map(str, extents)) for extents in windows.sizes))
+        text = f"windows of {windows.size} in samples of {sizes}"
+        if table is None:
+            return text
+        kept = sum(own.nbytes for found in table.positions.values() for own in found.values())
+        empty = f"; {len(table.empty)} of {len(table.positions)} samples have none" if table.empty else ""
+        return (
+            f"{text}; the foreground of {table.name!r} was found in {self.foreground_seconds:.2g} s, "
+            f"{bytes_text(kept)} of positions{empty}"
+        )
+
+    @property
     def evaluated_part(self) -> str:
         """Text on the evaluated part of a sample; empty if it is the whole sample. Local."""
         windows = self.windows
@@ -200,7 +228,8 @@ class Samples:
         text = f"only the middle window of every sample is evaluated, {text} ({100 * windows.share:.3g} %), because of "
         if smallest != largest:
             return f"{text}{windows.key}"
-        return f"{text}{windows.key}; `halograd evaluate --set {windows.key}=false` evaluates whole samples"
+        off = f"{windows.key}={_OFF[windows.key]}"
+        return f"{text}{windows.key}; `halograd evaluate --set {off}` evaluates whole samples"
 
     @cached_property
     def drawn(self) -> str:
@@ -287,7 +316,7 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
 
 def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], left: int, trainable: bool) -> None:
     """Raise UserError if too few samples are left without the invalid ones. Local, the same on every rank."""
-    needed = config.training.batch if trainable else 1
+    needed = least_samples(config) if trainable else 1
     if invalid and left < needed:
         first, what = next(iter(invalid.items()))
         some = f"{needed} samples for a batch of training" if trainable else "samples"
@@ -297,16 +326,37 @@ def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], le
         )
 
 
-def _cuts_windows(data: DataConfig, labelled: bool) -> bool:
-    """Return whether windows of the network's size are cut out of the samples."""
-    return labelled and data.augment is not None and AUGMENTATIONS[data.augment.kind].crops(data.augment)
-
-
 def _windows(config: Config, dataset: Dataset, network: Network, labelled: bool) -> SampleWindows:
     """Return the reader of windows, or of whole samples. Local."""
     wanted = {name: network.inputs[name].shape for name in dataset.fields}
-    shapes = wanted if _cuts_windows(config.data, labelled) else None
-    return SampleWindows(dataset, shapes, config.training.seed, "data.augment.crop")
+    shapes = wanted if cuts_windows(config.data, labelled) else None
+    key = "data.patches" if config.data.patches else "data.augment.crop"
+    return SampleWindows(dataset, shapes, config.training.seed, key)
+
+
+def _find_foreground(
+    config: Config, windows: SampleWindows, network: Network, training: np.ndarray, comm: Communicator
+) -> float:
+    """Find the foreground of the training samples, around which windows are placed; return the time [s]. Collective."""
+    data, dataset, ranges, begin = config.data, windows.dataset, _ranges(network), time.perf_counter()
+    weights = weights_of(network)
+    with comm.agreement():
+        names = [one for one in windows.moved if dataset.fields[one].is_target and one not in weights]
+        if not windows.cut or not names:
+            expected = "targets with spatial axes" if windows.cut else "data.patches = 1 or more"
+            raise UserError(f"data.foreground: expected {expected}, got none; set it to 0")
+        classes, ignored = data.foreground_classes, ranges.get(names[0], TargetRange()).ignored
+        own, most = training[comm.rank :: comm.size], most_positions(len(training), len(classes))
+        mine = find_foreground(dataset, names[0], own, classes, config.training.seed, most, ignored)
+    found = {index: some for part in comm.allgather_objects(mine) for index, some in part.items()}
+    shapes = {index: sample_shape(dataset, names[0], index)[:-1] for index in found}
+    windows.foreground = Foreground(names[0], shapes, found)
+    if len(windows.foreground.empty) == len(found):
+        what = f"classes {', '.join(map(str, classes))}" if classes else "values above 0"
+        raise UserError(
+            f"data.foreground: expected {what} in {names[0]!r} of the training samples, got none; set it to 0"
+        )
+    return time.perf_counter() - begin
 
 
 def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Mapping[str, TargetReduction]) -> None:
@@ -359,7 +409,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             raise
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for some in found for number, structure in some.items()}
-    check_alike(paths, [structures[number] for number in range(len(paths))], _cuts_windows(data, labelled))
+    check_alike(paths, [structures[number] for number in range(len(paths))], cuts_windows(data, labelled))
     parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 

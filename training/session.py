@@ -140,7 +140,16 @@ class Session:
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         batch, seed = self.config.training.batch, self.config.training.seed
         augmented = self.samples.augmentation is not None or self.samples.windows.cut
-        return Sampler(self.samples.training, batch, seed, shuffle, augmented=augmented)
+        return Sampler(
+            self.samples.training,
+            batch,
+            seed,
+            shuffle,
+            augmented=augmented,
+            patches=max(1, self.config.data.patches),
+            steps=self.config.training.steps_per_epoch,
+            foreground=self.config.data.foreground,
+        )
 
     @cached_property
     def source(self) -> str | None:
@@ -308,9 +317,9 @@ def data_lines(session: Session) -> list[str]:
     """Return lines on treatments of the data that the configuration does not show. Local.
 
     They list the channels that are transformed before normalization, some because of their names; for targets with
-    class counts, the count and weight of each class.
+    class counts, the count and weight of each class; and the windows that are trained on.
     """
-    return [*_transforms(session), *_balances(session)]
+    return [*_transforms(session), *_balances(session), *filter(None, [session.samples.placed])]
 
 
 def _transforms(session: Session) -> Iterator[str]:

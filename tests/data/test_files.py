@@ -126,10 +126,10 @@ def test_files_that_differ_are_named(tmp_path):
         del file["inputs"], file["mask"]
         file["inputs"], file["mask"] = x, np.zeros(x.shape[:-1], np.uint8)
         file["inputs"].attrs["layout"] = "NHWC"
-    message = r"run2.h5: 'inputs': expected samples of shape \(5, 6, 3\) as in .*run0.h5, got \(4, 6, 3\); pad "
+    message = r"run2.h5: 'inputs': expected samples of shape \(5, 6, 3\) as in .*run0.h5, got \(4, 6, 3\); set "
     with pytest.raises(
         DataError,
-        match=message + r"samples to one size, with weights of 0 there \(docs/data.md, Samples of several sizes",
+        match=message + r"data.patches, .* samples of any size \(docs/data.md, Samples of different size",
     ):
         open_dataset(tmp_path)
     write(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -132,9 +134,10 @@ def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are created one at a time, so an epoch of a thousand million samples needs no list of them."""
     made: list[int] = []
 
-    def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int, augmented: bool) -> Batch:
-        made.append(position)
-        return Batch(indices, valid, epoch, position, augmented)
+    def counted(*arguments: Any) -> Batch:
+        found = Batch(*arguments)
+        made.append(found.position)
+        return found
 
     monkeypatch.setattr(module, "Batch", counted)
     batches = Sampler(range(10**5), 3, shuffle="never", remainder="fill").rest_of_epoch()
@@ -177,3 +180,62 @@ test_wrong_arguments = refusals(
     (lambda: Sampler(range(4), 2, remainder="keep"), "remainder: expected 'drop' or 'fill', got 'keep'"),
     error=DataError,
 )
+
+
+def units(sampler: Sampler, epoch: int | None = None) -> list[tuple[int, int, bool]]:
+    """Return sample, patch and place of all elements of the rest of an epoch."""
+    sampler.epoch = sampler.epoch if epoch is None else epoch
+    found, none = [], (0,) * sampler.batch
+    for batch in sampler.rest_of_epoch():
+        found += list(zip(batch.indices, batch.patches or none, map(bool, batch.centered or none)))
+    return found
+
+
+def test_an_epoch_holds_every_patch_of_every_sample_once() -> None:
+    found = units(Sampler(range(10, 17), 3, seed=3, patches=4), 2)
+    assert len(found) == 27 == len({unit[:2] for unit in found}), "a remainder of one is left out"
+    for first in range(0, 27, 7):
+        assert len({index for index, _, _ in found[first : first + 7]}) == min(7, 27 - first), "samples take turns"
+    # The first patches are the samples of an epoch without patches.
+    assert [index for index, _, _ in found[:7]] == Sampler(range(10, 17), 7, seed=3).order(2).tolist()
+    other = units(Sampler(range(10, 17), 9, seed=3, patches=4), 2)
+    assert other == found[: len(other)], "whatever the batch"
+    whole = Batch((1, 2, 3, 4), 4, 0, 0, patches=(0, 1, 2, 3), centered=(True, False, True, False))
+    assert [(p.patches, p.centered) for p in whole.parts(2)] == [((0, 1), (True, False)), ((2, 3), (True, False))]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.33, 0.5, 1.0])
+def test_the_share_around_foreground_is_exact(share) -> None:
+    found = [centered for _, _, centered in units(Sampler(range(10), 4, patches=10, foreground=share))]
+    for count in range(1, 101):
+        assert sum(found[:count]) == int(count * share)
+    assert found == [c for _, _, c in units(Sampler(range(10), 25, patches=10, foreground=share))]
+
+
+@pytest.mark.parametrize(("patches", "steps"), [(3, 0), (1, 9), (2, 3)])
+def test_patches_and_steps_are_resumed(patches, steps) -> None:
+    def made(batch: int = 2) -> Sampler:
+        return Sampler(range(5), batch, 7, patches=patches, steps=steps, foreground=0.4)
+
+    whole = made()
+    assert len(whole) == (steps or 7) and whole.left(2) == 2 * len(whole)
+    want = [batch for _ in range(2) for batch in whole]
+    assert {len(batch.indices) for batch in want} == {2} and whole.epoch == 2
+    for after in (1, 4):
+        first, second = made(), made()
+        for _ in range(after):
+            first.advance()
+        second.load_state_dict(first.state_dict())
+        rest, done = list(second.rest_of_epoch()), first.epoch * len(whole) + first.position
+        assert rest == want[done : done + len(whole) - first.position]
+        other = made(3)
+        other.load_state_dict(first.state_dict())
+        used = 2 * first.position
+        if other.epoch == first.epoch and used:
+            every = units(Sampler(range(5), 1, 7, steps=40, foreground=0.4), first.epoch)
+            assert units(other) == every[used : used + 3 * len(other.rest_of_epoch())]
+    for key, value in (("patches", 9), ("steps", 8)):
+        with pytest.raises(DataError, match=f"checkpoint has {key} = {value}, this run has"):
+            made().load_state_dict(made().state_dict() | {key: value})
+    with pytest.raises(DataError, match=r"checkpoint has patches = 1, this run has 4"):
+        Sampler(range(5), 2, 7, patches=4).load_state_dict(Sampler(range(5), 2, 7).state_dict())
