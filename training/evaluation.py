@@ -31,6 +31,7 @@ __all__ = [
     "check_predictions",
     "describe",
     "evaluate_parts",
+    "gather_samples",
     "judged",
     "write_predictions",
 ]
@@ -361,6 +362,40 @@ def _is_ours(path: Path) -> bool:
         return pairs and names | {"sample"} <= set(file)
 
 
+def gather_samples(
+    session: Session, batches: Sequence[Batch], names: Mapping[Any, str]
+) -> tuple[list[int], dict[Any, np.ndarray]]:
+    """Compute batches, and gather values of all their samples on rank 0. Collective.
+
+    Parameters
+    ----------
+    names
+        Names of inputs and of layers whose outputs are kept, by the key in the result.
+
+    Returns
+    -------
+    Numbers of the samples, and on rank 0 (empty elsewhere) arrays ``(n, *spatial, C)``: normalized targets and their
+    predictions in the units of the data; 16 bits as float32.
+    """
+    executor, units = session.executor, dict[str, ChannelStatistics | None]()
+    for one in judged(executor):
+        for node in one.nodes:
+            units.setdefault(node, session.samples.statistics.get(one.nodes[1]))
+    parts: dict[Any, list[np.ndarray]] = {key: [] for key in names}
+    samples: list[int] = []
+    with closing(Gather(executor, list(names.values()))) as way:
+        for batch in session.feed(batches):
+            executor.forward(training=False)
+            executor.loss_value()
+            for (key, node), whole in zip(names.items(), way.run()):
+                if whole is not None:
+                    valid, known = whole[: batch.valid], units.get(node)
+                    valid = valid.astype(np.float32) if is_low(valid.dtype) else valid.copy()
+                    parts[key].append(valid if known is None else known.restored(valid))
+            samples += batch.indices[: batch.valid]
+    return samples, {key: np.concatenate(arrays) for key, arrays in parts.items() if arrays}
+
+
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Write datasets ``prediction``, ``target`` ``(n, *spatial, C)``, ``sample`` ``(n,)``. Collective; rank 0 writes.
 
@@ -369,30 +404,16 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     ``NAME/target``. Predictions are the inputs of the loss (logits); normalized targets and their predictions are
     written in the units of the data. Rank 0 holds all of them at once, so this is for images and small sets.
     """
-    executor, comm = session.executor, session.comm
-    names, statistics = dict[str, str](), dict[str, ChannelStatistics | None]()
-    for number, one in enumerate(judged(executor)):
+    names: dict[str, str] = {}
+    for number, one in enumerate(judged(session.executor)):
         folder = f"{one.name}/" if number else ""
         names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
-        known = session.samples.statistics.get(one.nodes[1])
-        statistics |= {f"{folder}{kind}": known for kind in ("prediction", "target")}
-    parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
-    samples: list[int] = []
-    with closing(Gather(executor, list(names.values()))) as way:
-        for batch in session.feed(batches):
-            executor.forward(training=False)
-            executor.loss_value()
-            for key, whole in zip(names, way.run()):
-                if whole is not None:
-                    valid, known = whole[: batch.valid], statistics[key]
-                    valid = valid.astype(np.float32) if is_low(valid.dtype) else valid.copy()
-                    parts[key].append(valid if known is None else known.restored(valid))
-            samples += batch.indices[: batch.valid]
-    with comm.agreement():
-        if comm.rank:
+    samples, arrays = gather_samples(session, batches, names)
+    with session.comm.agreement():
+        if session.comm.rank:
             return
         with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
-            for key, arrays in parts.items():
-                file[key] = np.concatenate(arrays)
+            for key, array in arrays.items():
+                file[key] = array
             file["sample"] = np.array(samples, np.int64)
             write_sources(file, session.samples.dataset, samples)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeGuard
 
+import numpy as np
+
 from halograd.errors import UserError
 
-__all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "is_defined"]
+__all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "SamplePredictions", "is_defined"]
 
 FACTOR = 1000.0
 """Ratio to the first loss above which a loss has diverged."""
@@ -170,13 +173,44 @@ class BestScore:
             self.step, self.waited = int(state["step"]), int(state["waited"])
 
 
+@dataclass(frozen=True)
+class SamplePredictions:
+    """Predictions of chosen samples, whole arrays ``(n, *spatial, C)``; on other ranks than 0 there are no arrays.
+
+    Attributes
+    ----------
+    samples
+        Numbers of the samples in the data set, in the order of the arrays.
+    outputs
+        Outputs of the network by name (logits of classes).
+    inputs
+        Inputs of the network by name, as it reads them (normalized), and the targets. Normalized targets and their
+        predictions are in the units of the data.
+    """
+
+    samples: tuple[int, ...]
+    outputs: Mapping[str, np.ndarray]
+    inputs: Mapping[str, np.ndarray]
+
+
 class Callback:
     """Base class of callbacks of a run: override its methods for loggers or monitors of your own.
 
     Every method is called on all ranks, at the same point of the run. So a method may be collective over the ranks of
     the run; a method that communicates must do so on all ranks. Write files only on rank 0. An exception on any rank
     ends the job, as an exception in a layer does.
+
+    Attributes
+    ----------
+    samples
+        Numbers of the samples in the data set whose predictions :meth:`on_predictions` gets; by default none. All ranks
+        set the same.
+    every
+        Number of epochs from one call of :meth:`on_predictions` to the next; the last epoch has one too.
     """
+
+    samples: Sequence[int] = ()
+    every: int = 1
 
     def on_step(self, step: int, loss: SupportsFloat, learning_rate: float) -> None:
         """Act after an update.
@@ -199,6 +233,11 @@ class Callback:
         ----------
         scores
             Scores of the last validation as printed, with the mean ``loss`` first; empty without one. None: undefined.
+        """
+
+    def on_predictions(self, epoch: int, found: SamplePredictions) -> None:
+        """Act on predictions of :attr:`samples`, after `on_epoch`. They are those of a validation: with averaged
+        parameters if there are any, without augmentation; of the middle windows if training takes windows.
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:

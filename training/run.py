@@ -29,9 +29,9 @@ from .checkpoint import CheckpointReader, TrainingProgress
 from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
 from .directory import RunLock, checkpoint_of, make_folder
-from .evaluation import Evaluation, describe, evaluate_parts
+from .evaluation import Evaluation, describe, evaluate_parts, gather_samples
 from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
-from .monitors import BestScore, Callback, LossWatch, is_defined
+from .monitors import BestScore, Callback, LossWatch, SamplePredictions, is_defined
 from .pass_loss import STOP
 from .root import on_root, read_config
 from .schedules import SCHEDULES, make_schedule
@@ -217,6 +217,7 @@ class TrainingRun:
         self.stopped_by: str | None = None
         self.whole: WholeSamples | None = None
         self.callbacks = tuple(callbacks)
+        self._check_samples()
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         self.optimizer = make_optimizer(config, executor.store)
@@ -522,6 +523,7 @@ class TrainingRun:
             self._judge(epoch)
             for callback in self.callbacks:
                 callback.on_epoch(epoch, self.validation)
+            self._show_predictions(epoch)
             self._log_phases()
         last = self.sampler.epoch == self.epochs or self.best.exhausted
         due = due or (ended and self.checkpoints.due_after(epoch))
@@ -576,19 +578,55 @@ class TrainingRun:
         for name, phase in phases.items():
             _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
 
-    def validate(self) -> dict[str, Any] | None:
-        """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
+    def _check_samples(self) -> None:
+        """Check the samples whose predictions callbacks get. Raises UserError, on all ranks. Collective."""
+        wanted = [(list(map(int, one.samples)), int(one.every)) for one in self.callbacks]
+        if not wanted:
+            return
+        count = len(self.session.samples.dataset)
+        others = [one for one in self.session.comm.allgather_objects(wanted) if one != wanted]
+        if others:
+            raise UserError(f"callbacks: expected the same samples on all ranks, got {wanted} and {others[0]}")
+        for samples, every in wanted:
+            wrong = [n for n in samples if not 0 <= n < count]
+            if wrong or every < 1:
+                raise UserError(
+                    f"callbacks: expected samples from 0 to {count - 1} and every >= 1, got {samples}, {every}"
+                )
+
+    def _show_predictions(self, epoch: int) -> None:
+        """Compute the predictions for callbacks that are due after an epoch. Collective."""
+        network, last = self.session.network, epoch + 1 == self.epochs or self.best.exhausted
+        due = [one for one in self.callbacks if len(one.samples) and (last or (epoch + 1) % one.every == 0)]
+        nodes = {name: network.names[node] for name, node in network.outputs.items() if name != "loss"}
+        names = {("output", name): node for name, node in nodes.items()} | {("input", n): n for n in network.inputs}
+        for callback in due:
+            with self._apart():
+                self._vote()
+                batches = self.session.in_order(np.array(callback.samples, np.int64))
+                samples, arrays = gather_samples(self.session, batches, names)
+            kinds = ({name: a for (kind, name), a in arrays.items() if kind == own} for own in ("output", "input"))
+            callback.on_predictions(epoch, SamplePredictions(tuple(samples), *kinds))
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Use averaged parameters, if there are any, and record no times."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
         if timeline is not None:
             timeline.paused = True
         try:
             with self.trainer.averaged():
-                parts = [(self.session, self._held_out)] if self.whole is None else self.whole.parts()
-                return evaluate_parts(parts, self.evaluation, self._interrupted)
+                yield
         finally:
             if timeline is not None:
                 timeline.paused = paused
+
+    def validate(self) -> dict[str, Any] | None:
+        """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
+        with self._apart():
+            parts = [(self.session, self._held_out)] if self.whole is None else self.whole.parts()
+            return evaluate_parts(parts, self.evaluation, self._interrupted)
 
     def _interrupted(self) -> bool:
         """Return whether to end the validation in progress because of a signal; the same on all ranks."""
