@@ -50,7 +50,7 @@ __all__ = [
 # Separate the random streams from each other and from others of a run.
 _ALTER, _NOISE, _OWN, _SMOOTH = 4, 5, 6, 7
 #: Changes with a random stream each, so that one more change does not change the others.
-_CHANGES = ("rotate", "scale", "stretch", "shear", "elastic", "gamma", "blur")
+_CHANGES = ("rotate", "scale", "stretch", "shear", "elastic", "gamma", "blur", "noise", "brightness", "contrast")
 _FOLDS = 0.4  # share of the spacing of control points from which on an elastic deformation may fold
 
 
@@ -221,8 +221,8 @@ class Rules(AugmentationSettings):
     blur: tuple[Width, Width] | None = None
     """Bounds of the standard deviation of a Gaussian filter of inputs, in elements."""
     probability: Probability | dict[Text, Probability] = 1.0
-    """Probability of each of `rotate`, `scale`, `stretch`, `shear`, `elastic`, `gamma` and `blur` for a sample; or a
-    table of probabilities by name: ``{rotate = 0.2}``, where others have the probability 1."""
+    """Probability of each change for a sample, but `flips`, `turns`, `shifts` and `crop`; or a table of probabilities
+    by name, ``{rotate = 0.2, noise = 0.1}``, where others have the probability 1."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Rules:
@@ -577,15 +577,18 @@ class StandardAugmentation(Augmentation):
             if draw is not None:
                 exponents = _between(draw, rules.gamma, shape[-1])[slice(*inside.ranges[-1])]
                 _apply_gamma(sample, exponents, rules.gamma_range)
-        if not (rules.noise or rules.brightness or rules.contrast):
-            return
         for sample, k in zip(part, range(*inside.ranges[0])):
+            noise, brightness, contrast = (
+                0.0 if self._stream(change, batch, k) is None else getattr(rules, change) for change in _CHANGES[-3:]
+            )
+            if not (noise or brightness or contrast):
+                continue
             key = [self.seed, _ALTER, *batch.key(k), *name.encode()]
             factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
             channels = slice(*inside.ranges[-1])
-            sample *= 1 + rules.contrast * factors[channels]
-            sample += rules.brightness * terms[channels]
-            if rules.noise:
+            sample *= 1 + contrast * factors[channels]
+            sample += brightness * terms[channels]
+            if noise:
                 self._add_noise(sample, inside.ranges[1:], shape, [self.seed, _NOISE, *key[2:]])
 
     def _add_noise(

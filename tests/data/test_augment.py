@@ -194,6 +194,11 @@ def test_what_is_added_has_the_size_that_was_asked_for():
     factors = np.ones(shape)
     augmented(Rules(contrast=0.5), arrays).alter("x", batch, box, factors)
     assert (factors == factors[:, :1, :1]).all() and 0.5 <= factors.min() < 0.6 and 1.4 < factors.max() <= 1.5
+    some = np.zeros(shape)
+    rules = Rules(noise=0.5, brightness=0.5, probability={"noise": 0.4, "brightness": 0.0})
+    augmented(rules, arrays).alter("x", batch, box, some)
+    changed = some.any((1, 2, 3))
+    assert 10 <= changed.sum() <= 30 and (some[changed] == noise[changed]).all()
 
 
 def test_refusals():
