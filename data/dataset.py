@@ -31,12 +31,16 @@ from .storage import check_files
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
 
-__all__ = ["Hdf5Dataset", "named"]
+__all__ = ["AND", "Hdf5Dataset", "Names", "named"]
 
 #: Elements of a part of a sample; its channels are converted one after the other.
 _IN_CACHE = 1 << 18
 
-Names = str | Mapping[str, str] | None
+Name = str | Sequence[str]
+"""A dataset, or several file names with ``{sample}``, whose channels are concatenated."""
+Names = Name | Mapping[str, Name] | None
+AND = " + "
+"""Separator of several file names in one text."""
 
 
 def named(given: Names, alone: str) -> dict[str, str]:
@@ -44,10 +48,14 @@ def named(given: Names, alone: str) -> dict[str, str]:
 
     >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
     ({'x': 'fields'}, {'mask': 'label'}, {})
+    >>> named(["{sample}_t1.nii", "{sample}_t2.nii"], "x")
+    {'x': '{sample}_t1.nii + {sample}_t2.nii'}
     """
     if given is None:
         return {}
-    return {alone: given} if isinstance(given, str) else dict(given)
+    if not isinstance(given, Mapping):
+        given = {alone: given}
+    return {name: one if isinstance(one, str) else AND.join(one) for name, one in given.items()}
 
 
 class Hdf5Dataset:
@@ -129,10 +137,13 @@ class Hdf5Dataset:
         self._datasets: dict[str, StoredArray] = {}
         #: The last part that was read of every field that all samples share: box, and its values.
         self._shared: dict[str, tuple[Box, NDArray[Any]]] = {}
+        names = named(inputs, "x"), named(targets, "target")
+        if not unpack and any(AND in name for some in names for name in some.values()):
+            raise DataError(f"{self.path}: data.unpack: expected true with several files per input; remove it")
         if structure is None:
             self._file = self.open(checked=False)
             try:
-                structure = examine(self._file, named(inputs, "x"), named(targets, "target"), layout, unpack)
+                structure = examine(self._file, *names, layout, unpack)
             except BaseException:
                 self.close()
                 raise

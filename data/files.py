@@ -24,7 +24,7 @@ from .formats import FORMATS, format_of
 from .structure import Field, Structure
 from .targets import LabelMap
 
-__all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
+__all__ = ["FileSet", "check_alike", "find_files", "natural"]
 
 _WILD = "*?["
 _ONE_SIZE = "set data.patches, which reads windows of samples of any size (docs/data.md, Samples of different size)"
@@ -104,34 +104,6 @@ def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
             return found, ""
     endings = "; ".join(f"{name}: {', '.join(FORMATS[name].suffixes)}" for name in formats)
     return [], f"a folder with files of {endings}"
-
-
-def open_dataset(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *arguments: Any,
-    several_sizes: bool = False,
-    format: str | None = None,
-    **options: Any,
-) -> Hdf5Dataset | FileSet:
-    """Open the samples of all files of `given`, and check each file. Local.
-
-    With `several_sizes`, files may have samples of different size (:func:`check_alike`). Other arguments are those of
-    :class:`Hdf5Dataset`.
-
-    Raises
-    ------
-    DataError
-        As in :func:`find_files`, :class:`Hdf5Dataset` and :func:`check_alike`.
-    """
-    paths = find_files(given, format)
-    options["format"] = format
-    parts = [Hdf5Dataset(path, *arguments, **options) for path in paths]
-    if len(parts) == 1:
-        return parts[0]
-    for part in parts:
-        part.close()
-    check_alike(paths, [part.structure for part in parts], several_sizes)
-    return FileSet(parts)
 
 
 def check_alike(paths: Sequence[Path], structures: Sequence[Structure], several_sizes: bool = False) -> None:

@@ -114,6 +114,8 @@ class StoredFile(ABC):
         Attributes of the file, as h5py returns them.
     files : dict
         Other files that hold data of the arrays, with their sizes [B].
+    main : str
+        Name of the array that is meant where none is named; empty: the only one.
     of_samples : tuple of str
         Names of arrays ``(N, ...)`` that describe each sample, which files of predictions have too.
     """
@@ -121,6 +123,7 @@ class StoredFile(ABC):
     path: Path
     attrs: Mapping[str, Any] = {}
     files: dict[str, int]
+    main: str = ""
     of_samples: tuple[str, ...] = ()
 
     @abstractmethod

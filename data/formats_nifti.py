@@ -37,7 +37,7 @@ class Nifti(Format):
 
 
 class _NiftiFile(StoredFile):
-    of_samples = ("affine", "spacing")
+    main, of_samples = "data", ("affine", "spacing")
 
     def __init__(self, path: Path, image: Any) -> None:
         self.path, self.files = path, {}

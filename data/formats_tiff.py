@@ -38,6 +38,8 @@ class Tiff(Format):
 
 
 class _TiffFile(StoredFile):
+    main = "level0"
+
     def __init__(self, path: Path, file: Any) -> None:
         self.path, self.files, self._file = path, {}, file
         self._levels: dict[str, Any] = {}

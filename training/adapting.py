@@ -22,8 +22,8 @@ from typing import Any, Literal
 from halograd.documents import to_toml
 from halograd.errors import UserError
 
-from ..data import find_files
 from ..data.formats import open_stored
+from ..data.sample_files import locate
 from ..data.structure import input_kind, looking_into, shape_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
@@ -159,17 +159,17 @@ class _Looked:
 def _look(config: Config, network: Network) -> _Looked:
     """Count the samples of the first input in the files, and read its extents and layout from the first file. Local."""
     data, looked = config.data, _Looked(0)
-    inputs, _ = datasets_of(data, network)
+    inputs, targets = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
     *grid, channels = network.inputs[name].shape
     wanted = (*grid, channels // data.history)
-    for path in find_files(data.path, data.format):
-        with open_stored(path, data.format, data.allow_external) as file, looking_into(path):
+    for path in locate(data.path, data.format, inputs, targets):
+        with open_stored(path, data.format, data.allow_external) as file, looking_into(file.path):
             found = file.find(dataset)
             if not looked.samples:
                 shown = _shown_layout(found.shape, wanted) if "layout" not in found.attrs else None
                 layout = data.layout or shown
-                have = shape_of(found, input_kind(found, path, layout))
+                have = shape_of(found, input_kind(found, file.path, layout))
                 looked = _Looked(0, _others(have, wanted), None if data.layout else shown)
             looked = replace(looked, samples=looked.samples + len(found))
         if looked.samples >= config.training.at_once:

@@ -16,6 +16,7 @@ from halograd.schema import nearest
 
 from ..comm.boot import start_text
 from ..data.augment import AUGMENTATIONS
+from ..data.dataset import named
 from ..data.targets import LabelMap
 from ..device import Device, as_dtype
 from ..layers import Input, Loss, Network
@@ -172,14 +173,14 @@ def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
     A single dataset belongs to the only input. The default dataset is optional.
     """
     given = getattr(data, key)
-    if not isinstance(given, str):
-        return dict(given)
+    if isinstance(given, dict):
+        return named(given, "")
     if not names and key not in data.model_fields_set:
         return {}
     if len(names) != 1:
         wanted = f"a table with {', '.join(names)}, as the network reads them" if names else "nothing"
         raise UserError(f"data.{key}: expected {wanted}, got one dataset, {given!r}")
-    return {names[0]: given}
+    return named(given, names[0])
 
 
 def make_strategy(

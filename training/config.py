@@ -54,6 +54,8 @@ __all__ = [
     "parse_config",
 ]
 
+#: Name of a dataset, or of the files of each sample whose channels are concatenated.
+Names = FilePath | Annotated[list[FilePath], Field(min_length=1)]
 Minutes = Annotated[NotNegative, Field(le=1e6)]
 
 
@@ -109,10 +111,11 @@ class DataConfig(Table):
     format: FilePath | None = None
     """Format of the files: ``"hdf5"`` (also netCDF-4), ``"zarr"``, ``"nifti"``, ``"tiff"``, or ``"FILE.py:CLASS"``; by
     default that of their suffix, HDF5 for unknown ones."""
-    inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
+    inputs: Names | Annotated[dict[Text, Names], Field(min_length=1)] = "inputs"
     """Dataset of the network's input; for several inputs, a table of datasets by the name of the input. They are
-    normalized."""
-    targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
+    normalized. With ``{sample}`` it is the name of a file of each sample in the folder `path`, or a list of such names
+    whose channels are concatenated: ``["{sample}_t1.nii.gz", "{sample}_t2.nii.gz"]``."""
+    targets: Names | Annotated[dict[Text, Names], Field(min_length=1)] = "mask"
     """Datasets of the targets, in the same way: ``[data.targets]``, ``mask = "label"``. They are normalized by
     `normalize_targets`."""
     layout: Literal["NHWC", "NCHW"] | None = None

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,12 @@ from ..data import (
     TargetReduction,
     channel_statistics,
     check_transforms,
-    find_files,
     split,
 )
 from ..data.files import check_alike
 from ..data.foreground import Foreground, find_foreground, most_positions
 from ..data.masked import Masked
+from ..data.sample_files import locate
 from ..data.source import DatasetView, sample_shape
 from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
@@ -390,7 +391,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             return _open_own(data, network, labelled)
     inputs, targets = datasets_of(data, network)
     names = inputs, targets if labelled else {}
-    paths = on_root(comm.mpi, lambda: find_files(data.path, data.format))
+    paths = on_root(comm.mpi, lambda: locate(data.path, data.format, {**names[0], **names[1]}, targets))
     limits = _ranges(network)
 
     def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
@@ -409,8 +410,9 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             raise
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for some in found for number, structure in some.items()}
-    check_alike(paths, [structures[number] for number in range(len(paths))], cuts_windows(data, labelled))
-    parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
+    ordered = [structures[number] for number in range(len(paths))]
+    check_alike([Path(path) for path in paths], ordered, cuts_windows(data, labelled))
+    parts = [opened.get(number) or open_(number, structure) for number, structure in enumerate(ordered)]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 
 

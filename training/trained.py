@@ -16,7 +16,7 @@ from halograd.version import __version__
 
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
-from ..data import Batch, Hdf5Dataset, find_files
+from ..data import Batch, Hdf5Dataset
 from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted
@@ -228,9 +228,10 @@ def _files(session: Session) -> list[Any]:
     """Return plain data that change whenever a file of samples, or a file that it refers to, changes. Local."""
     data, dataset = session.config.data, session.samples.dataset
     given = [data.path] if isinstance(data.path, str) else data.path
-    paths = [Path(path) for path in given] if data.file is not None else find_files(given, data.format)
-    for part in getattr(dataset, "parts", [dataset]):
-        paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
+    parts = [part for part in getattr(dataset, "parts", [dataset]) if isinstance(part, Hdf5Dataset)]
+    paths = [Path(path) for path in given] if data.file is not None else [part.path for part in parts]
+    for part in parts:
+        paths += map(Path, part.structure.files)
     found = [(str(path), path.stat() if path.exists() else None) for path in paths]
     # It is unknown whether an object of a script has the same samples as in an earlier attempt.
     once = [secrets.token_hex(8)] if data.file is not None and is_made(data.file) else []

@@ -1,6 +1,7 @@
 """Tests of runs on samples in many files: they equal those on one file, and whole files can be held out."""
 
 import json
+import shutil
 
 import h5py
 import numpy as np
@@ -135,3 +136,32 @@ def test_a_run_of_an_older_order_goes_on_by_a_list(comm, config):
     with pytest.raises(UserError, match=r"changed \(or sorted as text, by an older version: list them in that order\)"):
         train(config, [*cut, f"data.path={folder}"], resume=True, comm=comm)
     assert train(config, [*cut, older, "training.epochs=2"], resume=True, comm=comm)["stopped"] is None
+
+
+@pytest.mark.ranks(2)
+def test_the_run_on_other_formats_is_that_on_hdf5(comm, config):
+    """A run on a group of Zarr, and one on two TIFF files per sample."""
+    zarr, tifffile = pytest.importorskip("zarr"), pytest.importorskip("tifffile")
+    folder = config.parent
+    if comm.rank == 0:
+        (folder / "tiff").mkdir()
+        with h5py.File(folder / "data.h5") as whole:
+            x, mask = whole["inputs"][()], whole["mask"][()]
+        group = zarr.open_group(str(folder / "data.zarr"), mode="w")
+        group.create_array("inputs", data=x, chunks=(4, 8, 16, 3)).attrs["layout"] = "NHWC"
+        group.create_array("mask", data=mask)
+        for k in range(len(x)):
+            tifffile.imwrite(folder / f"tiff/s{k}_x.tif", x[k], photometric="rgb", tile=(16, 16), compression="zlib")
+            tifffile.imwrite(folder / f"tiff/s{k}_m.tif", mask[k])
+    comm.Barrier()
+    cut = ["strategy.height=2", "output.log_steps=1", "training.epochs=1", "data.split=random"]
+    train(config, [*cut, f"output.directory={folder / 'h5'}"], comm=comm)
+    names = ['data.inputs="{sample}_x.tif"', 'data.targets="{sample}_m.tif"']
+    for name, options in (("data.zarr", []), ("tiff", names)):
+        train(config, [*cut, f"data.path={folder / name}", *options, f"output.directory={folder / 'other'}"], comm=comm)
+        comm.Barrier()
+        assert logged_losses(folder / "other") == logged_losses(folder / "h5")
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder / "other")
+        comm.Barrier()
