@@ -34,14 +34,14 @@ def build():
 
 @pytest.mark.ranks(1, 2)
 def test_samples_of_several_sizes(comm, working):
-    """The example for samples of several sizes trains; its loss is the mean over the existing voxels."""
+    """The example that pads samples of different size trains; its loss is the mean over the existing voxels."""
     sizes, rng = [(4, 6, 5), (8, 4, 8), (7, 8, 6), (8, 8, 8)], np.random.default_rng(0)
     if comm.rank == 0:
         with h5py.File("patients.h5", "w") as file:
             for patient, extents in enumerate(sizes):
                 file[f"{patient}/image"] = rng.random((*extents, 1))
                 file[f"{patient}/mask"] = rng.integers(0, 2, (*extents, 1))
-        Path("data.py").write_text(code("Samples of several sizes"))
+        Path("data.py").write_text(code("Samples of different size"))
         table = '[data]\npath = "patients.h5"\nfile = "data.py:open_padded"\nvalidation = 0\nnormalize = false\n'
         write_own(working, PADDED, table)
     comm.barrier()
