@@ -27,6 +27,7 @@ from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks
 from .disk import DataError, one_line
 from .formats import StoredArray, StoredFile, open_stored
+from .held_out import Unit, belonging_to
 from .storage import check_files
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
@@ -256,6 +257,11 @@ class Hdf5Dataset:
     def place(self, index: int) -> str:
         """Return the file and number of a sample, for messages."""
         return f"{self.path}, sample {index}"
+
+    def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
+        """Return which samples belong to a file, a simulation or a year of this name, ``(N,)`` (:func:`held_out`)."""
+        own = getattr(self._location, "sample", self.path.stem.removesuffix(".nii"))
+        return belonging_to(kind, name, [str(self.path), self.path.name, self.path.stem, own], self.structure)
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""

@@ -21,6 +21,7 @@ from .chunks import CACHE
 from .dataset import Hdf5Dataset
 from .disk import DataError
 from .formats import FORMATS, format_of
+from .held_out import Unit
 from .structure import Field, Structure
 from .targets import LabelMap
 
@@ -259,6 +260,10 @@ class FileSet:
         """Return the file and number of a sample, for messages."""
         file, local = self._place(index)
         return self.parts[file].place(local)
+
+    def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
+        """Return which samples belong to a file, a simulation or a year of this name, ``(N,)`` (:func:`held_out`)."""
+        return np.concatenate([part.belonging(kind, name) for part in self.parts])
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""

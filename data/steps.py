@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
+from .held_out import Unit
 from .source import DatasetView
 from .structure import Field
 
@@ -139,6 +140,10 @@ class TimeSteps(DatasetView):
     def place(self, index: int) -> str:
         """Return the source and number of a sample, for messages."""
         return self.dataset.place(self._row(index))
+
+    def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
+        """Return which samples belong to a file, a simulation or a year of this name, ``(N,)`` (:func:`held_out`)."""
+        return self.dataset.belonging(kind, name)[self.rows]
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""

@@ -115,6 +115,8 @@ class Structure:
         Attributes of the file: title, history, ...
     times : float64 array ``(N,)`` or None
         Coordinate of time of the samples, if the first input has one as a dimension scale.
+    time_units, calendar : str
+        Attributes of that coordinate, as in CF.
     """
 
     fields: dict[str, Field]
@@ -123,6 +125,8 @@ class Structure:
     files: dict[str, int]
     attributes: dict[str, Any] = attribute(default_factory=dict)
     times: NDArray[np.float64] | None = None
+    time_units: str = ""
+    calendar: str = "standard"
 
 
 def examine(
@@ -160,7 +164,7 @@ def examine(
             fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks, static)
         together, times = groups(file, path, len(first)), _times_of(file, first)
         check_files(path, file.files)
-    return Structure(fields, len(first), together, file.files, plain_attributes(file.attrs), times)
+    return Structure(fields, len(first), together, file.files, plain_attributes(file.attrs), *times)
 
 
 @contextmanager
@@ -328,16 +332,19 @@ def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | No
     return np.asarray(numbers, dtype=np.int64)
 
 
-def _times_of(file: StoredFile, inputs: StoredArray) -> NDArray[np.float64] | None:
-    """Return the scale of the first axis that is a coordinate of time by its units ("hours since ..."), as in CF."""
+def _times_of(file: StoredFile, inputs: StoredArray) -> tuple[NDArray[np.float64] | None, str, str]:
+    """Return the scale of the first axis that is a coordinate of time by its units ("hours since ..."), as in CF, with
+    units and calendar.
+    """
     for scale in inputs.scales[0]:
         units = _text(scale.attrs.get("units"))
         is_time = isinstance(units, str) and " since " in units and scale.dtype.kind in "iuf"
         with suppress(DataError):  # without its numbers, the order of the samples is that of time
             checked = file.get(scale.name) if is_time and scale.shape == (len(inputs),) else None
             if checked is not None:
-                return np.asarray(checked.numbers(), np.float64)
-    return None
+                calendar = _text(scale.attrs.get("calendar"))
+                return np.asarray(checked.numbers(), np.float64), units, str(calendar or "standard")
+    return None, "", "standard"
 
 
 def _text(value: Any) -> Any:

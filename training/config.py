@@ -124,8 +124,10 @@ class DataConfig(Table):
     """Rule from targets per cell to targets of the patches that the network predicts: 0 or 1 by `any`, `all` or
     `majority` (more than half) of the cells; their mean (`fraction`) or maximum (`max`); the cell in the middle
     (`center`)."""
-    validation: Below1 = 0.1
-    """Fraction of the samples that is held out."""
+    validation: Below1 | Annotated[list[Text], Field(min_length=1)] = 0.1
+    """Fraction of the samples that is held out; or names, ``["2018", "patient07"]``: of files (with or without suffix,
+    or patterns with ``*``), of samples of several files, values of the dataset ``simulation``, or years of the
+    coordinate of time."""
     normalize: bool | list[Text] = True
     """Whether to normalize inputs to mean 0 and standard deviation 1 per channel over the training samples; or the
     names of the inputs to normalize."""

@@ -35,6 +35,7 @@ from ..data import (
 )
 from ..data.files import check_alike
 from ..data.foreground import Foreground, find_foreground, most_positions
+from ..data.held_out import held_out
 from ..data.masked import Masked
 from ..data.sample_files import locate
 from ..data.source import DatasetView, sample_shape
@@ -147,7 +148,12 @@ class Samples:
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
         training, validation = np.arange(len(dataset)), np.arange(0)
         if labelled:
-            training, validation = split(len(dataset), data.validation, config.training.seed, _groups(data, dataset))
+            if isinstance(data.validation, list):
+                held = held_out(dataset, data.validation)
+                training, validation = np.flatnonzero(~held), np.flatnonzero(held)
+            else:
+                groups = _groups(data, dataset)
+                training, validation = split(len(dataset), data.validation, config.training.seed, groups)
             if comm.rank == 0:
                 _warn_of_neighbors(data, dataset, training, validation)
         if data.invalid == "skip":

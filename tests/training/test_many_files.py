@@ -165,3 +165,15 @@ def test_the_run_on_other_formats_is_that_on_hdf5(comm, config):
         if comm.rank == 0:
             shutil.rmtree(folder / "other")
         comm.Barrier()
+
+
+@pytest.mark.ranks(2)
+def test_named_files_are_held_out(comm, config):
+    folder = config.parent
+    cut, names = ["strategy.height=2", f"data.path={folder / 'parts'}", "training.epochs=1"], '["run1", "run2"]'
+    train(config, [*cut, f"data.validation={names}", f"output.directory={folder / 'named'}"], comm=comm)
+    comm.Barrier()
+    begun = read_log(folder / "named" / "log.jsonl", "begin")[-1]
+    assert (begun["held_out"], begun["samples"]) == (8, 11)
+    with pytest.raises(UserError, match=r"data.validation: .* got 'run9', to which no sample belongs; files: run0"):
+        train(config, [*cut, 'data.validation=["run9"]'], comm=comm)
