@@ -170,7 +170,13 @@ class SmoothMap:
         if self.own is None:
             return found
         shape = tuple(map(len, positions))
-        return [np.asarray(c, np.float64) for c in self.own([np.broadcast_to(c, shape) for c in found])]
+        result = [np.asarray(c, np.float64) for c in self.own([np.broadcast_to(c, shape) for c in found])]
+        if [c.shape for c in result] != [shape] * rank:
+            raise DataError(
+                f"data.augment.kind: expected {rank} arrays of positions of shape {shape} from `map`, got "
+                f"{', '.join(str(c.shape) for c in result) or 'none'}"
+            )
+        return result
 
     def limits(self, ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]] | None:
         """Return bounds of the mapped positions, for positions in these ranges; None if only `at` knows them."""
@@ -244,7 +250,7 @@ class GridMap:
             ]
             found = [(placed[k][0], placed[k][1]) for k in map(self.axes.index, range(len(ranges)))]
         if not np.isfinite(found).all():
-            raise DataError(f"data.augment: expected finite positions from a map of your own, got {found}")
+            raise DataError(f"data.augment.kind: expected finite positions from `map`, got {found}")
         # Rounding of the bounds is not that of the positions.
         slack = [_SLACK * (1 + max(abs(a), abs(b))) for a, b in found]
         return [(math.floor(a - s), math.floor(b + s) + 1) for (a, b), s in zip(found, slack)]

@@ -331,3 +331,21 @@ def test_what_cannot_be_ignored_or_moved_is_refused():
     thin = ArrayDataset(dataset.arrays, targets=("classes", "y", "w"))
     with pytest.raises(DataError, match=r"data\.augment: expected 'w' on the whole grid, to be moved by rotate, got"):
         made(thin, {"rotate": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (lambda positions: positions[:1], r"expected 2 arrays of positions of shape \(14, 14\) from `map`, got \("),
+        (lambda positions: [p / 0 for p in positions], "expected finite positions from `map`, got"),
+    ],
+)
+def test_positions_of_an_own_map_are_checked(positions, message):
+    class Wrong(StandardAugmentation):
+        def map(self, batch, k, given):
+            with np.errstate(all="ignore"):
+                return positions(given)
+
+    dataset = dataset_of(2, 14)
+    with pytest.raises(DataError, match=message):
+        read(made(dataset, {}, Wrong), dataset, "x", Box.of_shape((2, *dataset.fields["x"].shape)))
