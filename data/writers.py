@@ -56,6 +56,8 @@ class Writer(ABC):
 
     #: Name on the command line, for registered classes.
     name: ClassVar[str] = ""
+    #: Suffix of the files in a folder of results, where each file of samples has its own.
+    suffix: ClassVar[str] = ""
     #: Whether ranks may write different samples at the same time; otherwise rank 0 writes all of them.
     parallel: ClassVar[bool] = False
     #: Whether the result of several ranks refers to the parts, which then remain.
@@ -84,6 +86,7 @@ class Hdf5(Writer):
     """HDF5 file. One rank writes all data; several ranks write parts, which virtual datasets join."""
 
     name: ClassVar[str] = "hdf5"
+    suffix: ClassVar[str] = ".h5"
     refers: ClassVar[bool] = True
 
     def write(self, predictions: Predictions, path: Path, samples: range) -> None:

@@ -80,7 +80,9 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     extents = looked.extents
     if extents and not crops and free("model.resolution", "data.extents"):
         with suppress(UserError):  # otherwise the samples are refused, by their size
-            change(*sized(config, extents))
+            found = sized(_changed(config, "data", {}, without=["extents"]), extents)
+            change("data", {}, without=["extents"])
+            change(*found)
             network = make_network(config)
     if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
         change("training", {"batch": looked.samples}, without=["accumulate"])
@@ -93,6 +95,8 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
 
 def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]]:
     """Return the section and setting by which the network takes samples of these extents. Local.
+
+    `config` has no ``data.extents``.
 
     Raises
     ------
@@ -119,6 +123,7 @@ def at_size(config: Config, extents: Sequence[int], samples: int, ranks: int) ->
     UserError
         If the network takes no samples of these extents.
     """
+    config = _changed(config, "data", {}, without=["extents"])
     if tuple(extents) != extents_of(make_network(config)):
         config = _changed(config, *sized(config, extents))
     if samples < config.training.at_once:

@@ -38,7 +38,7 @@ from ..data.foreground import Foreground, find_foreground, most_positions
 from ..data.held_out import held_out
 from ..data.masked import Masked
 from ..data.sample_files import locate
-from ..data.source import DatasetView, sample_shape
+from ..data.source import DatasetView, OneSize, sample_shape
 from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
@@ -117,7 +117,8 @@ class Samples:
         Sets the class counts in the loss of `network`.
         """
         data = config.data
-        dataset: Dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
+        several = cuts_windows(data, labelled) or not trainable
+        dataset: Dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled, several)))
         with comm.agreement():
             if data.lag:
                 dataset = TimeSteps(dataset, data.lag, data.history, data.rollout, labelled)
@@ -338,6 +339,8 @@ def _windows(config: Config, dataset: Dataset, network: Network, labelled: bool)
     wanted = {name: network.inputs[name].shape for name in dataset.fields}
     shapes = wanted if cuts_windows(config.data, labelled) else None
     key = "data.patches" if config.data.patches else "data.augment.crop"
+    if shapes is None and getattr(dataset, "extents", None) is not None:
+        dataset = OneSize(dataset, 0)  # samples of other sizes are not read by these windows
     return SampleWindows(dataset, shapes, config.training.seed, key)
 
 
@@ -390,7 +393,9 @@ def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Map
             )
 
 
-def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
+def _open_dataset(
+    data: DataConfig, network: Network, comm: Communicator, labelled: bool, several_sizes: bool
+) -> Dataset:
     """Open the data set. One rank examines each file; other ranks open it at their first read. Collective."""
     if data.file is not None:
         with comm.agreement():
@@ -417,7 +422,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for some in found for number, structure in some.items()}
     ordered = [structures[number] for number in range(len(paths))]
-    check_alike([Path(path) for path in paths], ordered, cuts_windows(data, labelled))
+    check_alike([Path(path) for path in paths], ordered, several_sizes)
     parts = [opened.get(number) or open_(number, structure) for number, structure in enumerate(ordered)]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 

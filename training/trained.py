@@ -25,6 +25,7 @@ from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
 from .directory import checkpoint_of
+from .each_file import check_folder, write_each
 from .evaluation import Evaluation, check_predictions, describe, evaluate_parts, write_predictions
 from .metrics import check_details, write_details
 from .root import on_root
@@ -151,7 +152,8 @@ def apply(
     data
         File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
-        File or folder to write, see :mod:`halograd.training.applying`. The result of an earlier job is replaced.
+        File or folder to write, see :mod:`halograd.training.applying`. The result of an earlier job is replaced. If
+        samples differ in size, a folder with a file for each of their files: :mod:`halograd.training.each_file`.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     tell
@@ -182,7 +184,8 @@ def apply(
     config, settings, checkpoint, progress = on_root(world, find)
 
     def check() -> dict[str, int | None]:
-        check_result(WRITERS.make(format), out)
+        if not out.is_dir():  # a folder is checked when it is known whether samples differ in size
+            check_result(WRITERS.make(format), out)
         return checksums([format])
 
     own = on_root(world, check)
@@ -190,10 +193,15 @@ def apply(
         with ranks.agreement():
             check_files([format], own)
             outputs, writer = outputs_of(session, what, progress.described), WRITERS.make(format)
+            several = getattr(session.samples.dataset, "extents", None) is not None
+        on_root(ranks.mpi, lambda: check_folder(out, writer.suffix) if several else check_result(writer, out))
         files = on_root(ranks.mpi, lambda: _files(session))
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
-        computed = write_outputs(session, outputs, out, writer, job, shown)
+        if several:
+            computed = write_each(session, progress.described, what, out, format, job, shown)
+        else:
+            computed = write_outputs(session, outputs, out, writer, job, shown)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
     return {**found, "checkpoint": str(checkpoint), "settings": settings}
 

@@ -19,7 +19,7 @@ import numpy as np
 from halograd.documents import bytes_text
 from halograd.errors import UserError
 
-from ..data import Batch
+from ..data import Batch, Dataset
 from ..data.source import OneSize, sample_shape
 from ..data.windows import SampleWindows
 from ..layers.strategy import cuts_text, parameter_blocks
@@ -30,7 +30,7 @@ from .executor import Executor
 from .samples import fit_together
 from .session import Session, open_loader
 
-__all__ = ["WholeSamples", "whole_samples"]
+__all__ = ["Sized", "WholeSamples", "open_sized", "whole_samples"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # sizes named in a line
@@ -62,12 +62,12 @@ class WholeSamples:
             shapes = [sample_shape(dataset, other, int(index)) for other in (name, *dataset.fields)]
             groups.setdefault(tuple(n for shape in shapes for n in shape), []).append(int(index))
         #: Per size: its samples, and what computes them.
-        self.sizes: list[tuple[np.ndarray, _Made]] = []
+        self.sizes: list[tuple[np.ndarray, Sized]] = []
         with comm.agreement():
             for members in groups.values():
                 extents = sample_shape(dataset, name, members[0])[:-1]
                 config = at_size(session.config, extents, len(members), comm.size)
-                self.sizes.append((np.array(members), _Made(session, config)))
+                self.sizes.append((np.array(members), Sized(session, config)))
         if session.executor.device.is_host:
             self._check_memory()
 
@@ -82,38 +82,13 @@ class WholeSamples:
     def parts(self) -> Iterator[tuple[Session, Sequence[Batch]]]:
         """Yield a session per size, and the batches of its samples. Collective."""
         for members, made in self.sizes:
-            session = self._opened or self._open(int(members[0]), made)
+            if self._opened is None:
+                dataset = OneSize(self._session.samples.dataset, int(members[0]))
+                self._opened = open_sized(self._session, made, dataset, self._stack)
+            session = self._opened
             yield session, session.in_order(members)
             if len(self.sizes) > 1:
                 self.close()
-
-    def _open(self, index: int, made: _Made) -> Session:
-        own, comm, config = self._session, self._session.comm, made.config
-        executor = own.executor
-        with comm.agreement():
-            dataset = OneSize(own.samples.dataset, index)
-            reductions = fit_together(config.data, dataset.fields, made.network)
-        windows = SampleWindows(dataset)
-        samples = replace(own.samples, dataset=dataset, reductions=reductions, windows=windows, augmentation=None)
-        settings = config.training
-        whole = self._stack.enter_context(
-            Executor(
-                made.network,
-                comm,
-                executor.kernels,
-                settings.at_once,
-                made.strategy,
-                settings.dtype,
-                False,
-                executor.store,
-                settings.seed,
-                pulse=executor.pulse,
-            )
-        )
-        whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted
-        loader, ahead = open_loader(config, whole, samples, self._stack)
-        self._opened = Session(config, comm, made.network, whole, samples, loader, own.timeline, ahead)
-        return self._opened
 
     @property
     def text(self) -> str:
@@ -143,8 +118,14 @@ class WholeSamples:
             self._stack.__exit__(*raised)  # type: ignore[arg-type]
 
 
-class _Made:
-    """Network and strategy of a configuration, for the parameters of a session. Local."""
+class Sized:
+    """Network and strategy of a configuration, for the parameters of a session. Local.
+
+    Raises
+    ------
+    UserError
+        If no cut fits, or it cuts parameters otherwise than the session.
+    """
 
     def __init__(self, session: Session, config: Config) -> None:
         size, own, self.config = session.comm.size, session.executor, config
@@ -166,12 +147,43 @@ class _Made:
             )
 
 
+def open_sized(session: Session, made: Sized, dataset: Dataset, stack: ExitStack) -> Session:
+    """Open a session that computes samples of one size forward, with the parameters of another session. Collective.
+
+    It shares the votes and the progress of that session; `stack` closes it.
+    """
+    comm, config, executor = session.comm, made.config, session.executor
+    with comm.agreement():
+        windows, reductions = SampleWindows(dataset), fit_together(config.data, dataset.fields, made.network)
+    samples = replace(session.samples, dataset=dataset, reductions=reductions, windows=windows, augmentation=None)
+    settings = config.training
+    whole = stack.enter_context(
+        Executor(
+            made.network,
+            comm,
+            executor.kernels,
+            settings.at_once,
+            made.strategy,
+            settings.dtype,
+            False,
+            executor.store,
+            settings.seed,
+            pulse=executor.pulse,
+        )
+    )
+    whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted
+    loader, ahead = open_loader(config, whole, samples, stack)
+    return Session(config, comm, made.network, whole, samples, loader, session.timeline, ahead)
+
+
 def whole_samples(session: Session, indices: np.ndarray) -> WholeSamples | None:
     """Return the whole samples to compute instead of windows, by ``data.evaluate``; None: the windows. Collective."""
     dataset, wanted = session.samples.dataset, session.config.data.evaluate
+    several = getattr(dataset, "extents", None) is not None
+    if several and not session.samples.windows.cut:
+        return WholeSamples(session, indices)
     if not session.samples.evaluated_part or not len(indices):
         return None
-    several = getattr(dataset, "extents", None) is not None
     if wanted == "middle" or (wanted is None and not several):
         return None
     try:

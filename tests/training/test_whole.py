@@ -1,10 +1,13 @@
 """Tests of whole samples in validations of runs that train on windows: equal to evaluations, under every cut."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+from halograd.data import DataError
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from halograd.training.log import read_log
@@ -85,7 +88,7 @@ def write_sizes(folder):
 SIZES = ['data.path="patients"', "data.augment={crop = true}", "data.validation=0.5", "training.batch=2"]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_several_sizes(comm, working):
     """Samples of several sizes are validated whole by default; the scores are those of all of them."""
     if comm.rank == 0:
@@ -106,3 +109,44 @@ def test_several_sizes(comm, working):
         assert every["loss"] == pytest.approx(np.mean(losses), rel=1e-10)
         with pytest.raises(UserError, match="--predictions: expected samples of one size, got several"):
             evaluate("out", ["strategy={sample = 1}"], "all", "judged.h5", MPI.COMM_SELF)
+
+
+def read(path):
+    with h5py.File(path) as file:
+        return file["prediction"][()], file["source_file"].asstr()[()].tolist()
+
+
+@pytest.mark.ranks(2)
+def test_applies_to_each_file(comm, working):
+    """Files of samples of several sizes get a file each, as if they were applied by themselves; a job continues."""
+    if comm.rank == 0:
+        write_sizes(working)
+        train("run.toml", [*SIZES, "training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
+    comm.barrier()
+    found = apply("out", ["patients"], "predicted", comm=comm)
+    assert found["samples"] == found["computed"] == 5
+    comm.barrier()
+    if comm.rank == 0:
+        for number in (0, 1):
+            path = f"patients/{number}.h5"
+            apply("out", [path], f"alone-{number}.h5", comm=MPI.COMM_SELF)
+            (mine, source), (alone, _) = read(f"predicted/{number}.h5"), read(f"alone-{number}.h5")
+            assert mine.shape == (1, *((22, 26), (16, 20))[number % 2], 1) and source == [path]
+            np.testing.assert_allclose(mine, alone, rtol=1e-9, atol=1e-12)
+        table = json.loads((working / "predicted/sources.json").read_text())["files"]
+        assert [table[f"{number}.h5"]["source"] for number in range(5)] == [f"patients/{n}.h5" for n in range(5)]
+        (working / "predicted/3.h5").unlink()
+    comm.barrier()
+    # On several ranks the parts are still there.
+    assert apply("out", ["patients"], "predicted", comm=comm)["computed"] == (comm.size == 1)
+    assert (working / "predicted/3.h5").exists()
+    assert apply("out", ["patients"], "predicted", comm=comm)["computed"] == 0
+    assert apply("out", ["patients"], "predicted", what="classes", comm=comm)["computed"] == 5
+    with pytest.raises(UserError, match=r"--out: expected a folder, because samples differ in size .*, got one.h5"):
+        apply("out", ["patients"], "one.h5", comm=comm)
+    if comm.rank == 0:
+        (working / "mine").mkdir()
+        (working / "mine/notes").touch()
+    comm.barrier()
+    with pytest.raises(DataError, match=r"cannot write mine: expected an empty folder, or one of an earlier job"):
+        apply("out", ["patients"], "mine", comm=comm)
