@@ -132,6 +132,11 @@ class Samples:
                     )
                 dataset.labels = label_maps(data, network)
             windows = _windows(config, dataset, network, labelled)
+            if trainable and not windows.cut and getattr(dataset, "extents", None) is not None:
+                raise UserError(
+                    f"data.patches: expected 1 or more for samples of different size, in {data.where}, got 0; the "
+                    "network is trained on windows of them then"
+                )
             augmentation = None
             if labelled and data.augment is not None:
                 augmentation = AUGMENTATIONS[data.augment.kind](data.augment, windows, config.training.seed)
