@@ -394,29 +394,38 @@ class SGD(Optimizer):
         return self.store.memory.kernels.sgd(arrays, own.momentum, own.nesterov, own.weight_decay)
 
 
-@OPTIMIZERS.register
-class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularization in the gradient, as torch.optim.Adam."""
+class _Moments(Optimizer):
+    """Optimizer with decaying means of gradients and of their squares."""
 
-    name = "adam"
     state_names = ("first_moment", "second_moment")
-    _decoupled = False
 
     class Settings(OptimizerSettings):
-        """``[optimizer]`` with ``kind = "adam"``, :class:`halograd.training.Adam`, or ``"adamw"``."""
+        """Decays of both means."""
 
         beta1: Below1 = 0.9
         """Decay of the mean of gradients."""
         beta2: Below1 = 0.999
         """Decay of the mean of squared gradients."""
+
+    def corrections(self) -> tuple[float, float]:
+        return 1 - self.settings.beta1**self.step, math.sqrt(1 - self.settings.beta2**self.step)
+
+
+@OPTIMIZERS.register
+class Adam(_Moments):
+    """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularization in the gradient, as torch.optim.Adam."""
+
+    name = "adam"
+    _decoupled = False
+
+    class Settings(_Moments.Settings):
+        """``[optimizer]`` with ``kind = "adam"``, :class:`halograd.training.Adam`, or ``"adamw"``."""
+
         epsilon: Annotated[Positive, Field(le=1)] = 1e-8
         """Number that is added to the root of the mean of squares."""
         weight_decay: NotNegative = 0.0
         """Share of a parameter that adam adds to its gradient; adamw subtracts it from the parameter, times the
         learning rate. Biases and norms do not decay."""
-
-    def corrections(self) -> tuple[float, float]:
-        return 1 - self.settings.beta1**self.step, math.sqrt(1 - self.settings.beta2**self.step)
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
         own = self.settings
@@ -471,7 +480,7 @@ class Lion(Optimizer):
 
 
 @OPTIMIZERS.register
-class LAMB(Optimizer):
+class LAMB(_Moments):
     """Adam with updates as long as a share of their parameter, for large batches (You et al. 2020, Algorithm 2).
 
     Per parameter array ``u = m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + epsilon) + weight_decay * p`` in step `k`,
@@ -480,23 +489,15 @@ class LAMB(Optimizer):
     """
 
     name = "lamb"
-    state_names = ("first_moment", "second_moment")
     whole_parameters = True
 
-    class Settings(OptimizerSettings):
+    class Settings(_Moments.Settings):
         """``[optimizer]`` with ``kind = "lamb"``: :class:`halograd.training.LAMB`."""
 
-        beta1: Below1 = 0.9
-        """Decay of the mean of gradients."""
-        beta2: Below1 = 0.999
-        """Decay of the mean of squared gradients."""
         epsilon: Annotated[Positive, Field(le=1)] = 1e-6
         """Number that is added to the root of the mean of squares."""
         weight_decay: NotNegative = 0.0
         """Share of a parameter that is added to its update; not of biases and norms."""
-
-    def corrections(self) -> tuple[float, float]:
-        return 1 - self.settings.beta1**self.step, math.sqrt(1 - self.settings.beta2**self.step)
 
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         own, p, (m, v), (a, b) = self.settings, piece.p, piece.state, piece.scratch

@@ -209,9 +209,32 @@ class StepDecay(Schedule):
         return self.rate * self.factor ** bisect_right(self.milestones, step)
 
 
+class _Decay(Schedule):
+    """Schedule from `rate` at step `begin` to `final` at step `steps`; constant before and after."""
+
+    rate: float
+    steps: int
+    final: float
+    begin: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {self.steps}")
+        if self.begin < 0:
+            raise ValueError(f"begin: expected at least 0, got {self.begin}")
+
+    def share(self, way: float) -> float:
+        """Return the share of ``rate - final`` that is left after this share of the steps, 1 at 0 and 0 at 1."""
+        raise NotImplementedError
+
+    def __call__(self, step: int, group: str = "") -> float:
+        way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))
+        return self.final + (self.rate - self.final) * self.share(way)
+
+
 @SCHEDULES.register
 @dataclass(frozen=True)
-class Cosine(Schedule):
+class Cosine(_Decay):
     """Half a cosine from `rate` at step `begin` to `final` at step `steps`; constant before and after.
 
     The formula is Eq. 5 of Loshchilov and Hutter 2017, without restarts.
@@ -230,19 +253,12 @@ class Cosine(Schedule):
     final: float = 0.0
     begin: int = 0
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {self.steps}")
-        if self.begin < 0:
-            raise ValueError(f"begin: expected at least 0, got {self.begin}")
-
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> Cosine:
         return cls(settings.learning_rate, span.steps(span.epochs), settings.final, span.warm_up(settings))
 
-    def __call__(self, step: int, group: str = "") -> float:
-        way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))
-        return self.final + (self.rate - self.final) * (1 + math.cos(math.pi * way)) / 2
+    def share(self, way: float) -> float:
+        return (1 + math.cos(math.pi * way)) / 2
 
 
 class LinearSettings(ScheduleSettings):
@@ -261,7 +277,7 @@ class PolynomialSettings(LinearSettings):
 
 @SCHEDULES.register
 @dataclass(frozen=True)
-class Polynomial(Schedule):
+class Polynomial(_Decay):
     """``final + (rate - final) * (1 - t)^power``: `t` rises from 0 at step `begin` to 1 at step `steps`.
 
     Attributes
@@ -279,18 +295,13 @@ class Polynomial(Schedule):
     final: float = 0.0
     begin: int = 0
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {self.steps}")
-
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> Polynomial:
         power = getattr(settings, "power", 1.0)
         return cls(settings.learning_rate, span.steps(span.epochs), power, settings.final, span.warm_up(settings))
 
-    def __call__(self, step: int, group: str = "") -> float:
-        way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))
-        return self.final + (self.rate - self.final) * (1 - way) ** self.power
+    def share(self, way: float) -> float:
+        return (1 - way) ** self.power
 
 
 @SCHEDULES.register

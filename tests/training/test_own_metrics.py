@@ -88,6 +88,20 @@ def test_its_direction_decides(comm, config, name, choose):
 
 
 @pytest.mark.ranks(1, 2)
+def test_training_ends_early_by_it(comm, config):
+    sets = [*STEEP, 'output.best="drag"']
+    train(config, [*sets, "output.directory=whole"], comm=comm)
+    result = train(config, [*sets, "output.directory=early", "training.patience=1"], comm=comm)
+    whole, early = (
+        [(entry["step"], entry["drag"]) for entry in read_log(config.parent / out / "log.jsonl", "validation")]
+        for out in ("whole", "early")
+    )
+    ends = next(k for k in range(1, len(whole)) if whole[k][1] >= min(drag for _, drag in whole[:k]))
+    assert early == whole[: ends + 1] and ends + 1 < len(whole)
+    assert result["best"]["step"] == min(whole[:ends], key=lambda one: one[1])[0]
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_score_without_a_direction_is_refused(comm, config):
     """A best score without a known direction is an error before the run, on all ranks; the score itself is computed."""
     with pytest.raises(UserError, match=r"output\.best: .* is known, got 'missed'; .* better = \{\"NAME\": \"lo"):
