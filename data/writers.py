@@ -22,6 +22,7 @@ from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
 from .disk import check_replaceable, open_to_read
+from .joining import copy_whole
 
 __all__ = ["WRITERS", "WRITTEN_BY", "Hdf5", "Predictions", "Writer", "check_result"]
 
@@ -99,6 +100,19 @@ class Hdf5(Writer):
     def is_own(self, path: Path) -> bool:
         with open_to_read(path) as file:
             return bool(file.attrs.get("written_by") == WRITTEN_BY)
+
+
+@WRITERS.register
+@dataclass(frozen=True)
+class WholeHdf5(Hdf5):
+    """HDF5 file that holds all data, also of several ranks: rank 0 copies the parts."""
+
+    name: ClassVar[str] = "hdf5-whole"
+    refers: ClassVar[bool] = False
+
+    def write(self, predictions: Predictions, path: Path, samples: range) -> None:
+        """Copy the joined file, with the numbers of the parts."""
+        copy_whole(Path(predictions.file.filename), path)
 
 
 def check_result(writer: Writer, out: Path) -> None:

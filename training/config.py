@@ -174,8 +174,8 @@ class DataConfig(Table):
     """Number of times of the targets, `lag` samples apart; their channels are concatenated."""
     evaluate: Literal["whole", "middle"] | None = None
     """Part of the samples that validations and `halograd evaluate` compute for a network that is trained on windows:
-    whole samples, cut over the ranks, or their middle windows. By default whole samples if their sizes differ and the
-    network allows it, else middle windows."""
+    whole samples, cut over the ranks, or their middle windows. By default whole samples if their sizes differ, or with
+    `patches`, if the network allows it, else middle windows."""
     extents: Annotated[list[Count], Field(min_length=1, max_length=3)] | None = None
     """Spatial extents of the samples, if the network is to take samples of another size than it is built for. What the
     network cannot divide is padded with zeros, and cut off its predictions. `halograd apply` and `evaluate` set it."""

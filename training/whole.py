@@ -184,7 +184,7 @@ def whole_samples(session: Session, indices: np.ndarray) -> WholeSamples | None:
         return WholeSamples(session, indices)
     if not session.samples.evaluated_part or not len(indices):
         return None
-    if wanted == "middle" or (wanted is None and not several):
+    if wanted == "middle" or (wanted is None and not several and not session.config.data.patches):
         return None
     try:
         return WholeSamples(session, indices)

@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 generators = typer.Typer(help="Make a data set.", rich_markup_mode=None)
 app.add_typer(generators, name="generate")
+data_files = typer.Typer(help="Change files of data and of predictions.", rich_markup_mode=None)
+app.add_typer(data_files, name="data")
 bench = typer.Typer(help="Measure what the library does on this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 bench.command()(allreduce)
@@ -101,6 +103,30 @@ def mesh_tangling(
         generate(out, resolution, samples, seed, progress=progress)
     size = out.stat().st_size / 2**20
     print(f"{out}: {samples} samples of {resolution} x {resolution} cells, seed {seed}, {size:.1f} MiB", flush=True)
+
+
+@data_files.command()
+def join(
+    out: Annotated[list[Path], typer.Argument(metavar="OUT...", help="Files or folders that `halograd apply` wrote.")],
+) -> None:
+    """Copy the parts of several ranks into the file of predictions that refers to them, and remove them.
+
+    \b
+    Example:
+      halograd data join predicted.h5
+    """
+    from ..comm.boot import launched_size
+
+    if launched_size() is not None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
+            return  # one process does it
+    from ..data.joining import join as copy
+
+    for path in [file for one in out for file in (sorted(one.rglob("*.h5")) if one.is_dir() else [one])]:
+        if not any(parent.name.endswith(".parts") for parent in path.parents):
+            print(f"{path}: {'joined' if copy(path) else 'has no parts'}", flush=True)
 
 
 @app.command()
@@ -201,6 +227,9 @@ def apply(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="File of the predictions.")],
     what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits",
     format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5",
+    one_file: Annotated[
+        bool, typer.Option("--one-file", help="Copy the parts of all ranks into OUT; as --format hdf5-whole.")
+    ] = False,
     sets: Sets = None,
     threads: Threads = None,
 ) -> None:
@@ -218,8 +247,13 @@ def apply(
     """
     from ..auto import plan_run
     from ..comm.boot import boot
+    from ..errors import UserError
     from ..output import progress_bar
     from ..training.trained import apply as predict
+
+    if one_file and format != "hdf5":
+        raise UserError(f"--one-file: expected --format hdf5 with it, got {format}; remove either")
+    format = "hdf5-whole" if one_file else format
 
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:

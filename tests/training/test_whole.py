@@ -10,6 +10,7 @@ from mpi4py import MPI
 from halograd.data import DataError
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
+from halograd.training.each_file import TABLE
 from halograd.training.log import read_log
 from tests.training.cuts import CUTS, overrides_of
 from tests.training.runs import write_config
@@ -144,7 +145,11 @@ def test_applies_to_each_file(comm, working):
     assert apply("out", ["patients"], "predicted", what="classes", comm=comm)["computed"] == 5
     with pytest.raises(UserError, match=r"--out: expected a folder, because samples differ in size .*, got one.h5"):
         apply("out", ["patients"], "one.h5", comm=comm)
+    apply("out", ["patients"], "whole", comm=comm, format="hdf5-whole")
+    comm.barrier()
     if comm.rank == 0:
+        assert sorted(path.name for path in (working / "whole").iterdir()) == [*(f"{k}.h5" for k in range(5)), TABLE]
+        np.testing.assert_array_equal(read("whole/1.h5")[0] > 0, read("predicted/1.h5")[0])
         (working / "mine").mkdir()
         (working / "mine/notes").touch()
     comm.barrier()
