@@ -127,7 +127,7 @@ class _JoinedVariables:
     def __init__(
         self, parts: Sequence[Hdf5Dataset], name: str, allow_external: bool, rows: NDArray[np.int64] | None = None
     ) -> None:
-        self._parts, self._input = parts, parts[0].fields[name].dataset
+        self._parts, self._input = parts, parts[0].fields[name].first_dataset
         ends = np.cumsum([0, *map(len, parts)])
         rows = np.arange(int(ends[-1])) if rows is None else rows  # the samples of all files that have predictions
         self._rows = [rows[(rows >= low) & (rows < high)] - low for low, high in pairwise(ends.tolist())]

@@ -26,22 +26,20 @@ from ..dtensor.box import Box
 from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks
 from .disk import DataError, one_line
-from .formats import StoredArray, StoredFile, open_stored
+from .formats import AND, StoredArray, StoredFile, open_stored
 from .held_out import Unit, belonging_to
 from .storage import check_files
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
 
-__all__ = ["AND", "Hdf5Dataset", "Names", "named"]
+__all__ = ["Hdf5Dataset", "Names", "named"]
 
 #: Elements of a part of a sample; its channels are converted one after the other.
 _IN_CACHE = 1 << 18
 
 Name = str | Sequence[str]
-"""A dataset, or several file names with ``{sample}``, whose channels are concatenated."""
+"""A dataset, or several ones (or file names with ``{sample}``), whose channels are concatenated."""
 Names = Name | Mapping[str, Name] | None
-AND = " + "
-"""Separator of several file names in one text."""
 
 
 def named(given: Names, alone: str) -> dict[str, str]:
@@ -68,8 +66,9 @@ class Hdf5Dataset:
     inputs, targets : str or mapping
         Names of the datasets, by the name of the network's input; a single one is ``x``, or ``target``.
         ``targets=None``: no targets.
-    layout : {"NHWC", "NCHW"}, optional
-        Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the first input.
+    layout : {"NHWC", "NCHW", "NHW"}, optional
+        Order of axes on disk, for any number of spatial axes; ``"NHW"`` has no channels. Default: the attribute
+        ``layout`` of the first input, or ``"NHW"`` if its coordinates are time, latitude and longitude.
     ranges : mapping of TargetRange, optional
         Ranges by name. Reading raises an error for targets outside, and for fractions in place of class indices.
     structure : Structure, optional
@@ -133,6 +132,7 @@ class Hdf5Dataset:
         self.labels: Mapping[str, LabelMap] = {}
         self.weighted: Mapping[str, Sequence[str]] = {}
         self.share = CACHE
+        self.fields: dict[str, Field] = {}
         self._scratch = np.empty(0, np.uint8)
         self._file: StoredFile | None = None
         self._datasets: dict[str, StoredArray] = {}
@@ -140,7 +140,7 @@ class Hdf5Dataset:
         self._shared: dict[str, tuple[Box, NDArray[Any]]] = {}
         names = named(inputs, "x"), named(targets, "target")
         if not unpack and any(AND in name for some in names for name in some.values()):
-            raise DataError(f"{self.path}: data.unpack: expected true with several files per input; remove it")
+            raise DataError(f"{self.path}: data.unpack: expected true with several datasets per input; remove it")
         if structure is None:
             self._file = self.open(checked=False)
             try:
@@ -170,6 +170,8 @@ class Hdf5Dataset:
 
     def open(self, checked: bool = True) -> StoredFile:
         """Return the file, opened once more. `checked`: the storage of its data needs no check."""
+        # Packings of several datasets are not in the structure; that of a virtual dataset may be that of its sources.
+        checked &= not any(AND in field.dataset for field in self.fields.values())
         return open_stored(self._location, self._format, self._allow_external, checked)
 
     def close(self) -> None:

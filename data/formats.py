@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -24,8 +24,10 @@ from .disk import DataError, one_line
 from .packing import Packing, packing_of
 
 __all__ = [
+    "AND",
     "FORMATS",
     "LISTED",
+    "Channels",
     "ChunkCache",
     "FileGroup",
     "Format",
@@ -39,6 +41,8 @@ __all__ = [
     "opening",
 ]
 
+AND = " + "
+"""Separator of the names of several arrays, whose channels are those of one."""
 LISTED = 20  # number of arrays that a message lists if one is missing
 
 Where = tuple[int | slice, ...]
@@ -139,8 +143,13 @@ class StoredFile(ABC):
         """Close the file; `close` may be called twice."""
 
     def find(self, name: str) -> StoredArray:
-        """Return the array of this name. Raises DataError with the names of all arrays if there is none."""
+        """Return the array of this name, or of several names. Raises DataError with the names of all arrays if there is
+        none.
+        """
         found = self.get(name)
+        if found is None and AND in name:
+            names = name.split(AND)
+            return Channels(name, self.path, [self.find(one) for one in names], [one.split("/")[-1] for one in names])
         if found is None:
             raise DataError(f"{self.path}: expected a dataset {name!r}, got {self._listed()}; name one of these")
         if found.dtype.kind not in "fiub":
@@ -168,6 +177,89 @@ class StoredFile(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Channels(StoredArray):
+    """Arrays ``(N, *spatial, C)`` or ``(N, *spatial)`` as one array, whose channels are those of all of them, in order.
+
+    Parameters
+    ----------
+    name, path
+        Name of the array, and file, for messages.
+    arrays
+        Arrays on one grid. Those whose attribute ``layout`` does not end with ``C`` have no channels.
+    texts
+        Names of the channels, by array.
+    """
+
+    def __init__(self, name: str, path: Path, arrays: Sequence[StoredArray], texts: Sequence[str]) -> None:
+        self.name, self._arrays = name, list(arrays)
+        layouts = [array.attrs.get("layout", "") for array in arrays]
+        layouts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in layouts]
+        self._last = [isinstance(one, str) and one.endswith("C") for one in layouts]
+        grids = [array.shape[:-1] if last else array.shape for array, last in zip(arrays, self._last)]
+        first = any(isinstance(one, str) and one.startswith("NC") for one in layouts)
+        if len(set(grids)) > 1 or not 2 <= len(grids[0]) <= 4 or first:
+            raise DataError(
+                f"{path}: {name!r}: expected arrays on one grid, (N, *spatial) or (N, *spatial, C) with the layout "
+                f"'NHWC', got the shapes {', '.join(str(array.shape) for array in arrays)} and layouts {layouts}"
+            )
+        counts = [array.shape[-1] if last else 1 for array, last in zip(arrays, self._last)]
+        ends = list(accumulate(counts, initial=0))
+        self._ranges = list(pairwise(ends))
+        self.shape = (*grids[0], ends[-1])
+        self._packings = [array.packing(f"{path}: {array.name!r}") for array in arrays]
+        dtypes = [np.dtype(np.float64) if packing else array.dtype for packing, array in zip(self._packings, arrays)]
+        self.dtype = np.result_type(*dtypes)
+        names = [f"{text} {k}" if n > 1 else text for text, n in zip(texts, counts) for k in range(n)]
+        same = {key: arrays[0].attrs[key] for key in ("coordinates", "grid_mapping") if key in arrays[0].attrs}
+        order = {3: "NWC", 4: "NHWC", 5: "NDHWC"}[self.ndim]
+        attrs: dict[str, Any] = {"layout": order, "channel_names": np.array(names, object), **same}
+        units = ["1" if (found := array.attrs.get("units")) is None else str(found) for array in arrays]
+        if any("units" in array.attrs for array in arrays):
+            attrs["units"] = units[0] if len(set(units)) == 1 else ", ".join(units)
+        self.attrs = attrs
+
+    @property
+    def scales(self) -> list[list[StoredArray]]:
+        """Coordinates of each axis: those of the first array."""
+        return [*self._arrays[0].scales[: self.ndim - 1], []]
+
+    def chunks(self, rows: int) -> Chunks | None:
+        """Return chunks as large as the largest of the arrays."""
+        found = [chunks for array in self._arrays if (chunks := array.chunks(rows)) is not None]
+        if not found:
+            return None
+        shape = tuple(max(extents) for extents in zip(*(chunks.shape[: self.ndim - 1] for chunks in found)))
+        channels = max(chunks.shape[-1] if len(chunks.shape) == self.ndim else 1 for chunks in found)
+        itemsize = max(chunks.itemsize for chunks in found)
+        return Chunks((*shape, channels), self.shape, found[0].rows, itemsize, found[0].remedy)
+
+    def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
+        """Share the memory among the arrays."""
+        for k, array in enumerate(self._arrays):
+            own = array.chunks(chunks.rows)
+            self._arrays[k] = array if own is None else array.cached(nbytes // len(self._arrays), own)
+        return self
+
+    def read(self, where: Where, out: NDArray[Any]) -> None:
+        """Read the channels of each array, and unpack its numbers."""
+        channels = where[-1]
+        assert isinstance(channels, slice)
+        for array, packing, (low, high), last in zip(self._arrays, self._packings, self._ranges, self._last):
+            start, stop = max(low, channels.start), min(high, channels.stop)
+            if start >= stop:
+                continue
+            target = out[..., start - channels.start : stop - channels.start]
+            stored = np.empty(target.shape, array.dtype)
+            if last:
+                array.read((*where[:-1], slice(start - low, stop - low)), stored)
+            else:
+                array.read(where[:-1], stored[..., 0])
+            if packing is None:
+                target[...] = stored
+            else:
+                packing.unpack(stored, target)
 
 
 class Format(ABC):

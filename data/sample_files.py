@@ -7,18 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .chunks import Chunks
-from .dataset import AND, Hdf5Dataset, Names, named
+from .dataset import Hdf5Dataset, Names, named
 from .disk import DataError, regular_size
 from .files import FileSet, check_alike, find_files, natural
-from .formats import FileGroup, StoredArray, StoredFile, Where, open_stored
+from .formats import AND, Channels, FileGroup, StoredArray, StoredFile, open_stored
 
 __all__ = ["SampleFiles", "locate", "open_dataset"]
 
@@ -84,9 +79,6 @@ def locate(
         As in :func:`find_files`; a sample lacks a file.
     """
     if not any(SAMPLE in name for name in datasets.values()):
-        several = next((name for name in datasets.values() if AND in name), None)
-        if several is not None:
-            raise DataError(f"data.inputs: expected {SAMPLE} in each of several file names, got {several!r}")
         return list(find_files(given, format))
     for name in datasets.values():
         if not all(SAMPLE in pattern for pattern in name.split(AND)):
@@ -207,7 +199,7 @@ class _SampleFile(StoredFile):
             return self._first.get(name) if name in self.of_samples else None
         parts = self._location.parts[name]
         arrays = [self._array(self._files[path], array) for path, array, _ in parts]
-        return arrays[0] if len(arrays) == 1 else _Channels(name, self.path, arrays, [text for _, _, text in parts])
+        return arrays[0] if len(arrays) == 1 else Channels(name, self.path, arrays, [text for _, _, text in parts])
 
     @staticmethod
     def _array(file: StoredFile, name: str) -> StoredArray:
@@ -227,60 +219,3 @@ class _SampleFile(StoredFile):
         """Close all files."""
         for file in self._files.values():
             file.close()
-
-
-class _Channels(StoredArray):
-    """Arrays ``(1, *spatial, C)`` as one array, whose channels are those of all of them, in order."""
-
-    def __init__(self, name: str, path: Path, arrays: Sequence[StoredArray], texts: Sequence[str]) -> None:
-        self.name, self._arrays = name, list(arrays)
-        grids = [array.shape[:-1] for array in arrays]
-        layouts = [array.attrs.get("layout") for array in arrays]
-        last = all(isinstance(one, str) and one.endswith("C") for one in layouts)
-        if len(set(grids)) > 1 or grids[0][0] != 1 or not last:
-            raise DataError(
-                f"{path}: {name!r}: expected files of one sample on one grid, (1, *spatial, C) with the layout 'NHWC', "
-                f"got the shapes {', '.join(str(array.shape) for array in arrays)} and layouts {layouts}"
-            )
-        ends = np.cumsum([0, *(array.shape[-1] for array in arrays)]).tolist()
-        self._ranges = list(pairwise(ends))
-        self.shape = (*grids[0], ends[-1])
-        self._packings = [array.packing(f"{path}: {array.name!r}") for array in arrays]
-        dtypes = [np.dtype(np.float64) if packing else array.dtype for packing, array in zip(self._packings, arrays)]
-        self.dtype = np.result_type(*dtypes)
-        names = [
-            text if high - low == 1 else f"{text} {k}" for text, (low, high) in zip(texts, self._ranges)
-            for k in range(high - low)
-        ]
-        self.attrs = {"layout": "NHWC", "channel_names": np.array(names, object)}
-
-    def chunks(self, rows: int) -> Chunks | None:
-        """Return chunks as large as the largest of the arrays."""
-        found = [chunks for array in self._arrays if (chunks := array.chunks(rows)) is not None]
-        if not found:
-            return None
-        shape = tuple(max(extents) for extents in zip(*(chunks.shape for chunks in found)))
-        return Chunks(shape, self.shape, found[0].rows, max(chunks.itemsize for chunks in found), found[0].remedy)
-
-    def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
-        """Share the memory among the arrays."""
-        for k, array in enumerate(self._arrays):
-            own = array.chunks(chunks.rows)
-            self._arrays[k] = array if own is None else array.cached(nbytes // len(self._arrays), own)
-        return self
-
-    def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read the channels of each array, and unpack its numbers."""
-        channels = where[-1]
-        assert isinstance(channels, slice)
-        for array, packing, (low, high) in zip(self._arrays, self._packings, self._ranges):
-            first, last = max(low, channels.start), min(high, channels.stop)
-            if first >= last:
-                continue
-            target = out[..., first - channels.start : last - channels.start]
-            stored = np.empty(target.shape, array.dtype)
-            array.read((*where[:-1], slice(first - low, last - low)), stored)
-            if packing is None:
-                target[...] = stored
-            else:
-                packing.unpack(stored, target)

@@ -18,7 +18,7 @@ from halograd.documents import shown
 
 from .chunks import Chunks
 from .disk import DataError, one_line
-from .formats import StoredArray, StoredFile
+from .formats import AND, Channels, StoredArray, StoredFile
 from .packing import Packing
 from .storage import check_files
 
@@ -53,7 +53,13 @@ Kind = Literal["channels last", "channels first", "no channels", "vector"]
 _LAYOUTS: dict[str, Kind] = {
     **dict.fromkeys(("NHWC", "NWC", "NDHWC"), "channels last"),
     **dict.fromkeys(("NCHW", "NCW", "NCDHW"), "channels first"),
+    **dict.fromkeys(("NHW", "NW", "NDHW"), "no channels"),
 }
+#: Names, and beginnings of units, of the last two axes of a field on the globe or on a map (CF conventions).
+_MAP_AXES = (
+    ("Y", ("lat", "latitude", "nlat", "y", "yc", "rlat", "nj", "j"), "degrees_n"),
+    ("X", ("lon", "longitude", "nlon", "x", "xc", "rlon", "ni", "i"), "degrees_e"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Field:
     Attributes
     ----------
     dataset : str
-        Name in the file.
+        Name in the file; several names joined by :data:`AND`.
     kind : Kind
         Storage order.
     shape : tuple
@@ -92,6 +98,11 @@ class Field:
     packing: Packing | None = None
     chunks: Chunks | None = None
     static: str = ""
+
+    @property
+    def first_dataset(self) -> str:
+        """Name in the file, of the first dataset if there are several."""
+        return self.dataset.split(AND)[0]
 
     def channel(self, k: int) -> str:
         """Return number and name of a channel, for messages."""
@@ -155,7 +166,7 @@ def examine(
         for name, dataset in found.items():
             static = "" if dataset is first else static_axes(dataset, first, kind)
             own = kind if dataset is first or static else field_kind(dataset, path, first, kind)
-            shape = static_shape(dataset, static, len(first.shape) - 2) if static else shape_of(dataset, own)
+            shape = static_shape(dataset, static, len(shape_of(first, kind)) - 1) if static else shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
             said = plain_attributes(dataset.attrs, OF_NUMBERS)
             packing = dataset.packing(f"{path}: {dataset.name!r}") if unpack else None
@@ -182,25 +193,48 @@ def looking_into(path: Path) -> Iterator[None]:
 
 
 def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
-    """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``."""
+    """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``, else their coordinates.
+
+    Several datasets as one have an order of their own.
+    """
     shape = inputs.shape
-    if not 3 <= len(shape) <= 5:
-        raise DataError(
-            f"{path}: {inputs.name!r}: expected (N, *spatial, C) or (N, C, *spatial) with 1 to 3 spatial axes, got "
-            f"shape {shape}"
-        )
+    own = layout is None or isinstance(inputs, Channels)
+    name = _text(inputs.attrs.get("layout")) if own else layout
+    if name is None and _is_map_in_time(inputs):
+        name = "NHW"
+    axes = 1 if isinstance(name, str) and _LAYOUTS.get(name) == "no channels" else 2
+    if not axes + 1 <= len(shape) <= axes + 3:
+        expected = "(N, *spatial)" if axes == 1 else "(N, *spatial, C) or (N, C, *spatial)"
+        raise DataError(f"{path}: {inputs.name!r}: expected {expected} with 1 to 3 spatial axes, got shape {shape}")
     if 0 in shape:
         raise DataError(f"{path}: {inputs.name!r} is empty: expected samples, got shape {shape}; generate some")
-    name = layout if layout is not None else _text(inputs.attrs.get("layout"))
     if name is None:
         raise DataError(
             f"{path}: {inputs.name!r} has no attribute 'layout'; set data.layout (in Python: layout=) to 'NHWC' or "
-            f"'NCHW', the order of its axes {shape}"
+            f"'NCHW', or to 'NHW' without channels: the order of its axes {shape}"
         )
     if not isinstance(name, str) or name not in _LAYOUTS:
         got = one_line(shown(name))
-        raise DataError(f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW', got {got}; correct it")
+        raise DataError(
+            f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW' ('NHW' without channels), got {got}; correct it"
+        )
     return _LAYOUTS[name]
+
+
+def _is_map_in_time(inputs: StoredArray) -> bool:
+    """Return whether the axes are time, latitude and longitude (or y and x) by their coordinates, as in CF."""
+    scales = inputs.scales
+    if len(scales) != 3 or not all(scales):
+        return False
+    since = _text(scales[0][0].attrs.get("units"))
+    if not (isinstance(since, str) and " since " in since):
+        return False
+    for (axis, names, degrees), (scale, *_) in zip(_MAP_AXES, scales[1:]):
+        units, marked = (_text(scale.attrs.get(key)) for key in ("units", "axis"))
+        by_units = isinstance(units, str) and units.lower().startswith(degrees)
+        if not (by_units or marked == axis or scale.name.rsplit("/", 1)[-1].lower() in names):
+            return False
+    return True
 
 
 def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind) -> Kind:
@@ -220,8 +254,10 @@ def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind
         return "no channels"
     if len(shape) == len(spatial) + 1 and _is_coarser(shape[1:], spatial):
         return "no channels"
-    if len(shape) == len(spatial) + 2 and _is_coarser(shape_of(dataset, kind)[:-1], spatial):
-        return kind
+    orders: tuple[Kind, ...] = ("channels last", "channels first") if kind == "no channels" else (kind,)
+    for order in orders:
+        if len(shape) == len(spatial) + 2 and _is_coarser(shape_of(dataset, order)[:-1], spatial):
+            return order
     if len(shape) == 2:
         return "vector"
     raise DataError(

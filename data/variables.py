@@ -146,7 +146,7 @@ def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surro
             add(scale.name, (axis,))
     names = array.attrs.get("coordinates")
     for name in names.split() if isinstance(names, str) else ():
-        path = posixpath.join(posixpath.dirname(array.name), name)
+        path = posixpath.join(posixpath.dirname(own.first_dataset), name)
         other = file.get(path)
         scales = [] if other is None else other.scales
         theirs = [next((axis for axis, own in attached if scales and own == scales[0]), None) for scales in scales]
@@ -162,7 +162,7 @@ class Hdf5Surroundings(Surroundings):
 
     def __init__(self, file: h5py.File, source: Path, own: Field, allow_external: bool) -> None:
         super().__init__()
-        self._inputs = file[own.dataset]
+        self._inputs = file[own.first_dataset]
         self._file = self._inputs.file  # another file, if the input is a link into it
         self._storage = Storage(source, allow_external, texts=True)
         self._axes = _axes_of(own, self._inputs.ndim)

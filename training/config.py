@@ -113,13 +113,14 @@ class DataConfig(Table):
     default that of their suffix, HDF5 for unknown ones."""
     inputs: Names | Annotated[dict[Text, Names], Field(min_length=1)] = "inputs"
     """Dataset of the network's input; for several inputs, a table of datasets by the name of the input. They are
-    normalized. With ``{sample}`` it is the name of a file of each sample in the folder `path`, or a list of such names
-    whose channels are concatenated: ``["{sample}_t1.nii.gz", "{sample}_t2.nii.gz"]``."""
+    normalized. In place of a dataset a list of some, whose channels are concatenated: ``["tos", "uo"]``. With
+    ``{sample}`` it is the name of a file of each sample in the folder `path`: ``"{sample}_t1.nii.gz"``."""
     targets: Names | Annotated[dict[Text, Names], Field(min_length=1)] = "mask"
     """Datasets of the targets, in the same way: ``[data.targets]``, ``mask = "label"``. They are normalized by
     `normalize_targets`."""
-    layout: Literal["NHWC", "NCHW"] | None = None
-    """Order of axes on the disk, if the file does not define it."""
+    layout: Literal["NHWC", "NCHW", "NHW"] | None = None
+    """Order of axes on the disk, if the file does not define it, for any number of spatial axes; ``"NHW"``: there are
+    no channels."""
     rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
     """Rule from targets per cell to targets of the patches that the network predicts: 0 or 1 by `any`, `all` or
     `majority` (more than half) of the cells; their mean (`fraction`) or maximum (`max`); the cell in the middle

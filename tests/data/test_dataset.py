@@ -208,7 +208,7 @@ def test_layout_must_be_known(path: Path) -> None:
     with pytest.raises(DataError, match=r"has no attribute 'layout'; set data.layout .* to 'NHWC' or 'NCHW'"):
         Hdf5Dataset(path)
     assert Hdf5Dataset(path, targets=None, layout="NCHW").fields["x"].shape == (8, 3, 6)
-    with pytest.raises(DataError, match="expected layout 'NHWC' or 'NCHW', got 'HWCN'"):
+    with pytest.raises(DataError, match=r"expected layout 'NHWC' or 'NCHW' .*, got 'HWCN'"):
         Hdf5Dataset(path, layout="HWCN")
 
 

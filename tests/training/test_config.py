@@ -106,7 +106,7 @@ BAD = [
     ("output.checkpoint_minutes=soon", "output.checkpoint_minutes: expected a number, got 'soon'"),
     ("run.stall_minutes=-1", "run.stall_minutes: expected a number >= 0, got -1"),
     ("output.progress=1", "output.progress: expected true or false, got 1"),
-    ("data.layout=HW", "data.layout: expected one of 'NHWC' or 'NCHW', got 'HW'"),
+    ("data.layout=HW", "data.layout: expected one of 'NHWC', 'NCHW' or 'NHW', got 'HW'"),
     ("data.transforms={Pressure = 3}", "data.transforms.Pressure: expected a text in quotes, got 3"),
     ("data.transforms=log", "data.transforms: expected a table, got 'log'"),
     (
