@@ -6,8 +6,8 @@ import halograd as hg
 from halograd.layers.strategy import AXES, Strategy
 from halograd.perfmodel.cost.account import LOSS_BYTES
 from halograd.perfmodel.cuts import candidates
-from halograd.testing import grids
 from tests.layers.graphs import Gate
+from tests.support.grids import grids_in_turn
 from tests.training.steps import NETWORKS
 
 BATCH = 4
@@ -55,7 +55,7 @@ DRAWS = 4
 
 def strategies(network, size):
     """Yield the same cut for all layers, then random cuts, with fewer ranks for some layers."""
-    for grid in grids(size, ("sample", "height", "width")):
+    for grid in grids_in_turn(size, ("sample", "height", "width"), len(network.layers)):
         yield Strategy(grid, bucket_bytes=4096)
     draw = random.Random(f"{network.name} {size}")
     for _ in range(DRAWS):

@@ -19,6 +19,7 @@ from halograd.program.program import Target
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.perfmodel.counted import CASES, differing, strategies
+from tests.support.grids import grids_in_turn
 from tests.training.steps import NETWORKS, copied, fill
 
 BATCH = 4
@@ -143,9 +144,9 @@ def test_the_price_of_a_program_is_that_of_its_layers(tmp_path):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["mesh", "unet", "resnet"])
-def test_overlap_keeps_the_bits(name):
+def test_overlap_keeps_the_bits(turn, name):
     with Communicator(MPI.COMM_WORLD) as comm:
-        for grid in grids(comm.size, ("sample", "height", "width")):
+        for grid in grids_in_turn(comm.size, ("sample", "height", "width"), turn):
             _, losses, grads, once, _ = losses_of(comm, Strategy(grid), name)
             strategy, found, others, counted, held = losses_of(comm, Strategy(grid), name, ["overlap"])
             network = NETWORKS[name]()

@@ -11,11 +11,11 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.testing import grids
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
+from tests.support.grids import grids_in_turn
 from tests.training.steps import BATCH, NETWORKS, RATE, STEPS, Outcome, advance, bound, check_outcome, learned, outcome
 
 BUCKET = 4096
@@ -58,7 +58,7 @@ def check_strategy(
     check_outcome(comm, train(name, comm, strategy, dtype), alone(name, dtype), allowed, what)
 
 
-def check_grids(name: str, comm: Communicator, scheme: Scheme, dtype: str) -> None:
-    """Apply `check_strategy` to every cut of samples, height and width that uses all ranks. Collective."""
-    for parts in grids(comm.size, AXES):
+def check_grids(name: str, comm: Communicator, turn: int, scheme: Scheme, dtype: str) -> None:
+    """Apply `check_strategy` to the cuts of samples, height and width of this turn, by all ranks. Collective."""
+    for parts in grids_in_turn(comm.size, AXES, turn):
         check_strategy(name, comm, Strategy(parts, bucket_bytes=BUCKET, reduction=scheme), dtype)

@@ -74,8 +74,13 @@ def run(config, comm, cut, name, out, sets=()):
     return {key: value for key, value in found.items() if key != "checkpoint"}
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("rule", ["fraction", "max"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param("fraction", marks=pytest.mark.ranks(1, 2, 4)),
+        pytest.param("max", marks=pytest.mark.ranks(2, 3)),
+    ],
+)
 def test_no_digit_depends_on_what_has_no_weight(comm, config, rule):
     sets = [f'data.rule="{rule}"']
     for number, cut in enumerate(CUTS[comm.size]):
@@ -89,8 +94,9 @@ def test_no_digit_depends_on_what_has_no_weight(comm, config, rule):
             assert found["nan"][key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("invalid", ["skip", "fill"])
+@pytest.mark.parametrize(
+    "invalid", [pytest.param("skip", marks=pytest.mark.ranks(2)), pytest.param("fill", marks=pytest.mark.ranks(1))]
+)
 def test_policies_see_no_fault(comm, config, invalid):
     """Policies for invalid data ignore NaN in targets with weight 0, and find NaN in inputs."""
     if comm.rank == 0:

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.layers.strategy import Strategy
-from halograd.testing import grids
+from tests.support.grids import grids_in_turn
 from tests.training.steps import NETWORKS, bound, check_outcome, descend, learned
 
 
@@ -18,11 +18,11 @@ def alone(name, dtype, backend):
         return learned(descend(NETWORKS[name](), comm, Strategy(bucket_bytes=4096), dtype, backend))
 
 
-def check(name, dtype, backend="numpy", **options):
-    """Compare training under every cut of samples, height and width with one process."""
+def check(turn, name, dtype, backend="numpy", **options):
+    """Compare training under the cuts of samples, height and width of this turn with one process."""
     network, want = NETWORKS[name](), alone(name, dtype, backend)
     with Communicator(MPI.COMM_WORLD) as comm:
-        for parts in grids(comm.size, ("sample", "height", "width")):
+        for parts in grids_in_turn(comm.size, ("sample", "height", "width"), turn):
             found = descend(network, comm, Strategy(parts, options=options, bucket_bytes=4096), dtype, backend)
             check_outcome(comm, found, want, bound(network, dtype), f"{name} under {parts}")
 
@@ -30,24 +30,24 @@ def check(name, dtype, backend="numpy", **options):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_losses_of_ten_steps_are_those_of_one_process(name, dtype):
-    check(name, dtype)
+def test_losses_of_ten_steps_are_those_of_one_process(turn, name, dtype):
+    check(turn, name, dtype)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["mesh", "unet"])
-def test_overlapped_halos_give_the_same_losses(name):
-    check(name, "float64", halo="overlap")
+def test_overlapped_halos_give_the_same_losses(turn, name):
+    check(turn, name, "float64", halo="overlap")
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["mesh", "resnet"])
-def test_onednn_gives_the_losses_of_one_process(name):
-    check(name, "float32", backend="onednn")
+def test_onednn_gives_the_losses_of_one_process(turn, name):
+    check(turn, name, "float32", backend="onednn")
 
 
 @pytest.mark.ranks(6)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["mesh", "resnet", "unet"])
-def test_losses_on_every_grid_of_six_ranks(name, dtype):
-    check(name, dtype)
+def test_losses_on_every_grid_of_six_ranks(turn, name, dtype):
+    check(turn, name, dtype)

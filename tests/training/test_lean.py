@@ -43,9 +43,16 @@ def in_channels(network, size, halo):
     return Strategy({"width": size}, layers, options={"halo": halo})
 
 
-@pytest.mark.mpi(min_size=1)
+#: Cuts, each on some numbers of ranks: on one rank they are the same, 2 have one neighbor, 3 and 4 two.
+CUTS = [
+    pytest.param(in_space, "pad", marks=pytest.mark.ranks(1, 2, 4)),
+    pytest.param(in_space, "overlap", marks=pytest.mark.ranks(2, 3)),
+    pytest.param(in_channels, "pad", marks=pytest.mark.ranks(2, 3)),
+]
+
+
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
-@pytest.mark.parametrize(("cut", "halo"), [(in_space, "pad"), (in_space, "overlap"), (in_channels, "pad")])
+@pytest.mark.parametrize(("cut", "halo"), CUTS)
 @pytest.mark.parametrize("name", BIG)
 def test_a_step_allocates_no_array(name, cut, halo, backend):
     """A step allocates no array: activations of every rank have at least 256 KiB, so a temporary would be detected.

@@ -52,9 +52,9 @@ def strategy_of(size, scheme, layers=None):
     ],
     ids=str,
 )
-def test_ten_steps_are_those_of_one_process(name, dtype, scheme):
+def test_ten_steps_are_those_of_one_process(turn, name, dtype, scheme):
     with Communicator(MPI.COMM_WORLD) as comm:
-        check_grids(name, comm, scheme, dtype)
+        check_grids(name, comm, turn, scheme, dtype)
 
 
 @pytest.mark.mpi(min_size=2)
