@@ -138,7 +138,7 @@ class DataConfig(Table):
     units of the data."""
     statistics: Count | None = None
     """Number of training samples, drawn by the seed, from which means and standard deviations are computed; by default
-    all."""
+    all. With a number they are kept in the folder of the data, if it is writable, for other runs on these samples."""
     transforms: dict[str, str] = Field(default_factory=dict)
     """Rules by the name of a channel, or of an input for all its channels, instead of the default rules: ``"none"``,
     ``"log"`` (``sign(x) log(1 + |x|)``), ``"asinh"``, ``"metric"`` (as ``"log"``, of at most 1e6: quality metrics of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 import zlib
@@ -36,6 +37,7 @@ from ..data import (
 from ..data.files import check_alike
 from ..data.foreground import Foreground, find_foreground, most_positions
 from ..data.held_out import held_out
+from ..data.kept import KeptStatistics
 from ..data.masked import Masked
 from ..data.sample_files import locate
 from ..data.source import DatasetView, OneSize, sample_shape
@@ -57,6 +59,11 @@ __all__ = ["Samples", "fit_together"]
 _log = logging.getLogger(__name__)
 _NAMED = 4  # samples named in a message
 _OFF = {"data.patches": "0", "data.augment.crop": "false"}
+#: Keys of ``[data]`` without influence on the statistics of given samples.
+_NOT_OF_STATISTICS = {
+    *("path", "validation", "split", "shuffle", "prefetch", "open_files", "augment"),
+    *("normalize", "normalize_targets", "statistics"),
+}
 _STATISTICS = 36  # separates the draw of samples for statistics from others of the same seed
 
 
@@ -631,7 +638,17 @@ def _statistics(
 
     if names:
         check_transforms(dataset, data.transforms)
-    return {
+    store, kept = None, dict[str, Any]()
+    if names and count is not None:
+        about = {
+            "samples": hashlib.sha256(training.tobytes()).hexdigest(),
+            "weights": {name: list(own) for name, own in getattr(dataset, "weighted", {}).items()},
+            "data": data.model_dump(mode="json", exclude=_NOT_OF_STATISTICS),
+        }
+        store = KeptStatistics(dataset, about) if comm.rank == 0 else None
+        kept = on_root(comm.mpi, lambda: store.read() if store is not None else {})
+    found = {name: ChannelStatistics.from_state_dict(kept[name]) for name in names if name in kept}
+    computed = {
         name: channel_statistics(
             dataset,
             name,
@@ -643,4 +660,8 @@ def _statistics(
             transforms=data.transforms,
         )
         for name in names
+        if name not in found
     }
+    if store is not None and computed:
+        store.write(computed)
+    return found | computed

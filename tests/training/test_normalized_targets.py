@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd.errors import UserError
+from halograd.training import samples
 from tests.training.runs import OPTIONS, write_arrays
 
 EDGE, SAMPLES = 8, 11
@@ -105,6 +108,41 @@ def test_statistics_of_some_samples(comm, shared):
         there = given["valid"][list(drawn), ..., 0] > 0
         np.testing.assert_allclose(found[2]["h"].mean, given["h"][list(drawn)][there].mean(0), rtol=1e-12)
         np.testing.assert_allclose(found[2]["h"].std, given["h"][list(drawn)][there].std(0), rtol=1e-9)
+
+
+@pytest.mark.ranks(1, 2)
+def test_statistics_are_kept_beside_the_data(comm, shared, monkeypatch):
+    """Another run on the same samples reads no data for them; other samples or files have a file of their own."""
+
+    def run(out, **more):
+        comm.barrier()
+        data = table(shared / "data.h5", **{"statistics": 3, "normalize_targets": True} | more)
+        found = hg.fit(network(), data, shared / out, **OPTIONS | {"comm": comm, "epochs": 1}).normalization()
+        comm.barrier()
+        return {name: one.state_dict() for name, one in found.items()}, sorted(
+            shared.glob("halograd-statistics-*.json")
+        )
+
+    if comm.rank == 0:
+        write_arrays(shared / "data.h5", arrays())
+    first, files = run("first", normalize_targets=False)
+    assert set(first) == {"x"} and len(files) == 1
+    both, files = run("both")
+    assert both["x"] == first["x"] and set(json.loads(files[0].read_text())["statistics"]) == {"x", "h"}
+    with monkeypatch.context() as patched:
+        patched.setattr(samples, "channel_statistics", None)
+        assert run("again") == (both, files)
+    assert len(run("other", transforms={"x": "asinh"})[1]) == 2 and len(run("more", statistics=4)[1]) == 3
+    if comm.rank == 0:
+        files[0].write_text("damaged")
+    assert run("damaged") == (both, run("last")[1])
+    if comm.rank == 0:
+        write_arrays(
+            shared / "data.h5",
+            {name: 2 * array for name, array in arrays().items() if name != "label"} | {"label": arrays()["label"]},
+        )
+    changed, files = run("changed")
+    assert len(files) == 4 and changed["x"]["mean"] != both["x"]["mean"]
 
 
 def test_an_exported_network_has_the_units_of_the_data(tmp_path):
