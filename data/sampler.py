@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +184,9 @@ class Batches(Sequence[Batch]):
         if len(self._order) > self._samples:
             patches = tuple((first + k) // self._samples for k in range(self._size))
         if share:
-            centered = tuple(int((first + k + 1) * share) > int((first + k) * share) for k in range(self._size))
+            # A product such as 100 x 0.29 is rounded up to the whole number that it misses by rounding.
+            counts = [int((first + k) * share + 1e-9) for k in range(self._size + 1)]
+            centered = tuple(one < after for one, after in itertools.pairwise(counts))
         return Batch(tuple(filled), len(part), self._epoch, position, self._augmented, None, patches, centered)
 
 
