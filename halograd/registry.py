@@ -230,6 +230,7 @@ class Chosen:
         tables = []
         for kind, names in self.tables.items():
             table = TypeAdapter(kind).json_schema()
+            table = _without_references(table, table.get("$defs", {}))
             table["properties"]["kind"]["enum"] = list(names)
             tables.append(table)
         return {"oneOf": tables}
@@ -253,3 +254,14 @@ class Chosen:
         if not isinstance(kind, str):
             raise UserError(f"{at}.kind: expected a text in quotes, got {shown(kind)}")
         return self.registry.settings(kind, {**table, "kind": kind}, at)
+
+
+def _without_references(schema: Any, tables: Mapping[str, Any]) -> Any:
+    """Return a JSON schema with its tables in place of references, because another schema will contain it."""
+    if isinstance(schema, list):
+        return [_without_references(one, tables) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _without_references(tables[schema["$ref"].rpartition("/")[2]], tables)
+    return {key: _without_references(one, tables) for key, one in schema.items() if key != "$defs"}
