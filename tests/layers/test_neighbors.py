@@ -22,6 +22,7 @@ from tests.layers.geometries import skew
 from tests.layers.losses import AXES, check, run_loss, scores_of
 from tests.layers.oracle import torch
 from tests.layers.test_losses import numeric_gradient
+from tests.support.fake_device import FakeBackend
 
 SHAPE, BATCH = (6, 5, 1), 2
 
@@ -235,6 +236,31 @@ def test_structural_similarity_as_torch(ranks, shape):
     want = 1 - ((2 * mx * mt + c1) * (2 * sxt + c2) / ((mx**2 + mt**2 + c1) * (sx + st + c2))).mean()
     want.backward()
     check(run_loss(lambda: hg.StructuralSimilarity(2.0), (x, t), ranks, {}), (want.item(), a.grad.numpy()), 200)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["ssim, even, weights", "difference, squared, weights"])
+def test_16_bits_on_the_double_of_a_device(ranks, name):
+    x, t, w = arrays(name)
+    want, gradient = definition(name)
+    x[w[..., 0] == 0] = np.nan
+    nodes = [hg.Input(array.shape[1:], key) for key, array in zip("xtw", (x, t, w))]
+    made, strategy = hg.Network({"loss": LOSSES[name][0]()(*nodes)}), Strategy({"height": ranks.size})
+    with (
+        FakeBackend() as kernels,
+        Executor(made, ranks, kernels, BATCH, strategy, "float16", probed=["x"]) as executor,
+    ):
+        for key, array in zip("xtw", (x, t, w)):
+            executor.set_input(key, array)
+        executor.forward()
+        loss = executor.loss_value()
+        executor.backward()
+        dx = executor.gather("x", gradient=True)
+        scale = executor.mode.loss_scale
+        scale = 1.0 if scale is None else float(kernels.device.to_host(scale).reshape(())[()])
+    assert abs(loss - want) <= 1e-3 * want
+    if ranks.rank == 0:
+        assert np.abs(dx.astype(float) / scale - gradient).max() <= 4e-3 * np.abs(gradient).max()
 
 
 # -- masks -------------------------------------------------------------------------------------------
