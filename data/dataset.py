@@ -29,7 +29,7 @@ from .disk import DataError, one_line
 from .formats import AND, StoredArray, StoredFile, open_stored
 from .held_out import Unit, belonging_to
 from .storage import check_files
-from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, looking_into, shape_of, static_shape
+from .structure import Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = ["Hdf5Dataset", "Names", "named"]
@@ -363,7 +363,7 @@ class Hdf5Dataset:
         self.bytes_read += stored.nbytes
         try:
             source.read(where, stored)
-        except HDF5_FAULTS as error:
+        except Exception as error:  # each library has errors of its own
             sample = f"sample {where[0]} of " if isinstance(where[0], int) else ""
             raise DataError(
                 f"{self.path}: cannot read {sample}{source.name!r} ({one_line(error)}); the "

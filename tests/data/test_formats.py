@@ -326,3 +326,30 @@ class NpyArray(StoredArray):
     def read(self, where, out):
         out[...] = self._values[where]
 '''
+
+
+@pytest.mark.parametrize("name", ["a.zarr", "a.nii.gz", "a.tif"])
+def test_damaged_numbers_are_an_error_of_one_line(tmp_path, name):
+    """The headers are right, but compressed numbers are not: the error of the library becomes one line."""
+    if name == "a.zarr":
+        write_zarr(tmp_path / name, 3)
+        damaged, dataset = tmp_path / name / "fields/x/c/0/0/0/0", "fields/x"
+        damaged.write_bytes(b"damaged!" * 9)
+    elif name == "a.tif":
+        image = RNG.integers(0, 255, (64, 64)).astype(np.uint8)
+        tifffile.imwrite(tmp_path / name, image, tile=(16, 16), compression="zlib")
+        damaged, dataset = tmp_path / name, "level0"
+        with tifffile.TiffFile(damaged) as file:
+            begin = file.pages[0].dataoffsets[0]
+        data = bytearray(damaged.read_bytes())
+        data[begin : begin + 40] = b"\0" * 40
+        damaged.write_bytes(data)
+    else:
+        write_nifti(tmp_path / name, np.repeat(VOLUME, 20, 0))
+        damaged, dataset = tmp_path / name, "data"
+        data = damaged.read_bytes()
+        damaged.write_bytes(data[: len(data) // 2])
+    found = Hdf5Dataset(tmp_path / name, dataset, None)
+    shape = (1, *found.fields["x"].shape)
+    with pytest.raises(DataError, match=r"a\.\S+: cannot read sample 0 of .*; the file is damaged"):
+        found.read("x", [0], Box.of_shape(shape), np.empty(shape, np.float32))
