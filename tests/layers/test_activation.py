@@ -9,7 +9,7 @@ from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.cases import ACTIVATIONS
 from tests.layers.graphs import run
-from tests.support.grids import pair_of
+from tests.support.grids import axes_in_turn
 
 
 @pytest.mark.mpi
@@ -21,7 +21,7 @@ def test_exact_before_a_convolution(comm, turn, kind, backend, dtype):
     def chain():
         return lambda x: hg.Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(hg.Conv(3, 1, name="before")(x)))
 
-    axes = pair_of(("sample", "height", "width"), turn) if comm.size == 4 else None
+    axes = axes_in_turn(comm.size, ("sample", "height", "width"), turn)
     check_layer(chain, (7, 6, 2), gradient=False, batch=2, backend=backend, dtype=dtype, axes=axes)
 
 

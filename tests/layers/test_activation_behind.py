@@ -11,7 +11,7 @@ from halograd.layers.settings import fingerprint, settings_of
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
-from tests.support.grids import pair_of
+from tests.support.grids import axes_in_turn
 
 SHAPE = (7, 6, 4)
 LAYERS = {
@@ -96,7 +96,7 @@ def test_settings_are_those_of_two_layers():
 def test_exact_on_every_grid(comm, turn, kind, activation):
     shape = (5,) if kind == "Dense" else SHAPE
     given = hg.LeakyReLU(0.1) if activation == "leaky_relu" else activation
-    axes = pair_of(axis_names(len(shape) + 1)[:-1], turn) if comm.size == 4 else None
+    axes = axes_in_turn(comm.size, axis_names(len(shape) + 1)[:-1], turn)
     gradient = kind != "BatchNorm" and comm.size == 1
     check_layer(lambda: LAYERS[kind](given), shape, gradient=gradient, tolerance=256.0, axes=axes)
 

@@ -1,9 +1,9 @@
 """Tests of all kinds of layers under all cuts: results equal those of one process, gradients finite differences.
 
-On 4 ranks, where a sample with three axes has ten grids, each case of "grids" is cut along two of its axes, in turn: of
-each kind of layer one case follows the other through all pairs, and of cases that several kinds have in common, such as
-geometries of windows, each kind takes another pair. Gradients are those of one process under any cut, and are compared
-with differences on the smallest number of ranks.
+A sample with three axes has ten grids of 4 ranks, so each case of "grids" is cut along two of its axes, in turn, others
+on each number of ranks: of each kind of layer one case follows the other through all pairs, and of cases that several
+kinds have in common, such as geometries of windows, each kind takes another pair. Gradients are those of one process
+under any cut, and are compared with differences on the smallest number of ranks.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ from tests.layers.cases import (
     transposed,
 )
 from tests.layers.geometries import CROWDED, NASTY, skew
-from tests.support.grids import pair_of
+from tests.support.grids import axes_in_turn
 
 SHAPE = (7, 6, 3)
 SHAPES = [SHAPE, (9, 2), (6, 7, 6, 2), (5,)]
@@ -63,14 +63,16 @@ def add(cut, name, make, shape, **options):
     """Add a case: a layer or a function that creates it, the shapes of its inputs, options of `check_layer`."""
     turn = None
     if cut == "grids":
-        kind = name.split()[0], len(axes_of(shape))
+        kind = name.split()[0], len(axes_of(shape, options))
         turn = KINDS[kind] + list(KINDS).index(kind) if kind in KINDS else len(KINDS)
         KINDS[kind] += 1
     CASES.append(pytest.param(cut, make, shape, options, turn, marks=MARKS[cut], id=f"{name}: {cut}"))
 
 
-def axes_of(shape):
-    """Return the names of samples and spatial axes of the first input."""
+def axes_of(shape, options):
+    """Return the axes that are cut: by default samples and the spatial axes of the first input."""
+    if "axes" in options:
+        return options["axes"]
     first = shape[0] if isinstance(shape[0], tuple) else shape
     return axis_names(len(first) + 1)[:-1]
 
@@ -318,6 +320,6 @@ def test_exact(cut, make, shape, options, turn, monkeypatch):
     options = dict(options)
     if MPI.COMM_WORLD.size > SMALLEST.get(cut, 1):
         options["gradient"] = False
-    if MPI.COMM_WORLD.size == 4 and turn is not None:
-        options["axes"] = pair_of(axes_of(shape), turn)
+    if turn is not None:
+        options["axes"] = axes_in_turn(MPI.COMM_WORLD.size, axes_of(shape, options), turn)
     check_layer(make, shape, **options)

@@ -5,20 +5,24 @@ from itertools import combinations
 
 from halograd.testing import grids
 
-__all__ = ["grids_in_turn", "pair_of"]
+__all__ = ["axes_in_turn", "grids_in_turn"]
 
 
-def pair_of(axes: Sequence[str], turn: int) -> tuple[str, ...]:
-    """Return a pair of the axes, another one for each of consecutive turns; all axes if there are at most two."""
-    pairs = list(combinations(axes, 2)) or [tuple(axes)]
-    return pairs[turn % len(pairs)]
+def axes_in_turn(size: int, axes: Sequence[str], turn: int) -> tuple[str, ...]:
+    """Return the axes along which a case is cut: on 2, 3 and 4 ranks a pair of them, on other numbers all.
+
+    Consecutive turns have different pairs, and so have consecutive numbers of ranks: a case with three axes is cut
+    along each of them.
+    """
+    pairs = list(combinations(axes, 2))
+    return pairs[(turn + size) % len(pairs)] if pairs and size in (2, 3, 4) else tuple(axes)
 
 
 def grids_in_turn(size: int, axes: Sequence[str], turn: int) -> Iterator[dict[str, int]]:
-    """Yield the ways to cut ranks into parts along the axes; of 4 ranks, only along the pair of axes of this turn.
+    """Yield the ways to cut ranks into parts along the axes of this turn.
 
-    >>> [list(parts.values()) for parts in grids_in_turn(4, ("sample", "height", "width"), 1)]
+    >>> [list(parts.values()) for parts in grids_in_turn(4, ("sample", "height", "width"), 0)]
     [[1, 1, 4], [2, 1, 2], [4, 1, 1]]
     """
-    for parts in grids(size, pair_of(axes, turn) if size == 4 else axes):
+    for parts in grids(size, axes_in_turn(size, axes, turn)):
         yield {axis: parts.get(axis, 1) for axis in axes}
