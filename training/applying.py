@@ -26,7 +26,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ import numpy as np
 from halograd.documents import replacing
 from halograd.errors import UserError
 
+from ..data import Batch
 from ..data.coordinates import SOURCES, write_coordinates, write_sources
 from ..data.disk import DataError, atomic_path
 from ..data.writers import WRITTEN_BY, Predictions, Writer
@@ -45,6 +46,7 @@ from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
 from ..lowering.views import Value
+from .flips import Flips
 from .metrics import sigmoid, softmax
 from .parts import PartArray, PartFile, part_path, writing
 from .session import Session
@@ -61,6 +63,7 @@ _OWN = ("written_by", "network", "needs")
 _log = logging.getLogger(__name__)
 
 Tell = Callable[[int, int], None]
+Predicted = Callable[[Sequence[Batch]], Iterator[tuple[Batch, list[np.ndarray]]]]
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,13 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
 
 
 def write_outputs(
-    session: Session, outputs: Sequence[Output], out: Path, writer: Writer, job: dict[str, Any], tell: Tell
+    session: Session,
+    outputs: Sequence[Output],
+    out: Path,
+    writer: Writer,
+    job: dict[str, Any],
+    tell: Tell,
+    flips: Sequence[str] = (),
 ) -> int:
     """Compute and write all samples of the session's data; return the number that this job computed. Collective.
 
@@ -191,6 +200,8 @@ def write_outputs(
         Plain data that distinguish this job from others.
     tell
         Function that is called with the number of complete samples and the number of all samples.
+    flips
+        Axes along which samples are mirrored; the outputs are means over the images (:mod:`halograd.training.flips`).
 
     Raises
     ------
@@ -202,7 +213,11 @@ def write_outputs(
     whole = {**job, "samples": len(session.samples.dataset), "ranks": comm.size, "outputs": shapes}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     folder = out.with_name(f"{out.name}.parts") / key[:8]
-    computed = _compute(session, outputs, folder, key, tell)
+    if flips:
+        with closing(Flips(session, flips, [output.value for output in outputs])) as mean:
+            computed = _compute(session, outputs, folder, key, tell, mean.predicted)
+    else:
+        computed = _compute(session, outputs, folder, key, tell, partial(_predicted, session, outputs))
     _finish(session, outputs, out, folder, writer)
     with comm.agreement(), writing(out):
         if comm.rank == 0:
@@ -210,13 +225,16 @@ def write_outputs(
     return computed
 
 
-def _compute(session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell) -> int:
+def _compute(
+    session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell, predicted: Predicted
+) -> int:
     """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
 
     A thread writes a batch while the next one is computed. After a fault on one rank, all ranks still compute, because
     other ranks wait for its messages.
     """
     comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
+    kept = [number for number, output in enumerate(outputs) if output.boxes[comm.rank].size]
     mine = [output for output in outputs if output.boxes[comm.rank].size]
     arrays = [PartArray(output.name, output.boxes[comm.rank], output.dtype) for output in mine]
 
@@ -242,9 +260,8 @@ def _compute(session: Session, outputs: Sequence[Output], folder: Path, key: str
         pending: Future[Exception | None] | None = None
         try:
             with ThreadPoolExecutor(1, "halograd-writer") as thread:
-                for number, batch in enumerate(session.feed(left), part.done):
-                    session.executor.forward(training=False)
-                    blocks = [_block(session, output) for output in mine]
+                for number, (batch, found) in enumerate(predicted(left), part.done):
+                    blocks = [found[k] for k in kept]
                     if pending is not None:
                         fault = fault or pending.result()
                     if fault is None:
@@ -254,6 +271,15 @@ def _compute(session: Session, outputs: Sequence[Output], folder: Path, key: str
             unrecorded = _fault_of(part.record)
         comm.agree(fault or (pending and pending.result()) or unrecorded)
     return sum(batch.valid for batch in left)
+
+
+def _predicted(
+    session: Session, outputs: Sequence[Output], batches: Sequence[Batch]
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Yield each batch with this rank's blocks of the outputs. Collective."""
+    for batch in session.feed(batches):
+        session.executor.forward(training=False)
+        yield batch, [_block(session, output) for output in outputs]
 
 
 def _block(session: Session, output: Output) -> np.ndarray:

@@ -75,6 +75,7 @@ def write_each(
     format: str,
     job: Mapping[str, Any],
     tell: Tell,
+    flips: Sequence[str] = (),
 ) -> int:
     """Compute and write the samples of all files; return the number that this job computed. Collective.
 
@@ -124,7 +125,7 @@ def write_each(
                     outputs = outputs_of(each, what, described)
                     shown = _shown(tell, ready, len(dataset))
                     of_file = {**job, "files": _files(job, part)}
-                    computed += write_outputs(each, outputs, path, WRITERS.make(format), of_file, shown)
+                    computed += write_outputs(each, outputs, path, WRITERS.make(format), of_file, shown, flips)
                 part.close()
                 ready += len(part)
                 known[names[number]] = {"source": str(part.path), "samples": len(part), "job": jobs[number]}

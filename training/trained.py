@@ -138,6 +138,7 @@ def apply(
     planner: Planner | None = None,
     tell: Callable[[int, int], None] | None = None,
     format: str = "hdf5",
+    flips: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
@@ -160,6 +161,10 @@ def apply(
         Function that is called on rank 0 with the number of complete samples and the number of all samples.
     format
         Format of `out`: ``"hdf5"``, or a :class:`halograd.data.Writer` of your own, ``"FILE.py:CLASS"``.
+
+    flips
+        Axes (``"depth"``, ``"height"``, ``"width"``) along which samples are mirrored, alone and together: the outputs
+        are means over these images, each computed by itself.
 
     Returns
     -------
@@ -197,11 +202,12 @@ def apply(
         on_root(ranks.mpi, lambda: check_folder(out, writer.suffix) if several else check_result(writer, out))
         files = on_root(ranks.mpi, lambda: _files(session))
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
+        job |= {"flips": sorted(flips)} if flips else {}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         if several:
-            computed = write_each(session, progress.described, what, out, format, job, shown)
+            computed = write_each(session, progress.described, what, out, format, job, shown, flips)
         else:
-            computed = write_outputs(session, outputs, out, writer, job, shown)
+            computed = write_outputs(session, outputs, out, writer, job, shown, flips)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
     return {**found, "checkpoint": str(checkpoint), "settings": settings}
 

@@ -230,6 +230,9 @@ def apply(
     one_file: Annotated[
         bool, typer.Option("--one-file", help="Copy the parts of all ranks into OUT; as --format hdf5-whole.")
     ] = False,
+    flips: Annotated[
+        str, typer.Option(metavar="AXIS,...", help="Mean over samples mirrored along depth, height, width.")
+    ] = "",
     sets: Sets = None,
     threads: Threads = None,
 ) -> None:
@@ -257,7 +260,8 @@ def apply(
 
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:
-        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell, format)
+        axes = [axis.strip() for axis in flips.split(",")] if flips else []
+        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell, format, axes)
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""
