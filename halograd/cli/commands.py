@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .explaining import explain
-from .options import Several, grouped
+from .options import PredictionOptions, Several, grouped
 from .planning import plan
 from .predicting import predict
 from .profiling import allreduce, profile
@@ -221,18 +221,12 @@ def evaluate(
 
 
 @app.command()
+@grouped
 def apply(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
     data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, patterns or folders with inputs.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="File of the predictions.")],
-    what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits",
-    format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5",
-    one_file: Annotated[
-        bool, typer.Option("--one-file", help="Copy the parts of all ranks into OUT; as --format hdf5-whole.")
-    ] = False,
-    flips: Annotated[
-        str, typer.Option(metavar="AXIS,...", help="Mean over samples mirrored along depth, height, width.")
-    ] = "",
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="File or folder of the predictions.")],
+    how: PredictionOptions,
     sets: Sets = None,
     threads: Threads = None,
 ) -> None:
@@ -240,28 +234,25 @@ def apply(
 
     The number and the size of samples may differ from training: resolution, batch and cut follow from them and from
     the number of ranks. Each rank writes its own blocks; with several ranks, an OUT of HDF5 joins the files of the
-    parts. A job that was interrupted continues.
+    parts. If samples differ in size, OUT is a folder with a file for each of DATA. A job that was interrupted
+    continues.
 
     \b
     Examples:
       halograd apply runs/mesh new.h5 -o predicted.h5 --what classes
       mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4
+      mpiexec -n 4 halograd apply runs/organs patients -o predicted --what classes --flips height,width --one-file
       halograd apply runs/mesh new.h5 -o predicted --format npy.py:Npy
     """
     from ..auto import plan_run
     from ..comm.boot import boot
-    from ..errors import UserError
     from ..output import progress_bar
     from ..training.trained import apply as predict
 
-    if one_file and format != "hdf5":
-        raise UserError(f"--one-file: expected --format hdf5 with it, got {format}; remove either")
-    format = "hdf5-whole" if one_file else format
-
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:
-        axes = [axis.strip() for axis in flips.split(",")] if flips else []
-        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell, format, axes)
+        sets, written = _overrides(sets, threads), how.writer
+        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes)
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""

@@ -32,6 +32,7 @@ __all__ = [
     "ModelOptions",
     "Options",
     "Planner",
+    "PredictionOptions",
     "Several",
     "check_counts",
     "grouped",
@@ -99,6 +100,32 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
         kinds(f.name, only, default=kinds.empty if f.default is none else f.default, annotation=hints[f.name])
         for f in _fields(kind)
     ]
+
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """Options on the form of predictions."""
+
+    what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits"
+    format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5"
+    one_file: Annotated[
+        bool, typer.Option("--one-file", help="Copy the parts of all ranks into OUT; as --format hdf5-whole.")
+    ] = False
+    flips: Annotated[
+        str, typer.Option(metavar="AXIS,...", help="Mean over samples mirrored along depth, height, width.")
+    ] = ""
+
+    @property
+    def writer(self) -> str:
+        """Name of the format. Raises UserError for options that exclude each other."""
+        if self.one_file and self.format != "hdf5":
+            raise UserError(f"--one-file: expected --format hdf5 with it, got {self.format}; remove either")
+        return "hdf5-whole" if self.one_file else self.format
+
+    @property
+    def axes(self) -> list[str]:
+        """Axes of the flips."""
+        return [axis.strip() for axis in self.flips.split(",")] if self.flips else []
 
 
 @dataclass(frozen=True)
