@@ -349,3 +349,14 @@ def test_positions_of_an_own_map_are_checked(positions, message):
     dataset = dataset_of(2, 14)
     with pytest.raises(DataError, match=message):
         read(made(dataset, {}, Wrong), dataset, "x", Box.of_shape((2, *dataset.fields["x"].shape)))
+
+
+def test_a_neighbor_with_the_fraction_0_does_not_count():
+    """A missing layer stays one layer, when all layers rotate within themselves."""
+    x = np.ones((1, 5, 6, 6, 1))
+    x[0, 2] = np.nan
+    dataset = ArrayDataset({"x": x}, ())
+    dataset.lenient, out = frozenset("x"), np.empty(x.shape)
+    augmentation = StandardAugmentation(Rules(rotate=[40.0, 0.0, 0.0]), SampleWindows(dataset), 0)
+    augmentation.read("x", Batch((0,), 1, 0, 0, True), Box.of_shape(x.shape), out)
+    np.testing.assert_array_equal(out, x)
