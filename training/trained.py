@@ -204,7 +204,8 @@ def apply(
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         job |= {"flips": sorted(flips)} if flips else {}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
-        if several:
+        if several:  # each size has its own
+            settings = [one for one in settings if not one.startswith(("data.extents=", "model.resolution="))]
             computed = write_each(session, progress.described, what, out, format, job, shown, flips)
         else:
             computed = write_outputs(session, outputs, out, writer, job, shown, flips)

@@ -126,6 +126,7 @@ def test_applies_to_each_file(comm, working):
     comm.barrier()
     found = apply("out", ["patients"], "predicted", comm=comm)
     assert found["samples"] == found["computed"] == 5
+    assert not any("extents" in one or "resolution" in one for one in found["settings"])
     comm.barrier()
     if comm.rank == 0:
         for number in (0, 1):
