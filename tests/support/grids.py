@@ -9,13 +9,13 @@ __all__ = ["axes_in_turn", "grids_in_turn"]
 
 
 def axes_in_turn(size: int, axes: Sequence[str], turn: int) -> tuple[str, ...]:
-    """Return the axes along which a case is cut: on 2, 3 and 4 ranks a pair of them, on other numbers all.
+    """Return the axes along which a case is cut: on 2, 3, 4 and 6 ranks a pair of them, on other numbers all.
 
     Consecutive turns have different pairs, and so have consecutive numbers of ranks: a case with three axes is cut
-    along each of them.
+    along each of them. No more than two axes are cut by any grid of these numbers of ranks.
     """
     pairs = list(combinations(axes, 2))
-    return pairs[(turn + size) % len(pairs)] if pairs and size in (2, 3, 4) else tuple(axes)
+    return pairs[(turn + size) % len(pairs)] if pairs and size in (2, 3, 4, 6) else tuple(axes)
 
 
 def grids_in_turn(size: int, axes: Sequence[str], turn: int) -> Iterator[dict[str, int]]:

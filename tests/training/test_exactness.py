@@ -49,5 +49,5 @@ def test_onednn_gives_the_losses_of_one_process(turn, name):
 @pytest.mark.ranks(6)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["mesh", "resnet", "unet"])
-def test_losses_on_every_grid_of_six_ranks(turn, name, dtype):
+def test_losses_on_grids_of_six_ranks(turn, name, dtype):
     check(turn, name, dtype)
