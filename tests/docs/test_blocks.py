@@ -72,14 +72,14 @@ def parsed(words: list[str]) -> Any:
     return context
 
 
-def check_command(words: list[str]) -> None:
-    """Raise unless a command of a page is valid."""
+def check_command(words: list[str], folder: Path = ROOT) -> None:
+    """Raise unless a command of a page, in a folder, is valid."""
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
     name = words[0] if words else "cd"
     if name in LAUNCHERS:
         starts = [i for i, word in enumerate(words) if word in ("halograd", "python") or word.endswith("/python")]
-        return check_command(words[starts[0] :])
+        return check_command(words[starts[0] :], folder)
     if Path(name).name == "halograd":
         parsed(words[1:])
     elif name == "make":
@@ -91,15 +91,15 @@ def check_command(words: list[str]) -> None:
         extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
         assert {extra for part in extras for extra in part.split(",")} <= set(known["optional-dependencies"]), words
     elif Path(name).name in ("python", "python3"):
-        assert _exists(words[1:]), words
+        assert _exists(words[1:], folder), words
     else:
         assert name in OTHERS, f"expected a program that is known here, got {name!r}"
 
 
-def _exists(words: list[str]) -> bool:
+def _exists(words: list[str], folder: Path) -> bool:
     if words[0] == "-m":
         return words[1] == "pytest" or importlib.util.find_spec(words[1]) is not None
-    return (ROOT / words[0]).exists()
+    return (folder / words[0]).exists()
 
 
 def test_every_block_says_its_language():
@@ -132,8 +132,11 @@ def test_json_is_a_strategy(block: Block, tmp_path: Path):
 
 @pytest.mark.parametrize("block", blocks("sh", "console"), ids=lambda block: block.place)
 def test_commands_can_be_meant(block: Block):
+    folder = ROOT
     for words in commands_of(block):
-        check_command(words)
+        check_command(words, folder)
+        if words[0] == "cd" and (folder / words[1]).is_dir():
+            folder /= words[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
