@@ -54,7 +54,7 @@ def _parameters(command: Any) -> list[str]:
             flag = getattr(parameter, "is_flag", False)
             shown = words if flag else f"{words} `{_metavar(parameter)}`"
         default = parameter.default
-        plain = default is None or default is False or callable(default) or parameter.required
+        plain = default in (None, False, "") or callable(default) or parameter.required
         help_text = getattr(parameter, "help", None) or ""
         lines.append(row(shown, "" if plain else f"`{default}`", help_text))
     return lines if len(lines) > 2 else []
