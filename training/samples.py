@@ -58,7 +58,6 @@ __all__ = ["Samples", "fit_together"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # samples named in a message
-_OFF = {"data.patches": "0", "data.augment.crop": "false"}
 #: Keys of ``[data]`` without influence on the statistics of given samples.
 _NOT_OF_STATISTICS = {
     *("path", "validation", "split", "shuffle", "prefetch", "open_files", "augment"),
@@ -246,10 +245,7 @@ class Samples:
         smallest, largest = ("x".join(map(str, extents)) for extents in windows.sizes)
         text = f"{windows.size} of {smallest}" + (f" to {largest}" if smallest != largest else "")
         text = f"only the middle window of every sample is evaluated, {text} ({100 * windows.share:.3g} %), because of "
-        if smallest != largest:
-            return f"{text}{windows.key}"
-        off = f"{windows.key}={_OFF[windows.key]}"
-        return f"{text}{windows.key}; `halograd evaluate --set {off}` evaluates whole samples"
+        return f"{text}{windows.key}; `--set data.evaluate=whole` evaluates whole samples"
 
     @cached_property
     def drawn(self) -> str:

@@ -82,7 +82,7 @@ def test_the_middle_window_is_reported(comm, config, capfd):
         assert (line in printed.out + printed.err) == (said and comm.rank == 0)
         evaluate(config, sets, "all", comm=comm)
         assert (line in capfd.readouterr().out) == (said and comm.rank == 0)
-    whole = ["data.augment.crop=false", f"strategy.height={comm.size}"]
+    whole = ["data.evaluate=whole", f"strategy.height={comm.size}"]
     found = evaluate("out", whole, "all", comm=comm)
     printed = capfd.readouterr().out
     assert np.isfinite(found["loss"]) and "middle window" not in printed
