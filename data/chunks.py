@@ -47,6 +47,11 @@ class Chunks:
     itemsize: int
     remedy: str = "write smaller chunks, `h5repack -l {dataset}:CHUNK={better} {path} NEW.h5`"
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all chunks [B]."""
+        return math.prod(-(-n // c) * c for n, c in zip(self.whole, self.shape)) * self.itemsize
+
     def cache(self, share: int) -> int:
         """Return the memory for cached chunks [B].
 
@@ -55,11 +60,10 @@ class Chunks:
         limits their number, but at least the chunks of one sample are kept.
         """
         padded = [-(-n // c) * c for n, c in zip(self.whole, self.shape)]
-        total = math.prod(padded) * self.itemsize
         padded[0] = self.shape[0]
         sample = math.prod(padded) * self.itemsize
         if self.shape[0] > 1:
-            return min(total, max(share, sample))
+            return min(self.nbytes, max(share, sample))
         padded[self.rows] = self.shape[self.rows]
         return max(math.prod(padded) * self.itemsize, min(sample, _LEAST))
 

@@ -238,6 +238,11 @@ class Hdf5Dataset:
         several = sum(field.chunks is not None for field in self.fields.values())
         return chunks.cache(self.share // several)
 
+    def keeps(self, name: str) -> bool:
+        """Return whether all chunks of a field stay in memory while the file is open."""
+        chunks = self.fields[name].chunks
+        return chunks is not None and self._memory(chunks) >= chunks.nbytes
+
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
         """Return a warning if reading this box of every sample uses a small part of the chunks; else "". Local."""
         field = self.fields[name]

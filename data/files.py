@@ -251,8 +251,12 @@ class FileSet:
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
         """Return :meth:`Hdf5Dataset.slow_chunks` of the first file with a warning, with the number of other such files.
+
+        If no file needs to be closed, chunks that stay in memory are read once in a run.
         """
-        found = [text for part in self.parts if (text := part.slow_chunks(name, box, shuffled))]
+        closed = len(self.parts) > self._most_open
+        slow = [part for part in self.parts if closed or not part.keeps(name)]
+        found = [text for part in slow if (text := part.slow_chunks(name, box, shuffled))]
         more = f"; and of {len(found) - 1} more files" if len(found) > 1 else ""
         return found[0] + more if found else ""
 

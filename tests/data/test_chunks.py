@@ -178,10 +178,11 @@ def test_slow_chunks_and_the_remedy(tmp_path, monkeypatch, layout):
     assert better == ((1, 17, 48, 2) if layout == "NHWC" else (1, 2, 17, 48))
     fast = Hdf5Dataset(write(tmp_path / "b.h5", stored, better, layout=layout))
     assert fast.slow_chunks("x", box, True) == ""
-    both = FileSet(
-        [Hdf5Dataset(path), fast, Hdf5Dataset(write(tmp_path / "c.h5", stored, (4, *stored.shape[1:]), layout=layout))]
-    )
+    other = write(tmp_path / "c.h5", stored, (4, *stored.shape[1:]), layout=layout)
+    both = FileSet([Hdf5Dataset(path), fast, Hdf5Dataset(other)], most_open=2)
     assert re.match(".*" + SLOW_LINE + r"; and of 1 more files", both.slow_chunks("x", box, True))
+    open_ = FileSet([Hdf5Dataset(path), fast, Hdf5Dataset(other)])  # all chunks stay in memory
+    assert open_.slow_chunks("x", box, True) == ""
     assert SLOW == 4
 
 
