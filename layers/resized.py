@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .layer import Input, Node, Shape
 from .network import Network
-from .padding import Pad
+from .padding import Pad, PadAxis
 
 __all__ = ["resized"]
 
@@ -30,7 +30,8 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     Raises
     ------
     ValueError
-        If the layers do not take these extents, even padded, or parameters depend on them.
+        If the layers do not take these extents, even padded, or parameters depend on them; if they are padded along an
+        axis that is circular.
     """
     first = next((name for name in _made_of(network) if len(network.inputs[name].shape) == len(extents) + 1), None)
     if first is None:
@@ -40,9 +41,14 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
         return network
     steps = _steps(network, before)
     padded = [-(-n // step) * step for n, step in zip(extents, steps)]
+    layers = [node.layer for node in network.nodes if not isinstance(node, Input)]
+    circular = {layer.axis for layer in layers if isinstance(layer, PadAxis) and layer.mode == "circular"}
     faults = []
     for computed in dict.fromkeys([tuple(extents), tuple(padded)]):
         try:
+            for axis in circular:
+                if computed[axis] != extents[axis]:  # the first row would no longer follow the last one
+                    raise ValueError(f"it is circular along an axis that would be padded to {computed[axis]}")
             made = _Resizing(network, before, tuple(extents), computed).network()
             _check_parameters(network, made)
             return made

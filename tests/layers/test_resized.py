@@ -60,3 +60,12 @@ def test_parameters_that_depend_on_the_extents():
         resized(network, (8, 16))
     with pytest.raises(ValueError, match="expected an input of 3 spatial axes, got none"):
         resized(network, (8, 8, 8))
+
+
+def test_circular_axes_are_not_padded():
+    x = hg.Input((16, 16, 1), name="x")
+    y = hg.Conv(1, 3, stride=2, padding=(1, 0))(hg.Pad([(0, 0), (1, 1)], "circular")(x))
+    network = hg.Network({"y": hg.ConvTranspose(1, 2, stride=2)(y)})
+    assert shapes(resized(network, (17, 24))) == {"x": (17, 24, 1)}
+    with pytest.raises(ValueError, match="takes no samples of 16 x 17: it is circular along an axis that would be"):
+        resized(network, (16, 17))
