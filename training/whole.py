@@ -22,15 +22,16 @@ from halograd.errors import UserError
 from ..data import Batch, Dataset
 from ..data.source import OneSize, sample_shape
 from ..data.windows import SampleWindows
+from ..layers import Network, Strategy
 from ..layers.strategy import cuts_text, parameter_blocks
 from .adapting import at_size, extents_of, grid_of
-from .build import check_memory, make_network, make_strategy, needs_of
+from .build import check_memory, fitting_cuts, make_network, make_strategy, needs_of
 from .config import Config
 from .executor import Executor
 from .samples import fit_together
 from .session import Session, open_loader
 
-__all__ = ["Sized", "WholeSamples", "open_sized", "whole_samples"]
+__all__ = ["Sized", "WholeSamples", "open_sized", "planned_or_similar", "whole_samples"]
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # sizes named in a line
@@ -132,7 +133,9 @@ class Sized:
         self.network = make_network(config)
         if self.network.counted:
             self.network.balance(session.samples.class_counts)
-        if config.strategy.auto or config.strategy == session.config.strategy:
+        if config.strategy.auto:
+            self.strategy = planned_or_similar(own.strategy, self.network, size, config.training.at_once)
+        elif config.strategy == session.config.strategy:
             self.strategy = own.strategy
         else:
             self.strategy = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
@@ -145,6 +148,18 @@ class Sized:
                 'data.evaluate: expected "middle" where parameters are cut, and whole samples need another cut; '
                 "evaluate them by `halograd evaluate`"
             )
+
+
+def planned_or_similar(strategy: Strategy, network: Network, size: int, batch: int) -> Strategy:
+    """Return a planned strategy, or if it does not fit whole samples one cut of all layers that does. Local."""
+    try:
+        strategy.validate(network, size)
+        strategy.refuse_empty_blocks(network)
+        fits = max(strategy.parts_of(name)["sample"] for name in network.layers) <= batch
+    except UserError:
+        fits = False
+    cuts = [] if fits else fitting_cuts(network, size, batch, strategy.parts_of(next(iter(network.layers))))
+    return Strategy(cuts[0]) if cuts else strategy
 
 
 def open_sized(session: Session, made: Sized, dataset: Dataset, stack: ExitStack) -> Session:

@@ -9,15 +9,28 @@ from mpi4py import MPI
 
 from halograd.data import DataError
 from halograd.errors import UserError
+from halograd.layers import Strategy
+from halograd.models import build
 from halograd.training import apply, evaluate, train
 from halograd.training.each_file import TABLE
 from halograd.training.log import read_log
+from halograd.training.whole import planned_or_similar
 from tests.training.cuts import CUTS, overrides_of
 from tests.training.runs import write_config
 
 #: Samples of 22 x 26, of which windows of 16 x 16 are trained on; the network divides multiples of 4.
 WHOLE = ["data.augment={crop = true}", 'data.evaluate="whole"', "training.epochs=1"]
 METRICS = ['output.metrics=["dice"]']
+
+
+def test_a_plan_that_does_not_fit_whole_samples():
+    """A plan whose layers are cut along samples gives way to a cut of space where there is one sample."""
+    network = build("mesh", resolution=32, channels=3, widths=[4, 6], convs=1, decoder=True)
+    planned = Strategy({"sample": 2, "height": 2}, {"conv1_1": {"sample": 1, "height": 2, "width": 2}})
+    assert planned_or_similar(planned, network, 4, 2) is planned
+    found = planned_or_similar(planned, network, 4, 1).parts_of("conv2_1")
+    assert {axis for axis, parts in found.items() if parts > 1} == {"height", "width"}
+    assert planned_or_similar(planned, network, 4096, 1) is planned
 
 
 def write(folder):
