@@ -45,7 +45,7 @@ class Chunks:
     whole: tuple[int, ...]
     rows: int
     itemsize: int
-    remedy: str = "write smaller chunks, `h5repack -l {dataset}:CHUNK={better} {path} NEW.h5`"
+    remedy: str = "write smaller chunks, `halograd data repack {path} NEW.h5 --chunk {dataset}={better}`"
 
     @property
     def nbytes(self) -> int:

@@ -89,20 +89,26 @@ def mesh_tangling(
     Example:
       halograd generate mesh-tangling mesh.h5 --resolution 256 --samples 32 --seed 1
     """
-    from ..comm.boot import launched_size
-    from ..output import progress_bar
-
-    if launched_size() is not None:
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.rank:
-            return  # one process does it
+    if not _alone():
+        return
     from ..data.mesh_tangling import generate
+    from ..output import progress_bar
 
     with progress_bar("blocks") as progress:
         generate(out, resolution, samples, seed, progress=progress)
     size = out.stat().st_size / 2**20
     print(f"{out}: {samples} samples of {resolution} x {resolution} cells, seed {seed}, {size:.1f} MiB", flush=True)
+
+
+def _alone() -> bool:
+    """Return whether this process writes files that one process writes: rank 0 of a job, or any without a launcher."""
+    from ..comm.boot import launched_size
+
+    if launched_size() is None:
+        return True
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank == 0
 
 
 @data_files.command()
@@ -115,18 +121,42 @@ def join(
     Example:
       halograd data join predicted.h5
     """
-    from ..comm.boot import launched_size
-
-    if launched_size() is not None:
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.rank:
-            return  # one process does it
+    if not _alone():
+        return
     from ..data.joining import join as copy
 
     for path in [file for one in out for file in (sorted(one.rglob("*.h5")) if one.is_dir() else [one])]:
         if not any(parent.name.endswith(".parts") for parent in path.parents):
             print(f"{path}: {'joined' if copy(path) else 'has no parts'}", flush=True)
+
+
+@data_files.command("repack")
+def repack_file(
+    source: Annotated[Path, typer.Argument(metavar="DATA.h5", help="An HDF5 or netCDF-4 file.")],
+    out: Annotated[Path, typer.Argument(metavar="NEW.h5", help="The copy.")],
+    chunk: Annotated[
+        list[str], typer.Option(metavar="DATASET=SHAPE", help="Shape of the chunks of a dataset; repeatable.")
+    ],
+) -> None:
+    """Copy a file with other chunks of some datasets; a run that warns of slow chunks says which.
+
+    \b
+    Example:
+      halograd data repack data.h5 new.h5 --chunk inputs=1x128x128x4
+    """
+    if not _alone():
+        return
+    from ..data.repack import repack
+    from ..errors import UserError
+
+    chunks = {}
+    for text in chunk:
+        name, _, shape = text.rpartition("=")
+        if not name or not all(part.isdecimal() for part in shape.split("x")):
+            raise UserError(f"--chunk: expected DATASET=SHAPE, such as inputs=1x128x128x4, got {text!r}")
+        chunks[name] = [int(part) for part in shape.split("x")]
+    repack(source, out, chunks)
+    print(f"{out}: {source} with other chunks of {', '.join(chunks)}", flush=True)
 
 
 @app.command()
@@ -279,13 +309,8 @@ def export(
       halograd export runs/mesh mesh.onnx --set model.resolution=2048
       halograd export runs/flowers flowers.safetensors --to safetensors
     """
-    from ..comm.boot import launched_size
-
-    if launched_size() is not None:
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.rank:
-            return  # one process does it
+    if not _alone():
+        return
     from ..exporting import export_run
 
     step = export_run(run, to, out, _overrides(sets, None), normalize)

@@ -172,9 +172,10 @@ def test_slow_chunks_and_the_remedy(tmp_path, monkeypatch, layout):
         found = re.match(".*" + SLOW_LINE, dataset.slow_chunks("x", box, shuffled))
         assert found is not None and int(found[2]) == round(factor)
     assert dataset.slow_chunks("target", Box((0, 0), (2, 1)), True) == ""
-    command = re.search(r"`h5repack -l inputs:CHUNK=(\S+) (\S+) NEW.h5`", dataset.slow_chunks("x", box, True))
-    assert command is not None and Path(command[2]) == path
-    better = tuple(map(int, command[1].split("x")))
+    text = dataset.slow_chunks("x", box, True)
+    command = re.search(r"`halograd data repack (\S+) NEW.h5 --chunk inputs=(\S+)`", text)
+    assert command is not None and Path(command[1]) == path
+    better = tuple(map(int, command[2].split("x")))
     assert better == ((1, 17, 48, 2) if layout == "NHWC" else (1, 2, 17, 48))
     fast = Hdf5Dataset(write(tmp_path / "b.h5", stored, better, layout=layout))
     assert fast.slow_chunks("x", box, True) == ""

@@ -109,5 +109,5 @@ def test_slow_chunks_are_named_once(comm, config, caplog, monkeypatch):
     monkeypatch.setattr("halograd.data.dataset.SLOW", 2.0)
     with caplog.at_level(logging.WARNING):
         train(config, ["training.epochs=1", f"strategy.height={comm.size}"], comm=comm)
-    found = [record.getMessage() for record in caplog.records if "h5repack -l x:CHUNK=1x" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "--chunk x=1x" in record.getMessage()]
     assert len(found) == (comm.size > 2 and comm.rank == 0)

@@ -1,0 +1,108 @@
+"""Copies of HDF5 files with other chunks, for data sets whose chunks are slow to read by blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from .disk import DataError, atomic_path
+from .structure import looking_into
+
+__all__ = ["repack"]
+
+SLAB = 1 << 25
+"""Bytes that are copied at once, or a row of the samples of a chunk."""
+_CACHE = 1 << 28  # for chunks that are read: each is inflated once
+#: Attributes with references, which HDF5 writes again when scales are attached.
+_REFERENCES = ("DIMENSION_LIST", "REFERENCE_LIST")
+
+
+def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> None:
+    """Copy a file to `path`, with other chunks of some datasets, and all else as it is. Local.
+
+    Filters (compression), types, attributes, dimension scales and links are kept. A virtual dataset becomes a dataset
+    of its own.
+
+    Parameters
+    ----------
+    chunks
+        Shape of the chunks, by the name of the dataset.
+
+    Raises
+    ------
+    DataError
+        A dataset is missing, a chunk does not fit it, or a file cannot be read or written.
+    """
+    if path.exists():
+        raise DataError(f"cannot write {path}: it exists; give another name")
+    with looking_into(source), h5py.File(source, "r", locking=False, rdcc_nbytes=_CACHE) as old:
+        wanted = {}
+        for name, shape in chunks.items():
+            found = old.get(name)
+            if not isinstance(found, h5py.Dataset):
+                raise DataError(f"{source}: expected a dataset {name!r}, got none; it has {', '.join(old)}")
+            if len(shape) != found.ndim or any(not 0 < c <= n for c, n in zip(shape, found.shape)):
+                raise DataError(
+                    f"{source}: {name!r}: expected a chunk within {'x'.join(map(str, found.shape))}, got "
+                    f"{'x'.join(map(str, shape))}"
+                )
+            wanted[found.name] = tuple(shape)
+        with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as new:
+            _copy(old, new, wanted)
+            _attach(old, new)
+
+
+def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[str, tuple[int, ...]]) -> None:
+    """Copy a group, whose datasets in `chunks` get these chunks."""
+    for key, value in old.attrs.items():
+        new.attrs[key] = value
+    for name in old:
+        link = old.get(name, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            new[name] = link
+        elif isinstance(old[name], h5py.Group):
+            _copy(old[name], new.create_group(name), chunks)
+        elif old[name].name in chunks:
+            _rechunk(old[name], new, name, chunks[old[name].name])
+        else:
+            old.copy(name, new)
+
+
+def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, ...]) -> None:
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if old.is_virtual else old.id.get_create_plist().copy()
+    plist.set_chunk(chunk)
+    made = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), old.id.get_type(), old.id.get_space(), dcpl=plist))
+    for key in old.attrs.keys() - set(_REFERENCES):
+        made.attrs[key] = old.attrs[key]
+    samples = max(chunk[0], old.chunks[0] if old.chunks else 1)
+    for slab in _slabs(old.shape, samples, chunk[1] if len(chunk) > 1 else 1, old.dtype.itemsize):
+        made[slab] = old[slab]
+
+
+def _slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of some samples and of multiples of `rows` rows, of about :data:`SLAB` bytes."""
+    height = shape[1] if len(shape) > 1 else 1
+    most = max(1, SLAB // max(1, samples * math.prod(shape[2:]) * itemsize) // rows) * rows
+    for first in range(0, shape[0], samples):
+        for row in range(0, height, most):
+            yield (slice(first, first + samples), slice(row, row + most))[: len(shape)]
+
+
+def _attach(old: h5py.File, new: h5py.File) -> None:
+    """Attach the dimension scales of all datasets again, because references do not outlive a copy."""
+    names = list[str]()
+    old.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    there = [name for name in names if isinstance(new.get(name), h5py.Dataset)]
+    for name in there:
+        for key in _REFERENCES:
+            if key in new[name].attrs:
+                del new[name].attrs[key]
+    for name in there:
+        for before, after in zip(old[name].dims, new[name].dims):
+            for scale in before.values():
+                if np.ndim(scale) and scale.name in new:
+                    after.attach_scale(new[scale.name])
