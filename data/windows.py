@@ -87,6 +87,10 @@ class SampleWindows:
             self._window = self._units_of_window(wanted[self.moved[0]][:-1])
             self.fields |= {name: replace(self.fields[name], shape=self._cut_shape(name)) for name in self.moved}
 
+    def over(self, dataset: Dataset) -> SampleWindows:
+        """Return a reader of the whole samples of another data set."""
+        return SampleWindows(dataset)
+
     # -- grids -----------------------------------------------------------------------------------------
 
     def _find_grids(self, key: str) -> None:

@@ -24,6 +24,8 @@ from halograd.errors import UserError
 
 from ..data.formats import open_stored
 from ..data.sample_files import locate
+from ..data.sliding import KEY as SLIDING
+from ..data.sliding import Slide
 from ..data.structure import input_kind, looking_into, shape_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
@@ -36,7 +38,9 @@ from .config import Config, check_config
 __all__ = ["adapted", "at_size", "extents_of", "grid_of"]
 
 
-def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool) -> tuple[Config, list[str]]:
+def adapted(
+    config: Config, overrides: Sequence[str], ranks: int, labelled: bool, slide: Slide | None = None
+) -> tuple[Config, list[str]]:
     """Return a configuration adapted to its data and to `ranks`, and the changed settings. Local.
 
     Parameters
@@ -78,7 +82,17 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
         change("data", {"layout": looked.layout})
     crops = cuts_windows(config.data, labelled)
     extents = looked.extents
-    if extents and not crops and free("model.resolution", "data.extents"):
+    if slide is not None:
+        samples = looked.extents or extents_of(network)
+        looked = replace(looked, samples=looked.samples * slide.count(samples))
+        if not free("model.resolution", "data.extents"):
+            raise UserError(f"{SLIDING}: expected no --set of model.resolution or data.extents with it, got one")
+        if slide.window != extents_of(network):
+            found = sized(_changed(config, "data", {}, without=["extents"]), slide.window)
+            change("data", {}, without=["extents"])
+            change(*found)
+            network = make_network(config)
+    elif extents and not crops and free("model.resolution", "data.extents"):
         with suppress(UserError):  # otherwise the samples are refused, by their size
             found = sized(_changed(config, "data", {}, without=["extents"]), extents)
             change("data", {}, without=["extents"])

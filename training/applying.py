@@ -38,11 +38,10 @@ import numpy as np
 from halograd.documents import replacing
 from halograd.errors import UserError
 
-from ..data import Batch
+from ..data import Batch, Sampler
 from ..data.coordinates import SOURCES, write_coordinates, write_sources
 from ..data.disk import DataError, atomic_path
 from ..data.writers import WRITTEN_BY, Predictions, Writer
-from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
 from ..lowering.views import Value
@@ -50,6 +49,7 @@ from .flips import Flips
 from .metrics import sigmoid, softmax
 from .parts import PartArray, PartFile, part_path, writing
 from .session import Session
+from .sliding import at_once, dtype_of, placed, predicted
 
 __all__ = ["WHAT", "Output", "outputs_of", "write_outputs"]
 
@@ -79,7 +79,7 @@ class Output:
     shape
         Shape ``(*spatial, C)`` of a sample in the file.
     boxes
-        Boxes of a batch that the ranks hold, in the coordinates of the file.
+        Boxes of the samples computed at a time that the ranks hold, in the coordinates of the file.
     dtype
         Dtype in the file.
     of_block
@@ -133,8 +133,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         if node is loss:
             continue
         value = values[network.names[node]]
-        dtype = np.dtype(np.float32) if is_low(value.dtype) else value.dtype
-        plain = Output(name, value, node.shape, value.layout.boxes, dtype, np.asarray)
+        plain = Output(name, value, *placed(session, value), dtype_of(value), np.asarray)
         judgement = judged.get(node)
         made = plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what)
         if judgement is not None:
@@ -213,11 +212,12 @@ def write_outputs(
     whole = {**job, "samples": len(session.samples.dataset), "ranks": comm.size, "outputs": shapes}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     folder = out.with_name(f"{out.name}.parts") / key[:8]
+    values = [output.value for output in outputs]
     if flips:
-        with closing(Flips(session, flips, [output.value for output in outputs])) as mean:
+        with closing(Flips(session, flips, values)) as mean:
             computed = _compute(session, outputs, folder, key, tell, mean.predicted)
     else:
-        computed = _compute(session, outputs, folder, key, tell, partial(_predicted, session, outputs))
+        computed = _compute(session, outputs, folder, key, tell, partial(predicted, session, values))
     _finish(session, outputs, out, folder, writer)
     with comm.agreement(), writing(out):
         if comm.rank == 0:
@@ -226,14 +226,14 @@ def write_outputs(
 
 
 def _compute(
-    session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell, predicted: Predicted
+    session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell, compute: Predicted
 ) -> int:
     """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
 
     A thread writes a batch while the next one is computed. After a fault on one rank, all ranks still compute, because
     other ranks wait for its messages.
     """
-    comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
+    comm, count, size = session.comm, len(session.samples.dataset), at_once(session)
     kept = [number for number, output in enumerate(outputs) if output.boxes[comm.rank].size]
     mine = [output for output in outputs if output.boxes[comm.rank].size]
     arrays = [PartArray(output.name, output.boxes[comm.rank], output.dtype) for output in mine]
@@ -255,12 +255,12 @@ def _compute(
             path = part_path(folder, rank)
             _log.warning("%s is not continued: %s%s; all samples are computed again", path, text, more)
         part.go_back(int(comm.allreduce_scalar(part.done, "min")))
-        left = list(session.in_order(np.arange(count)))[part.done :]
+        left = list(Sampler(np.arange(count), size, shuffle="never", remainder="fill").rest_of_epoch())[part.done :]
         fault: Exception | None = None
         pending: Future[Exception | None] | None = None
         try:
             with ThreadPoolExecutor(1, "halograd-writer") as thread:
-                for number, (batch, found) in enumerate(predicted(left), part.done):
+                for number, (batch, found) in enumerate(compute(left), part.done):
                     blocks = [found[k] for k in kept]
                     if pending is not None:
                         fault = fault or pending.result()
@@ -271,21 +271,6 @@ def _compute(
             unrecorded = _fault_of(part.record)
         comm.agree(fault or (pending and pending.result()) or unrecorded)
     return sum(batch.valid for batch in left)
-
-
-def _predicted(
-    session: Session, outputs: Sequence[Output], batches: Sequence[Batch]
-) -> Iterator[tuple[Batch, list[np.ndarray]]]:
-    """Yield each batch with this rank's blocks of the outputs. Collective."""
-    for batch in session.feed(batches):
-        session.executor.forward(training=False)
-        yield batch, [_block(session, output) for output in outputs]
-
-
-def _block(session: Session, output: Output) -> np.ndarray:
-    """Copy this rank's block of an output to the host (16 bits to float32), because the next batch overwrites it."""
-    block = session.executor.device.to_host(session.executor.array(output.value))
-    return np.array(block, np.float32 if is_low(block.dtype) else None)
 
 
 def _fault_of(call: Callable[[], None]) -> Exception | None:
@@ -348,7 +333,7 @@ def _opened(joined: Path, outputs: Sequence[Output], writer: Writer) -> Iterator
 
 def _join(session: Session, outputs: Sequence[Output], folder: Path, joined: Path) -> None:
     """Write virtual datasets of the parts of all ranks. Local, on rank 0."""
-    count, batch = len(session.samples.dataset), session.config.training.at_once
+    count, batch = len(session.samples.dataset), at_once(session)
     used = [r for r in range(session.comm.size) if any(output.boxes[r].size for output in outputs)]
     parts = {rank: part_path(folder, rank).relative_to(joined.parent).as_posix() for rank in used}
     with atomic_path(joined) as temporary, h5py.File(temporary, "w", locking=False) as file:

@@ -28,8 +28,8 @@ from halograd.errors import UserError
 
 from ..data import FileSet, Hdf5Dataset
 from ..data.disk import DataError
+from ..data.sliding import SlidingWindows
 from ..data.source import sample_shape
-from ..data.windows import SampleWindows
 from ..data.writers import WRITERS, WRITTEN_BY
 from .adapting import at_size, grid_of
 from .applying import Tell, outputs_of, write_outputs
@@ -93,6 +93,7 @@ def write_each(
             "one size after another"
         )
     names, grid = _names([part.path for part in dataset.parts], WRITERS.make(format).suffix), grid_of(session.network)
+    slides = isinstance(session.samples.windows, SlidingWindows)  # a network of one size
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, part in enumerate(dataset.parts):
         shapes = [sample_shape(part, name, 0)[:-1] for name in (grid, *part.fields)]
@@ -110,16 +111,16 @@ def write_each(
         extents = sample_shape(dataset.parts[left[0]], grid, 0)[:-1]
         with comm.agreement():
             most = max(len(dataset.parts[number]) for number in numbers)
-            made = Sized(session, at_size(session.config, extents, most, comm.size))
+            made = None if slides else Sized(session, at_size(session.config, extents, most, comm.size))
         with ExitStack() as stack:
-            sized = open_sized(session, made, dataset.parts[left[0]], stack)
+            sized = session if made is None else open_sized(session, made, dataset.parts[left[0]], stack)
             for number in left:
                 part, path = dataset.parts[number], out / names[number]
                 with comm.agreement(), writing(path):
                     if comm.rank == 0:
                         path.parent.mkdir(parents=True, exist_ok=True)
                 with ExitStack() as own:
-                    samples = replace(sized.samples, dataset=part, windows=SampleWindows(part))
+                    samples = replace(sized.samples, dataset=part, windows=sized.samples.windows.over(part))
                     loader, ahead = open_loader(sized.config, sized.executor, samples, own)
                     each = replace(sized, samples=samples, loader=loader, ahead=ahead)
                     outputs = outputs_of(each, what, described)

@@ -5,7 +5,8 @@
     mirrored box of the sample -> forward -> block of the mirrored prediction -> mirrored back, to its owner -> mean
 
 Each rank reads the mirrored box of its block. The mean is over the outputs themselves (logits), in the same order under
-every cut. A batch is computed ``2**axes`` times, in the memory of one.
+every cut. A batch is computed ``2**axes`` times, in the memory of one. With sliding windows, a batch is one sample, and
+each image is computed from windows of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from halograd.errors import UserError
 
 from ..data import Batch, Dataset
 from ..data.source import DatasetView, sample_shape
-from ..data.windows import AXES, SampleWindows
-from ..device import is_low
+from ..data.windows import AXES
 from ..dtensor import Blocks, Box, End, Exchange
 from ..lowering.views import Value
 from .session import Session, open_loader
+from .sliding import dtype_of, placed, predicted
 
 __all__ = ["Flips"]
 
@@ -103,19 +104,19 @@ class Flips:
         self._images: Images = tuple(
             itertools.chain.from_iterable(itertools.combinations(numbers, n) for n in range(len(numbers) + 1))
         )
-        self._executor, self._values, self._stack = session.executor, list(values), ExitStack()
+        self._values, self._stack = list(values), ExitStack()
         with comm.agreement():
             mirrored = Mirrored(dataset, self._images)
-            samples = replace(session.samples, dataset=mirrored, windows=SampleWindows(mirrored))
+            samples = replace(session.samples, dataset=mirrored, windows=session.samples.windows.over(mirrored))
             loader, ahead = open_loader(session.config, session.executor, samples, self._stack)
         self._session = replace(session, samples=samples, loader=loader, ahead=ahead)
         self._sent: dict[tuple[int, int], NDArray[Any]] = {}
         self._received: dict[tuple[int, int], NDArray[Any]] = {}
         wanted = list[dict[str, Any]]()
         for v, value in enumerate(self._values):
-            boxes, dtype = value.layout.boxes, np.dtype(np.float32) if is_low(value.dtype) else value.dtype
+            (shape, boxes), dtype = placed(session, value), dtype_of(value)
             for i, axes_ in enumerate(self._images[1:], 1):
-                sources = _mirrored(boxes, value.layout.shape, axes_)
+                sources = _mirrored(boxes, (1, *shape), axes_)
                 self._sent[v, i] = np.empty(boxes[comm.rank].shape, dtype)
                 self._received[v, i] = np.empty(boxes[comm.rank].shape, dtype)
                 ends = {"source": End(sources, self._sent[v, i]), "target": End(boxes, self._received[v, i])}
@@ -131,15 +132,12 @@ class Flips:
             for i in range(count)
         )
         means: list[NDArray[Any]] = []
-        for number, _ in enumerate(self._session.feed(images)):
+        for number, (_, blocks) in enumerate(predicted(self._session, self._values, [*images])):
             image = number % count
-            self._executor.forward(training=False)
-            for v, value in enumerate(self._values):
-                block = self._executor.device.to_host(self._executor.array(value))
-                if image == 0:
-                    means = means[:v]
-                    means.append(np.array(block, np.float32 if is_low(block.dtype) else None))
-                    continue
+            if image == 0:
+                means = blocks
+                continue
+            for v, (value, block) in enumerate(zip(self._values, blocks)):
                 back = tuple(slice(None, None, -1 if a - 1 in self._images[image] else 1) for a in range(block.ndim))
                 np.copyto(self._sent[v, image], block[back if _is_grid(value) else ...])
                 self._exchanges[v, image].run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ from ..data.held_out import held_out
 from ..data.kept import KeptStatistics
 from ..data.masked import Masked
 from ..data.sample_files import locate
+from ..data.sliding import KEY as SLIDING
+from ..data.sliding import Slide, SlidingWindows
 from ..data.source import DatasetView, OneSize, sample_shape
 from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
@@ -117,6 +120,7 @@ class Samples:
         progress: TrainingProgress,
         trainable: bool,
         labelled: bool,
+        slide: Slide | None = None,
     ) -> Samples:
         """Open the data set. Collective over `comm`, within an agreement; arguments as for `Session.open`.
 
@@ -137,7 +141,7 @@ class Samples:
                         f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
                     )
                 dataset.labels = label_maps(data, network)
-            windows = _windows(config, dataset, network, labelled)
+            windows = _windows(config, dataset, network, labelled, slide)
             if trainable and not windows.cut and getattr(dataset, "extents", None) is not None:
                 raise UserError(
                     f"data.patches: expected 1 or more for samples of different size, in {data.where}, got 0; the "
@@ -172,7 +176,8 @@ class Samples:
             training, validation = (np.setdiff1d(some, list(invalid)) for some in (training, validation))
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
-        check_batch(config, len(training) if trainable else len(dataset), trainable)
+        if slide is None:  # otherwise a batch has windows
+            check_batch(config, len(training) if trainable else len(dataset), trainable)
         seconds = 0.0
         if trainable and data.foreground:
             seconds = _find_foreground(config, windows, network, training, comm)
@@ -342,14 +347,42 @@ def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], le
         )
 
 
-def _windows(config: Config, dataset: Dataset, network: Network, labelled: bool) -> SampleWindows:
+def _windows(
+    config: Config, dataset: Dataset, network: Network, labelled: bool, slide: Slide | None
+) -> SampleWindows:
     """Return the reader of windows, or of whole samples. Local."""
     wanted = {name: network.inputs[name].shape for name in dataset.fields}
+    if slide is not None:
+        return SlidingWindows(dataset, wanted, slide.overlap, _multiples(network))
     shapes = wanted if cuts_windows(config.data, labelled) else None
     key = "data.patches" if config.data.patches else "data.augment.crop"
     if shapes is None and getattr(dataset, "extents", None) is not None:
         dataset = OneSize(dataset, 0)  # samples of other sizes are not read by these windows
     return SampleWindows(dataset, shapes, config.training.seed, key)
+
+
+def _multiples(network: Network) -> list[int]:
+    """Return the factors by which predictions are coarser than the first grid, per axis: windows begin at multiples.
+
+    Raises
+    ------
+    UserError
+        If a prediction has no part for each part of the input.
+    """
+    made_of = [node.shape[:-1] for name, node in network.inputs.items() if name not in network.targets]
+    own, loss = next(filter(None, made_of), ()), network.outputs["loss"]
+    found = [1] * len(own)
+    for output, node in network.outputs.items():
+        if node is loss:
+            continue
+        have = node.shape[:-1]
+        if len(have) != len(own) or any(n % m for n, m in zip(own, have)):
+            raise UserError(
+                f"{SLIDING}: expected outputs of the window's extents {own} or coarser by whole factors, got "
+                f"{have} of {output!r}; apply whole samples"
+            )
+        found = [math.lcm(one, n // m) for one, n, m in zip(found, own, have)]
+    return found
 
 
 def _find_foreground(

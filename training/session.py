@@ -24,6 +24,7 @@ from ..data import (
     Sampler,
 )
 from ..data.sampler import Batches
+from ..data.sliding import Slide
 from ..device import device_of
 from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
@@ -80,12 +81,13 @@ class Session:
         progress: TrainingProgress | None = None,
         strategy: Strategy | None = None,
         labelled: bool = True,
+        slide: Slide | None = None,
     ) -> Session:
         """Build all objects. Collective over `comm`: a fault of one rank is raised on all ranks.
 
         Statistics of the data are those of `progress`, from a checkpoint, if it has them; else they are computed.
         `strategy` comes from a plan; None: the strategy of the configuration is used. Without `labelled`, targets are
-        not read and no samples are held out.
+        not read and no samples are held out. With `slide`, the network's inputs are windows of the samples.
         """
         with comm.agreement(), memory_errors(trainable):
             data, settings = config.data, config.training
@@ -98,7 +100,8 @@ class Session:
             strategy = with_reduction(strategy, config)
             strategy.validate(network, comm.size)
             strategy.refuse_empty_blocks(network)
-            samples = Samples.open(config, network, comm, stack, progress or TrainingProgress(), trainable, labelled)
+            known = progress or TrainingProgress()
+            samples = Samples.open(config, network, comm, stack, known, trainable, labelled, slide)
             timeline = None
             if config.output.timeline or planned:
                 timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)

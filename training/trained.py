@@ -17,6 +17,7 @@ from halograd.version import __version__
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
 from ..data import Batch, Hdf5Dataset
+from ..data.sliding import Slide, SlidingWindows
 from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted
@@ -139,6 +140,8 @@ def apply(
     tell: Callable[[int, int], None] | None = None,
     format: str = "hdf5",
     flips: Sequence[str] = (),
+    window: Sequence[int] = (),
+    overlap: float | None = None,
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
@@ -165,12 +168,18 @@ def apply(
     flips
         Axes (``"depth"``, ``"height"``, ``"width"``) along which samples are mirrored, alone and together: the outputs
         are means over these images, each computed by itself.
+    window
+        Extents of sliding windows, one per axis, for samples that do not fit as a whole: outputs are means over the
+        windows of each sample (:mod:`halograd.training.sliding`). By default samples are computed whole.
+    overlap
+        Share of a window that the next one has too, in [0, 1); 0.5 by default.
 
     Returns
     -------
     dict
         Number of ``samples``, number of samples that this job ``computed``, ``step``, ``checkpoint``, and the
-        ``settings`` that were adapted to data and ranks (:func:`halograd.training.adapting.adapted`).
+        ``settings`` that were adapted to data and ranks (:func:`halograd.training.adapting.adapted`); with `window`
+        also the number of all ``windows``.
     """
     world, out = boot() if comm is None else comm, Path(out)
     given = [data] if isinstance(data, str | Path) else list(data)
@@ -180,11 +189,14 @@ def apply(
             "script use halograd.fit(...).apply"
         )
     paths = [str(path) for path in given]
+    if overlap is not None and not window:
+        raise UserError("--overlap: expected --window with it, got none")
+    slide = Slide(tuple(window), 0.5 if overlap is None else overlap) if window else None
 
     def find() -> tuple[Config, list[str], Path, TrainingProgress]:
         config, checkpoint, progress, _ = find_trained(Path(target), overrides)
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": paths})})
-        return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
+        return (*adapted(config, overrides, world.size, labelled=False, slide=slide), checkpoint, progress)
 
     config, settings, checkpoint, progress = on_root(world, find)
 
@@ -194,7 +206,8 @@ def apply(
         return checksums([format])
 
     own = on_root(world, check)
-    with _trained(config, world, planner, checkpoint, progress, labelled=False) as (ranks, session, identity):
+    trained = _trained(config, world, planner, checkpoint, progress, labelled=False, slide=slide)
+    with trained as (ranks, session, identity):
         with ranks.agreement():
             check_files([format], own)
             outputs, writer = outputs_of(session, what, progress.described), WRITERS.make(format)
@@ -203,13 +216,18 @@ def apply(
         files = on_root(ranks.mpi, lambda: _files(session))
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         job |= {"flips": sorted(flips)} if flips else {}
+        job |= {"window": slide.window, "overlap": slide.overlap} if slide else {}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
-        if several:  # each size has its own
+        if several and slide is None:  # each size has its own
             settings = [one for one in settings if not one.startswith(("data.extents=", "model.resolution="))]
+        if several:
             computed = write_each(session, progress.described, what, out, format, job, shown, flips)
         else:
             computed = write_outputs(session, outputs, out, writer, job, shown, flips)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
+        windows = session.samples.windows
+        if isinstance(windows, SlidingWindows):
+            found["windows"] = sum(map(windows.count, range(found["samples"])))
     return {**found, "checkpoint": str(checkpoint), "settings": settings}
 
 
@@ -221,6 +239,7 @@ def _trained(
     checkpoint: Path,
     progress: TrainingProgress,
     labelled: bool = True,
+    slide: Slide | None = None,
 ) -> Iterator[tuple[Communicator, Session, Any]]:
     """Open a session with the parameters of a checkpoint; yield it with its ranks and the checkpoint's identity.
 
@@ -232,7 +251,7 @@ def _trained(
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, False) if config.strategy.auto and planner is not None else None
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, False, progress, strategy, labelled)
+        session = Session.open(config, ranks, stack, False, progress, strategy, labelled, slide)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         with session.memory_errors():

@@ -272,6 +272,7 @@ def apply(
       halograd apply runs/mesh new.h5 -o predicted.h5 --what classes
       mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4
       mpiexec -n 4 halograd apply runs/organs patients -o predicted --what classes --flips height,width --one-file
+      mpiexec -n 4 halograd apply runs/organs scan.h5 -o predicted.h5 --window 128,128,128 --overlap 0.5
       halograd apply runs/mesh new.h5 -o predicted --format npy.py:Npy
     """
     from ..auto import plan_run
@@ -282,12 +283,16 @@ def apply(
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:
         sets, written = _overrides(sets, threads), how.writer
-        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes)
+        windows = how.extents, how.overlap
+        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *windows)
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""
         if found["settings"]:
             print(f"for these data and ranks: {' '.join(found['settings'])}")
+        if "windows" in found:
+            overlap = 0.5 if how.overlap is None else how.overlap
+            print(f"{found['windows']} windows of {how.window}, overlap {overlap:g}")
         print(f"{out}: {found['samples']} samples{more}, by step {found['step']}", flush=True)
 
 

@@ -114,6 +114,10 @@ class PredictionOptions:
     flips: Annotated[
         str, typer.Option(metavar="AXIS,...", help="Mean over samples mirrored along depth, height, width.")
     ] = ""
+    window: Annotated[
+        str, typer.Option(metavar="N,...", help="Sliding windows of these extents, for samples that do not fit.")
+    ] = ""
+    overlap: Annotated[float | None, typer.Option(help="Share of a window that the next one has too [0.5].")] = None
 
     @property
     def writer(self) -> str:
@@ -126,6 +130,14 @@ class PredictionOptions:
     def axes(self) -> list[str]:
         """Axes of the flips."""
         return [axis.strip() for axis in self.flips.split(",")] if self.flips else []
+
+    @property
+    def extents(self) -> list[int]:
+        """Extents of the window, per axis. Raises UserError for other texts."""
+        try:
+            return [int(n) for n in self.window.split(",")] if self.window else []
+        except ValueError:
+            raise UserError(f"--window: expected extents such as 128,128,128, got {self.window!r}") from None
 
 
 @dataclass(frozen=True)
