@@ -299,9 +299,7 @@ class TrainedRun:
         which: str = "latest",
         overrides: Sequence[str] = (),
         format: str = "hdf5",
-        flips: Sequence[str] = (),
-        window: Sequence[int] = (),
-        overlap: float | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Write predictions of data without labels to `out`. Collective; see :func:`halograd.training.apply`.
 
@@ -311,8 +309,8 @@ class TrainedRun:
             Files, patterns or folders; a data set; or samples in an array ``(N, *spatial, C)``, or one sample
             ``(*spatial, C)``, the same on all ranks. They are normalized as in training. For a network with several
             inputs: a mapping of arrays by the name of the input.
-        out, what, overrides, format, flips, window, overlap
-            As in :func:`halograd.training.apply`.
+        out, what, overrides, format, options
+            As in :func:`halograd.training.apply`; `flips`, `window` and `overlap` are options.
         which
             Checkpoint: ``"latest"`` or ``"best"``.
 
@@ -326,8 +324,7 @@ class TrainedRun:
         table = self._agreed_table(data, checkpoint, overrides)
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
-        how: dict[str, Any] = {"format": format, "flips": flips, "window": window, "overlap": overlap}
-        return apply(checkpoint, paths, out, sets, what, self._comm, **how)
+        return apply(checkpoint, paths, out, sets, what, self._comm, format=format, **options)
 
     def _agreed_table(self, data: Any, checkpoint: Path, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the table ``[data]`` for `apply`; arrays must be the same on all ranks. Collective."""

@@ -42,32 +42,33 @@ def test_starts_and_weights():
     assert weights_along(64).min() == SMALLEST
 
 
-def by_hand(x, window, overlap, pad=0, flips=((),)):
+def by_hand(x, window, overlap, pad=0, flips=((),), factor=1):
     """Return the weighted mean of the predictions of all windows of samples, a mean over mirror images.
 
-    Samples are padded along the width by `pad` elements before, and to the width of the window after.
+    Samples are padded along the width by `pad` elements before, and to the width of the window after. Predictions are
+    coarser by `factor`.
     """
     (known,) = read_header(Path("out/checkpoints/latest.h5").resolve())[0].normalization.values()
     mean = known["mean"]
     wide = np.tile(np.float64(mean), (*x.shape[:2], max(x.shape[2], window[1]), 1))
     inside = slice(pad, pad + x.shape[2])
     wide[:, :, inside] = x
-    weights, result = np.multiply.outer(*map(weights_along, window))[..., None], 0
+    result, extents = 0, wide.shape[1:3]
+    places = [*itertools.product(*(starts_along(n, w, overlap, factor) for n, w in zip(extents, window)))]
+    weights = np.multiply.outer(*(weights_along(w // factor) for w in window))[..., None]
     for axes in flips:
         image = np.flip(wide, axes)
-        places = [
-            (slice(top, top + window[0]), slice(left, left + window[1]))
-            for top, left in itertools.product(*(starts_along(n, w, overlap) for n, w in zip(wide.shape[1:], window)))
-        ]
-        write_samples("windows.h5", np.concatenate([image[:, at, along] for at, along in places]))
+        parts = [image[:, top : top + window[0], left : left + window[1]] for top, left in places]
+        write_samples("windows.h5", np.concatenate(parts))
         apply("out", ["windows.h5"], "y.h5", comm=MPI.COMM_SELF)
-        found = np.split(read("y.h5"), len(places))
-        sums, total = np.zeros((*wide.shape[:3], found[0].shape[-1])), np.zeros((*wide.shape[1:3], 1))
-        for at, y in zip(places, found):
+        sums = np.zeros((len(x), *(n // factor for n in extents), 1))
+        total = np.zeros(sums.shape[1:])
+        for place, y in zip(places, np.split(read("y.h5"), len(places))):
+            at = tuple(slice(start // factor, start // factor + n) for start, n in zip(place, weights.shape))
             sums[(slice(None), *at)] += weights * y
             total[at] += weights
         result = result + np.flip(sums / total, axes) / len(flips)
-    return result[:, :, inside]
+    return result[:, :, slice(inside.start // factor, inside.stop // factor)]
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -94,12 +95,39 @@ def test_sums_of_windows(comm, config):
         np.testing.assert_allclose(read("x.h5"), np.load("flipped.npy"), rtol=1e-9, atol=1e-12)
 
 
+WRONG = {
+    "16": "--window: expected one extent for each of 2 axes, got '16'",
+    "16,a": "--window: expected extents such as 128,128,128, got '16,a'",
+    "0,16": "--window: expected one extent per axis, such as 128,128,128, got '0,16'",
+    "16,16 --overlap 1": "--overlap: expected a number from 0 to below 1, got 1.0",
+    "16,16 --set model.resolution=16": "--window: expected no --set of model.resolution or data.extents with it",
+    "18,16": "--window: expected outputs of the window's extents (18, 16) or coarser by whole factors, got (5, 4) of",
+}
+
+
 @pytest.mark.ranks(1)
-def test_classes_coarser_than_the_samples_and_refusals(comm, config, capsys):
-    coarse = ["model.decoder=false", 'data.rule="any"', "training.epochs=1"]
-    train(config, coarse, comm=comm)
-    factor = EDGE // load_shape()
-    write_samples("new.h5", np.random.default_rng(5).standard_normal((1, 2 * EDGE + factor, 2 * EDGE, 3)))
+def test_coarser_predictions(comm, config, capsys):
+    """Windows begin at multiples of what a prediction covers; a job goes on after the last complete sample."""
+    train(config, ["model.decoder=false", 'data.rule="any"', "training.epochs=1"], comm=comm)
+    x = np.random.default_rng(5).standard_normal((3, 2 * EDGE + 4, 2 * EDGE, 3))
+    write_samples("new.h5", x)
+
+    def stop(done, _):
+        raise RuntimeError(f"after {done}")
+
+    with pytest.raises(RuntimeError, match="after 1"):
+        apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm, tell=stop)
+    found = apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm)
+    assert found["computed"] == 2 and found["windows"] == 3 * 3 * 3
+    np.testing.assert_allclose(read("x.h5"), by_hand(x, (EDGE, EDGE), 0.3, factor=4), rtol=1e-9, atol=1e-12)
     assert run(["apply", "out", "new.h5", "-o", "y.h5", "--window", "16,16", "--what", "classes"]) == 0
-    assert "15 windows of 16,16, overlap 0.5" in capsys.readouterr().out
-    assert read("y.h5").dtype == np.uint8
+    assert "36 windows of 16,16, overlap 0.5" in capsys.readouterr().out
+    assert read("y.h5").dtype == np.uint8 and read("y.h5").shape == (3, 9, 8, 1)
+    for text, message in WRONG.items():
+        assert run(["apply", "out", "new.h5", "-o", "y.h5", "--window", *text.split()]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(UserError, match="--overlap: expected --window with it"):
+        apply("out", ["new.h5"], "y.h5", overlap=0.3, comm=comm)
+    write_samples("new.h5", x[:, 1:])
+    with pytest.raises(UserError, match=r"expected extents that are multiples of \[4, 4\], .* got \[35, 32\]"):
+        apply("out", ["new.h5"], "y.h5", window=(EDGE, EDGE), comm=comm)
