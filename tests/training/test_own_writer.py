@@ -192,7 +192,7 @@ def test_refusals(comm, trained):
         (trained / "text").write_text("mine")
     comm.barrier()
     for out, name, message in (
-        ("new.h5", "hdf", r'--format: expected hdf5, or "FILE.py:CLASS", got .hdf.; did you mean hdf5'),
+        ("new.h5", "hdf", r'--format: expected hdf5, hdf5-whole, or "FILE.py:CLASS", got .hdf.; did you mean hdf5'),
         ("new.npy", "npy.py:Npy:digit=3", r"--format.*: unknown key"),
         ("new.npy", "own.py:Wrong", r"Wrong.write: expected a method that takes \(self, predictions, path, samples\)"),
         ("new.npy", "own.py:Half", "expected a class that defines write"),
