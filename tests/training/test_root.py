@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.comm.errors import is_agreed
-from halograd.data import disk
+from halograd.data import formats
 from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.layers.strategy import Strategy
@@ -127,8 +127,8 @@ def test_configuration_plan_and_structure_are_read_once(comm, config, opened, mo
     comm.Barrier()
     opened.clear()
     files: list[Path] = []
-    open_file = disk.open_file
-    monkeypatch.setattr("halograd.data.dataset.open_file", lambda path: files.append(path) or open_file(path))
+    open_stored = formats.open_stored
+    monkeypatch.setattr("halograd.data.dataset.open_stored", lambda *some: files.append(some[0]) or open_stored(*some))
     sets = [f"strategy={{file = '{folder / 'cut.json'}'}}", "data.normalize=false"]
     config = read_config(comm, folder / "run.toml", sets)
     with Communicator(comm) as ranks, ExitStack() as stack:
