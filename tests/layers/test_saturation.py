@@ -15,6 +15,8 @@ from tests.kernels.saturation import EXACT, EXTENDED, ROUNDINGS, Long, points, r
 
 #: Losses whose kernels tests/kernels/test_saturation.py has.
 OF_KERNELS = {"BinaryCrossEntropyWithLogits", "MeanSquaredError", "SoftmaxCrossEntropy"}
+#: Losses of several elements, without a function that saturates: test_crps.py and test_neighbors.py.
+OF_SEVERAL = {"CRPS", "GradientError", "StructuralSimilarity"}
 BACKENDS = [("numpy", "float32"), ("numpy", "float64"), ("onednn", "float32")]
 EVERYWHERE = pytest.mark.parametrize("backend, dtype", BACKENDS)
 
@@ -87,7 +89,7 @@ class _Product(Loss):
 def test_every_loss_is_here_or_with_the_kernels():
     public = {name: getattr(layers, name) for name in layers.__all__}
     losses = {n for n, a in public.items() if inspect.isclass(a) and issubclass(a, Loss) and a is not Loss}
-    assert losses == {*OF_KERNELS, *POINTWISE, "Dice", "Tversky"}
+    assert losses == {*OF_KERNELS, *OF_SEVERAL, *POINTWISE, "Dice", "Tversky"}
 
 
 # ---------------------------------------------------------------------- losses
