@@ -33,11 +33,14 @@ from .source import Dataset
 from .structure import HDF5_FAULTS, Field
 from .variables import BOUNDS, NO_VARIABLE, SAMPLE, Axes, Surroundings, Variable, mappings_of, mark, surroundings_of
 
-__all__ = ["SOURCES", "write_coordinates", "write_sources"]
+__all__ = ["SOURCES", "STEP", "write_coordinates", "write_sources"]
 
 #: Datasets of :func:`write_sources`.
 SOURCES = ("source_file", "source_sample")
+#: Scale of an axis of times that are predicted from one sample.
+STEP = "step"
 
+_AHEAD = -2  # number of the axis of STEP, beside those of `Axes`
 _SPATIAL = ("depth", "height", "width")
 #: Attributes that change the meaning of a number.
 _MEANING = ("units", "calendar", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
@@ -79,7 +82,8 @@ def write_coordinates(
     dataset
         Samples of HDF5 files. Others have no coordinates.
     outputs
-        Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions.
+        Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions. In `file` it may have another
+        first axis, with the scale :data:`STEP`.
     allow_external
         As in :class:`Hdf5Dataset`.
 
@@ -247,8 +251,12 @@ class _CoordinateWriter:
 
     def __init__(self, file: h5py.File, joined: _JoinedVariables, outputs: Mapping[str, tuple[int, ...]]) -> None:
         self._file, self._joined = file, joined
-        self._of_samples = [name for name, one in file.items() if getattr(one, "shape", None) == (joined.samples,)]
+        shapes = {name: getattr(one, "shape", None) for name, one in file.items() if name != STEP}
+        self._of_samples = [name for name, shape in shapes.items() if shape == (joined.samples,)]
         self._axes = {name: _axes_of_output(shape, joined.spatial) for name, shape in outputs.items()}
+        for name, (first, *others) in self._axes.items():
+            if file[name].ndim > len(others) + 1:
+                self._axes[name] = (first, _AHEAD, *others)
         self._dimensions = dict[int, str]()  # by axis: scales without coordinates
 
     def write(self) -> None:
@@ -322,7 +330,7 @@ class _CoordinateWriter:
 
     def _scales_of(self, axis: int | None) -> list[str]:
         """Return the written scales of an axis."""
-        if axis is None:
+        if axis is None or axis == _AHEAD:
             return []
         shape = (self._joined.samples if axis == SAMPLE else self._joined.spatial[axis],)
         names = [name for name in self._joined.scales.get(axis, ()) if name in self._joined.variables]
@@ -355,6 +363,8 @@ class _CoordinateWriter:
                 datasets[name] = (SAMPLE, *one.axes) if joined.is_per_sample(name) else one.axes
         for name, axes in datasets.items():
             for k, axis in enumerate(axes):
+                if axis == _AHEAD:  # it has its scale
+                    continue
                 for scale in self._scales_of(axis) or [self._dimension(name, axis, k)]:
                     self._file[name].dims[k].attach_scale(self._file[scale])
 

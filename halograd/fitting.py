@@ -310,7 +310,7 @@ class TrainedRun:
             ``(*spatial, C)``, the same on all ranks. They are normalized as in training. For a network with several
             inputs: a mapping of arrays by the name of the input.
         out, what, overrides, format, options
-            As in :func:`halograd.training.apply`; `flips`, `window` and `overlap` are options.
+            As in :func:`halograd.training.apply`; `flips`, `window`, `overlap`, `rollout`.
         which
             Checkpoint: ``"latest"`` or ``"best"``.
 

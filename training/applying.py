@@ -39,7 +39,7 @@ from halograd.documents import replacing
 from halograd.errors import UserError
 
 from ..data import Batch, Sampler
-from ..data.coordinates import SOURCES, write_coordinates, write_sources
+from ..data.coordinates import SOURCES, STEP, write_coordinates, write_sources
 from ..data.disk import DataError, atomic_path
 from ..data.writers import WRITTEN_BY, Predictions, Writer
 from ..dtensor import Blocks, Box
@@ -48,6 +48,7 @@ from ..lowering.views import Value
 from .flips import Flips
 from .metrics import sigmoid, softmax
 from .parts import PartArray, PartFile, part_path, writing
+from .rollout import Rollout, check_rollout, stepped
 from .session import Session
 from .sliding import at_once, dtype_of, placed, predicted
 
@@ -86,6 +87,8 @@ class Output:
         Function that converts a block to the written form.
     attributes
         Attributes of the dataset (units, names, ...).
+    steps
+        Number of times of a rollout, the first axis of `shape`; 0: there is no such axis.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Output:
     dtype: np.dtype
     of_block: Callable[[np.ndarray], np.ndarray]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
 
     @property
     def fill(self) -> float | int:
@@ -102,7 +106,9 @@ class Output:
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 
-def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]]) -> list[Output]:
+def outputs_of(
+    session: Session, what: str, described: Mapping[str, Mapping[str, Any]], steps: int = 0
+) -> list[Output]:
     """Return all outputs of the network except the loss. Local, the same on all ranks.
 
     Parameters
@@ -111,6 +117,8 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         One of :data:`WHAT`.
     described
         Attributes of the targets in the training data, by name.
+    steps
+        Number of times of a rollout (:mod:`halograd.training.rollout`), the first axis of a sample; 0: none.
 
     Raises
     ------
@@ -124,6 +132,9 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
     kept = dict.fromkeys(SOURCES, "the sample of each prediction")
     if session.samples.dataset.groups is not None:
         kept[_GROUPS] = "the simulation of each sample"
+    if steps:
+        check_rollout(session, steps)
+        kept[STEP] = "the times of the predictions"
     for name in kept.keys() & network.outputs.keys():
         raise UserError(f"output {name!r}: expected another name, because the file uses it for {kept[name]}")
     judgements = loss.layer.judgements(*(n.shape for n in loss.inputs))
@@ -133,14 +144,17 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         if node is loss:
             continue
         value = values[network.names[node]]
-        plain = Output(name, value, *placed(session, value), dtype_of(value), np.asarray)
+        shape, boxes = placed(session, value)
+        if steps:
+            shape, boxes = stepped(shape, boxes, name, steps, session.config.data.rollout)
+        plain = Output(name, value, shape, boxes, dtype_of(value), np.asarray, steps=steps)
         judgement = judged.get(node)
         made = plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what)
         if judgement is not None:
             said = described.get(network.names[loss.inputs[judgement.target]], {})
             made = replace(made, attributes=_attributes(said, judgement, what, made.shape[-1]))
             statistics = session.samples.statistics.get(network.names[loss.inputs[judgement.target]])
-            if statistics is not None:
+            if statistics is not None and not steps:
                 first = made.boxes[session.comm.rank].start[-1]
                 made = replace(made, of_block=partial(statistics.restored, first_channel=first))
         found.append(made)
@@ -213,7 +227,14 @@ def write_outputs(
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
     folder = out.with_name(f"{out.name}.parts") / key[:8]
     values = [output.value for output in outputs]
-    if flips:
+    steps = outputs[0].steps if outputs else 0
+    if steps and flips:
+        raise UserError("--rollout: expected no --flips with it, got some; the mean would not be a state of the data")
+    if steps:
+        names = [output.attributes.get("channel_names", ()) for output in outputs]
+        with closing(Rollout(session, steps, values, names)) as rollout:
+            computed = _compute(session, outputs, folder, key, tell, rollout.predicted)
+    elif flips:
         with closing(Flips(session, flips, values)) as mean:
             computed = _compute(session, outputs, folder, key, tell, mean.predicted)
     else:
@@ -367,13 +388,20 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
         for name, value in output.attributes.items():
             file[output.name].attrs[name] = value
         if session.config.data.lag:  # the coordinate of time is that of the inputs
-            lag, steps = session.config.data.lag, session.config.data.rollout
-            file[output.name].attrs["steps_ahead"] = np.arange(lag, lag * steps + 1, lag)
+            lag, steps = session.config.data.lag, output.steps or session.config.data.rollout
+            ahead = file[output.name].attrs["steps_ahead"] = np.arange(lag, lag * steps + 1, lag)
+        if output.steps:
+            if STEP not in file:
+                file[STEP] = ahead
+                file[STEP].attrs["long_name"] = "samples after the last input"
+                file[STEP].make_scale(STEP)
+            file[output.name].dims[1].attach_scale(file[STEP])
+            continue
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups
     write_sources(file, session.samples.dataset, range(len(session.samples.dataset)))
-    shapes = {output.name: output.shape for output in outputs}
+    shapes = {output.name: output.shape[1:] if output.steps else output.shape for output in outputs}
     left_out = write_coordinates(file, session.samples.dataset, shapes, session.config.data.allow_external)
     if left_out:
         _log.warning("predictions are written without these coordinates of the data: %s", "; ".join(left_out))

@@ -76,6 +76,7 @@ def write_each(
     job: Mapping[str, Any],
     tell: Tell,
     flips: Sequence[str] = (),
+    steps: int = 0,
 ) -> int:
     """Compute and write the samples of all files; return the number that this job computed. Collective.
 
@@ -123,7 +124,7 @@ def write_each(
                     samples = replace(sized.samples, dataset=part, windows=sized.samples.windows.over(part))
                     loader, ahead = open_loader(sized.config, sized.executor, samples, own)
                     each = replace(sized, samples=samples, loader=loader, ahead=ahead)
-                    outputs = outputs_of(each, what, described)
+                    outputs = outputs_of(each, what, described, steps)
                     shown = _shown(tell, ready, len(dataset))
                     of_file = {**job, "files": _files(job, part)}
                     computed += write_outputs(each, outputs, path, WRITERS.make(format), of_file, shown, flips)

@@ -142,6 +142,7 @@ def apply(
     flips: Sequence[str] = (),
     window: Sequence[int] = (),
     overlap: float | None = None,
+    rollout: int = 0,
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
@@ -173,6 +174,9 @@ def apply(
         windows of each sample (:mod:`halograd.training.sliding`). By default samples are computed whole.
     overlap
         Share of a window that the next one has too, in [0, 1); 0.5 by default.
+    rollout
+        Number of times to predict by a network that was trained with ``data.lag``: predictions become the inputs of
+        the next step (:mod:`halograd.training.rollout`). 0: those of one application.
 
     Returns
     -------
@@ -210,18 +214,20 @@ def apply(
     with trained as (ranks, session, identity):
         with ranks.agreement():
             check_files([format], own)
-            outputs, writer = outputs_of(session, what, progress.described), WRITERS.make(format)
+            outputs = outputs_of(session, what, progress.described, rollout)
+            writer = WRITERS.make(format)
             several = getattr(session.samples.dataset, "extents", None) is not None
         on_root(ranks.mpi, lambda: check_folder(out, writer.suffix) if several else check_result(writer, out))
         files = on_root(ranks.mpi, lambda: _files(session))
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         job |= {"flips": sorted(flips)} if flips else {}
+        job |= {"rollout": rollout} if rollout else {}
         job |= {"window": slide.window, "overlap": slide.overlap} if slide else {}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         if several and slide is None:  # each size has its own
             settings = [one for one in settings if not one.startswith(("data.extents=", "model.resolution="))]
         if several:
-            computed = write_each(session, progress.described, what, out, format, job, shown, flips)
+            computed = write_each(session, progress.described, what, out, format, job, shown, flips, rollout)
         else:
             computed = write_outputs(session, outputs, out, writer, job, shown, flips)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}

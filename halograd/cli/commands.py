@@ -273,6 +273,7 @@ def apply(
       mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4
       mpiexec -n 4 halograd apply runs/organs patients -o predicted --what classes --flips height,width --one-file
       mpiexec -n 4 halograd apply runs/organs scan.h5 -o predicted.h5 --window 128,128,128 --overlap 0.5
+      halograd apply runs/ocean states.nc -o forecast.nc --rollout 12
       halograd apply runs/mesh new.h5 -o predicted --format npy.py:Npy
     """
     from ..auto import plan_run
@@ -283,8 +284,8 @@ def apply(
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:
         sets, written = _overrides(sets, threads), how.writer
-        windows = how.extents, how.overlap
-        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *windows)
+        parts = how.extents, how.overlap, how.rollout
+        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *parts)
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""

@@ -118,6 +118,9 @@ class PredictionOptions:
         str, typer.Option(metavar="N,...", help="Sliding windows of these extents, for samples that do not fit.")
     ] = ""
     overlap: Annotated[float | None, typer.Option(help="Share of a window that the next one has too [0.5].")] = None
+    rollout: Annotated[
+        int, typer.Option(metavar="N", help="Times to predict, each from the last predictions (data.lag).")
+    ] = 0
 
     @property
     def writer(self) -> str:

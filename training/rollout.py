@@ -1,0 +1,250 @@
+"""Rollouts: a network that was trained on pairs of times (``data.lag``) predicts from its own predictions.
+
+::
+
+    x(t-1), x(t) -> forward -> y(t+1) -> in the units of the data -> x(t), y(t+1) -> normalized -> forward -> ...
+
+Predictions are restored to the units of the data, and normalized as the inputs of the next application are: both have
+statistics of their own, also each time of a history. An exchange brings the blocks of the predictions to the boxes
+that ranks read, with halos. Fields that all samples share do not change. An element that is absent (NaN on land) in
+the last input stays absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.errors import UserError
+
+from ..data import Batch
+from ..data.normalize import mark_absent
+from ..data.sliding import SlidingWindows
+from ..data.structure import AND
+from ..device import is_low
+from ..dtensor import Blocks, Box, End, Exchange
+from ..lowering.views import Value
+from .build import datasets_of
+from .session import Session
+from .sliding import dtype_of
+
+__all__ = ["Rollout", "check_rollout", "stepped"]
+
+
+def check_rollout(session: Session, steps: int) -> None:
+    """Raise UserError unless the session's network can predict so many steps of time. Local."""
+    data = session.config.data
+    if not data.lag:
+        raise UserError("--rollout: expected a network that was trained with data.lag, got data.lag = 0")
+    if steps < 1 or steps % data.rollout:
+        more = f", a multiple of data.rollout = {data.rollout}" if data.rollout > 1 else ""
+        raise UserError(f"--rollout: expected 1 step or more{more}, got {steps}")
+    if isinstance(session.samples.windows, SlidingWindows):
+        raise UserError("--rollout: expected whole samples, got --window; the network predicts from whole predictions")
+
+
+def stepped(shape: Sequence[int], boxes: Blocks, name: str, steps: int, at_once: int) -> tuple[tuple[int, ...], Blocks]:
+    """Return shape and boxes with an axis of `steps` times before the others, of an output of `at_once` times. Local.
+
+    Raises
+    ------
+    UserError
+        If the channels of several times cannot be separated.
+    """
+    if at_once == 1:
+        channels, parts = shape[-1], boxes.axes[-1]
+    elif shape[-1] % at_once or len(boxes.axes[-1]) > 1:
+        raise UserError(
+            f"--rollout: expected whole channels of data.rollout = {at_once} times in output {name!r}, got "
+            f"{shape[-1]} channels in {len(boxes.axes[-1])} parts; choose another cut by --set"
+        )
+    else:
+        channels = shape[-1] // at_once
+        parts = ((0, channels),)
+    axes = [boxes.axes[0], ((0, steps),), *boxes.axes[1:-1], parts]
+    return (steps, *shape[:-1], channels), Blocks(axes, boxes.size)
+
+
+@dataclass
+class _Input:
+    """Input that predictions replace.
+
+    Attributes
+    ----------
+    name, source
+        Name of the input, and number of the output.
+    channels
+        Channels of one time in the output, in the order of the input.
+    exchange, received
+        Exchange of the output's blocks to this rank's box of the input, and its result.
+    box
+        Box that this rank reads, within the batch, with all channels of the input.
+    own
+        This box in the array of the input.
+    state
+        Values of the times of the input, in the units of the data, ``(N, *spatial, history * C)``.
+    absent
+        Elements that are absent in the last time.
+    """
+
+    name: str
+    source: int
+    channels: list[int]
+    box: Box
+    own: tuple[slice, ...]
+    received: NDArray[Any]
+    exchange: Exchange
+    state: NDArray[Any] = field(init=False)
+    absent: NDArray[np.bool_] = field(init=False)
+
+
+class Rollout:
+    """Predictions of several steps of time by a session. Collective over its communicator; `close` is too.
+
+    Parameters
+    ----------
+    steps
+        Number of times to predict, a multiple of ``data.rollout``.
+    values
+        Outputs of the network.
+    channel_names
+        Names of the channels of each output at one time; empty: unknown.
+
+    Raises
+    ------
+    UserError
+        If an input is not predicted.
+    """
+
+    def __init__(
+        self, session: Session, steps: int, values: Sequence[Value], channel_names: Sequence[Sequence[str]]
+    ) -> None:
+        self._session, self._values, self._steps = session, list(values), steps
+        comm, network, data = session.comm, session.network, session.config.data
+        self._at_once, rank = data.rollout, comm.rank
+        loss = network.outputs["loss"]
+        names = {id(session.executor.program.values[name]): name for name in network.names.values()}
+        numbers = {names[id(value)]: number for number, value in enumerate(values)}
+        #: By number of the output: the target that it is compared with.
+        self._targets: dict[int, str] = {}
+        with comm.agreement():
+            for one in reversed(loss.layer.judgements(*(n.shape for n in loss.inputs))):
+                number = numbers.get(network.names[loss.inputs[one.prediction]])
+                if number is not None and one.classes is None and one.members == 1:
+                    self._targets[number] = network.names[loss.inputs[one.target]]
+            chosen = [self._source(name, channel_names) for name in self._changing()]
+        self._sent = [np.empty(value.layout.boxes[rank].shape, dtype_of(value)) for value in values]
+        self._inputs: list[_Input] = []
+        wanted = list[dict[str, Any]]()
+        for name, source, channels in chosen:
+            value, stored = values[source], session.executor.program.values[name].stored
+            shape, input_ = value.layout.shape, session.executor.input(name)
+            axes = [tuple((max(0, low), min(n, high)) for low, high in parts) for n, parts in zip(shape, stored.axes)]
+            whole = [*axes[:-1], tuple((0, shape[-1]) for _ in stored.axes[-1])]
+            target = Blocks(whole, stored.size)
+            received = np.zeros(target[rank].shape, self._sent[source].dtype)
+            ends = {"source": End(value.layout.boxes, self._sent[source]), "target": End(target, received)}
+            wanted.append({**ends, "kind": "gather"})
+            box = target[rank].replace(-1, 0, session.samples.dataset.fields[name].shape[-1])
+            low, high = input_.box.ranges[-1]
+            own = (*box.slices(input_.box.start)[:-1], slice(0, high - low))
+            self._inputs.append(_Input(name, source, channels, box, own, received, None))  # type: ignore[arg-type]
+        for one_input, exchange in zip(self._inputs, Exchange.together(comm, wanted)):
+            one_input.exchange = exchange
+
+    def _changing(self) -> list[str]:
+        fields = self._session.samples.dataset.fields
+        return [name for name, one in fields.items() if not (one.is_target or one.static)]
+
+    def _source(self, name: str, channel_names: Sequence[Sequence[str]]) -> tuple[str, int, list[int]]:
+        """Return an input, the output that predicts it, and the channels of a time in that output. Local."""
+        data, one = self._session.config.data, self._session.samples.dataset.fields[name]
+        wanted = one.channel_names[: one.shape[-1] // data.history]
+        inputs, targets = ({}, {}) if data.file is not None else datasets_of(data, self._session.network)
+        found = []
+        for number, target in self._targets.items():
+            shape, stored = self._values[number].layout.shape[1:], targets.get(target, "")
+            count = shape[-1] // self._at_once
+            numbered = [f"channel {k}" for k in range(count)]
+            names = list(map(str, channel_names[number])) or numbered
+            if AND in stored:
+                names = stored.split(AND)
+            if stored and stored == inputs.get(name):
+                names = wanted if count == len(wanted) else numbered
+            found.append(f"{target!r} with {', '.join(names)}")
+            if shape[:-1] == one.shape[:-1] and len(names) == count and {*wanted} <= {*names}:
+                return name, number, [names.index(channel) for channel in wanted]
+        raise UserError(
+            f"--rollout: expected a prediction on the grid of input {name!r} with all of its channels "
+            f"({', '.join(wanted)}), got {'; '.join(found) or 'none of numbers'}; predict them all; fields "
+            "that do not change have no axis of samples"
+        )
+
+    def predicted(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[NDArray[Any]]]]:
+        """Yield each batch with this rank's blocks of all steps, ``(N, steps, *spatial, C)``, in the units of the data,
+        in new arrays on the host. Collective.
+        """
+        executor, rank = self._session.executor, self._session.comm.rank
+        statistics = self._session.samples.statistics
+        for batch in batches:
+            arrays = self._begin(batch)
+            found: list[list[NDArray[Any]]] = [[] for _ in self._values]
+            for first in range(0, self._steps, self._at_once):
+                if first:
+                    self._advance(arrays)
+                executor.forward(training=False)
+                for v, value in enumerate(self._values):
+                    block = np.array(executor.device.to_host(executor.array(value)), dtype_of(value))
+                    if self._targets.get(v) in statistics:
+                        channel = value.layout.boxes[rank].start[-1]
+                        block = statistics[self._targets[v]].restored(block, channel)
+                    np.copyto(self._sent[v], block)
+                    times = block.reshape(*block.shape[:-1], self._at_once, block.shape[-1] // self._at_once)
+                    found[v] += [times[..., k, :] for k in range(self._at_once)]
+            yield batch, [np.stack(times, axis=1) for times in found]
+
+    def _begin(self, batch: Batch) -> dict[str, NDArray[Any]]:
+        """Fill the inputs of a batch; return copies of them. The loader reads nothing when this returns."""
+        session, executor = self._session, self._session.executor
+        for _ in session.feed([batch]):
+            pass
+        arrays = {}
+        for name in session.samples.dataset.fields:
+            array = executor.device.to_host(executor.input(name).array)
+            arrays[name] = np.array(array, np.float32 if is_low(array.dtype) else None)
+        with session.comm.agreement():
+            for one in self._inputs:
+                one.state = np.zeros(one.box.shape, executor.store.dtype)
+                session.samples.dataset.read(one.name, batch.indices, one.box, one.state)
+                one.absent = ~np.isfinite(one.state[..., -len(one.channels) :])
+        return arrays
+
+    def _advance(self, arrays: dict[str, NDArray[Any]]) -> None:
+        """Fill the inputs of the next application from the last one. Collective."""
+        session, executor = self._session, self._session.executor
+        for one in self._inputs:
+            one.exchange.run()
+            times = one.received.reshape(*one.received.shape[:-1], self._at_once, -1)
+            new = times[..., one.channels].astype(one.state.dtype)
+            new[np.broadcast_to(one.absent[..., None, :], new.shape)] = np.nan
+            kept = one.state.shape[-1]
+            one.state = np.concatenate([one.state, new.reshape(*new.shape[:-2], -1)], -1)[..., -kept:]
+            values = one.state.copy()
+            absent = mark_absent(values) if one.name in session.samples.dataset.lenient else None
+            if one.name in session.samples.statistics:
+                session.samples.statistics[one.name].apply(values)
+            if absent is not None:
+                values[absent] = 0
+            low, high = executor.input(one.name).box.ranges[-1]
+            arrays[one.name][one.own] = values[..., max(0, low) : high]
+        for name, array in arrays.items():
+            executor.device.assign(executor.input(name).array, array)
+
+    def close(self) -> None:
+        """Free the exchanges. Collective."""
+        for one in self._inputs:
+            one.exchange.close()
