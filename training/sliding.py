@@ -104,7 +104,7 @@ class _Sums:
             for batch in self._session.feed(self._batches(batches, count)):
                 self._session.executor.forward(training=False)
                 for value, sent in zip(self._values, self._sent):
-                    np.copyto(sent, _block(self._session, value))
+                    sent[...] = _block(self._session, value)
                 # One exchange moves all windows of a batch that lie in the same slabs.
                 for _, rows in groupby(range(batch.valid), partial(self._row, batch)):
                     some = [*rows]

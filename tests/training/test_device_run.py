@@ -20,7 +20,7 @@ from halograd.training.run import train
 from halograd.training.trained import apply, evaluate
 from halograd.training.transfer import DeviceFeed
 from tests.support.fake_device import FakeBackend
-from tests.training.runs import CONFIG, write_config
+from tests.training.runs import CONFIG, EDGE, write_config
 
 CONSTANT = ['schedule={kind="constant", learning_rate=0.01}']
 
@@ -95,6 +95,8 @@ def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
     run(path, tmp_path / "low", 1, more=low)
     result = evaluate(tmp_path / "low", comm=MPI.COMM_SELF, predictions=tmp_path / "p.h5")
     apply(tmp_path / "low", [str(tmp_path / "data.h5")], tmp_path / "a.h5", what="probabilities", comm=MPI.COMM_SELF)
+    data, window = [str(tmp_path / "data.h5")], (EDGE, EDGE)  # one window per sample
+    apply(tmp_path / "low", data, tmp_path / "w.h5", window=window, comm=MPI.COMM_SELF)
     on_device(False)
     single = evaluate(tmp_path / "low", ['training.dtype="float32"'], comm=MPI.COMM_SELF, predictions=tmp_path / "q.h5")
     assert result["loss"] == pytest.approx(single["loss"], rel=0.02)
@@ -105,6 +107,9 @@ def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
             order = np.argsort(low_file["sample"])
             want = 1 / (1 + np.exp(-low_file["prediction"][...][order]))
             np.testing.assert_allclose(applied["prediction"][low_file["sample"][...][order]], want, rtol=1e-6)
+        with h5py.File(tmp_path / "w.h5") as windows:
+            found = windows["prediction"][low_file["sample"][...][order]]
+            np.testing.assert_allclose(found, low_file["prediction"][...][order], rtol=1e-6)
         largest = np.abs(file["prediction"][...]).max()
         assert np.abs(low_file["prediction"][...] - file["prediction"][...]).max() < 0.05 * largest
 
