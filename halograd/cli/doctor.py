@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,18 @@ def probe_hdf5() -> Iterator[Finding]:
 
 # Enough for MPI's own segments and the halo windows of small networks; containers often have 64 MiB in total.
 ENOUGH_PER_RANK = 64 << 20  # [B]
+
+
+def probe_formats() -> Iterator[Finding]:
+    """Report the packages that read other formats than HDF5. Local."""
+    found, missing = list[str](), list[str]()
+    for name, reads in (("zarr", "Zarr, TIFF"), ("nibabel", "NIfTI"), ("tifffile", "TIFF")):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(f"{name} ({reads})")
+    value = "; ".join([", ".join(found)] * bool(found) + [f"without {', '.join(missing)}"] * bool(missing))
+    yield Finding("formats", "note" if missing else "ok", value, "pip install 'halograd[formats]'" if missing else "")
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
@@ -283,6 +296,7 @@ def examine() -> int:
     findings += careful("numpy", probe_numpy)
     findings += careful("onednn-cpu-gomp", probe_onednn, "warn")
     findings += careful("h5py", probe_hdf5)
+    findings += careful("formats", probe_formats, "note")
     findings += careful("cupy", probe_gpu, "note")
     everyone = [findings] if world is None else world.allgather(findings)
     merged = merge(everyone)

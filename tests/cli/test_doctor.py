@@ -38,7 +38,7 @@ def test_sound_machine():
         assert lines[name].startswith("ok "), lines
     assert lines["thread level"] == "ok multiple"
     assert "1 per rank (OMP_NUM_THREADS=1), 1 ranks on this node" in lines["threads"]
-    assert {"shared memory", "CUDA driver", "CuPy", "cuDNN", "NCCL"} <= lines.keys()
+    assert {"formats", "shared memory", "CUDA driver", "CuPy", "cuDNN", "NCCL"} <= lines.keys()
     assert any("oneDNN" in name or "onednn" in name for name in lines)
 
 
