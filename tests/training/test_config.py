@@ -83,7 +83,7 @@ BAD = [
     ("training.epochs=true", "training.epochs: expected a whole number, got true"),
     ("training.epochs=0", "training.epochs: expected a whole number >= 1, got 0"),
     ("training.clip_norm=-1", "training.clip_norm: expected a number > 0, got -1"),
-    ("data.validation=1", "data.validation: expected a number < 1, got 1"),
+    ("data.validation=1", "data.validation: expected a number < 1 or a list, got 1"),
     ("schedule.learning_rate=fast", "schedule.learning_rate: expected a number, got 'fast'"),
     ("schedule.milestones=3", "schedule.milestones: expected a list, got 3"),
     ("schedule.milestones=[1, 'a']", "schedule.milestones[1]: expected a number, got 'a'"),
