@@ -6,6 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.data import DataError
+from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from halograd.training.checkpoint import read_header
 from tests.training.cuts import CUTS, check_resumed, logged_losses, overrides_of
@@ -60,7 +61,7 @@ def test_evaluation_and_predictions(comm, config):
         np.testing.assert_allclose(judged["prediction"][()][order], applied["prediction"][()], rtol=1e-9)
     with h5py.File(config.parent / "p.h5") as file:
         assert file["prediction"].shape[1:3] == (EDGE, EDGE)
-    with pytest.raises(DataError, match=r"data.augment.crop: expected a window \(20, 20\)"):
+    with pytest.raises(UserError, match=r"data.augment.crop: expected samples of at least 20x20 elements"):
         train(config, [*sets, "model.resolution=20", f"output.directory={config.parent / 'x'}"], comm=comm)
     with pytest.raises(DataError, match=r"data\.augment\.flips: expected axes of height, width, got 'depth'"):
         train(config, ["data.augment={flips = ['depth']}", f"output.directory={config.parent / 'x'}"], comm=comm)
