@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import h5py
 import numpy as np
+from h5py import h5s
 from numpy.typing import NDArray
 
 from .chunks import Chunks, chunks_of, open_cached
@@ -105,7 +107,7 @@ class Hdf5Array(StoredArray):
         self.name, self.shape = stored.name, tuple(stored.shape or ())
         self.attrs: Mapping[str, Any] = stored.attrs
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
         """Type of the stored numbers; an error for types that NumPy does not have."""
         return self.stored.dtype
@@ -135,7 +137,13 @@ class Hdf5Array(StoredArray):
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part in the type of the file."""
-        self.stored.read_direct(out, where)
+        if not out.size or not where:
+            self.stored.read_direct(out, where)
+            return
+        space = self.stored.id.get_space()
+        starts = tuple(one if isinstance(one, int) else one.start for one in where)
+        space.select_hyperslab(starts, tuple(1 if isinstance(one, int) else one.stop - one.start for one in where))
+        self.stored.id.read(h5s.create_simple(out.shape), space, out)  # read_direct() takes twice as long to begin
 
 
 def scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
