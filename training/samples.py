@@ -667,15 +667,21 @@ def _statistics(
 
     if names:
         check_transforms(dataset, data.transforms)
-    store, kept = None, dict[str, Any]()
+    store: KeptStatistics | None = None
+    kept = dict[str, Any]()
     if names and count is not None:
         about = {
             "samples": hashlib.sha256(training.tobytes()).hexdigest(),
             "weights": {name: list(own) for name, own in getattr(dataset, "weighted", {}).items()},
             "data": data.model_dump(mode="json", exclude=_NOT_OF_STATISTICS),
         }
-        store = KeptStatistics(dataset, about) if comm.rank == 0 else None
-        kept = on_root(comm.mpi, lambda: store.read() if store is not None else {})
+
+        def read() -> dict[str, Any]:
+            nonlocal store
+            store = KeptStatistics(dataset, about)
+            return store.read()
+
+        kept = on_root(comm.mpi, read)  # files that rank 0 cannot examine are an error of all ranks
     found = {name: ChannelStatistics.from_state_dict(kept[name]) for name in names if name in kept}
     computed = {
         name: channel_statistics(

@@ -223,9 +223,9 @@ class _Decay(Schedule):
         if self.begin < 0:
             raise ValueError(f"begin: expected at least 0, got {self.begin}")
 
+    @abstractmethod
     def share(self, way: float) -> float:
         """Return the share of ``rate - final`` that is left after this share of the steps, 1 at 0 and 0 at 1."""
-        raise NotImplementedError
 
     def __call__(self, step: int, group: str = "") -> float:
         way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))

@@ -110,6 +110,10 @@ def test_statistics_of_some_samples(comm, shared):
         np.testing.assert_allclose(found[2]["h"].std, given["h"][list(drawn)][there].std(0), rtol=1e-9)
 
 
+def gone(dataset, about):
+    raise FileNotFoundError("no data on rank 0")
+
+
 @pytest.mark.ranks(1, 2)
 def test_statistics_are_kept_beside_the_data(comm, shared, monkeypatch):
     """Another run on the same samples reads no data for them; other samples or files have a file of their own."""
@@ -132,6 +136,10 @@ def test_statistics_are_kept_beside_the_data(comm, shared, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(samples, "channel_statistics", None)
         assert run("again") == (both, files)
+    with monkeypatch.context() as patched:
+        patched.setattr(samples, "KeptStatistics", gone)
+        with pytest.raises(FileNotFoundError, match="no data on rank 0"):  # on all ranks, not a wait for rank 0
+            run("gone")
     assert len(run("other", transforms={"x": "asinh"})[1]) == 2 and len(run("more", statistics=4)[1]) == 3
     if comm.rank == 0:
         files[0].write_text("damaged")
