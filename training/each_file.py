@@ -34,6 +34,7 @@ from ..data.writers import WRITERS, WRITTEN_BY
 from .adapting import at_size, grid_of
 from .applying import Tell, outputs_of, write_outputs
 from .parts import writing
+from .root import on_root
 from .session import Session, open_loader
 from .whole import Sized, open_sized
 
@@ -49,7 +50,8 @@ def _table(out: Path) -> dict[str, Any] | None:
         found = json.loads((out / TABLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found["files"] if isinstance(found, dict) and found.get("written_by") == WRITTEN_BY else None
+    files = found.get("files") if isinstance(found, dict) and found.get("written_by") == WRITTEN_BY else None
+    return files if isinstance(files, dict) else None
 
 
 def check_folder(out: Path, suffix: str) -> None:
@@ -99,9 +101,9 @@ def write_each(
     for number, part in enumerate(dataset.parts):
         shapes = [sample_shape(part, name, 0)[:-1] for name in (grid, *part.fields)]
         groups.setdefault(tuple(n for shape in shapes for n in shape), []).append(number)
-    table = comm.bcast((_table(out) or {}) if comm.rank == 0 else None)
     jobs = [_mark(job, part) for part in dataset.parts]
-    done = [comm.bcast(comm.rank == 0 and _complete(out / n, table.get(n), mark)) for n, mark in zip(names, jobs)]
+    table = on_root(comm.mpi, lambda: _table(out) or {})
+    done = on_root(comm.mpi, lambda: [_complete(out / n, table.get(n), mark) for n, mark in zip(names, jobs)])
     known = {name: entry for name, entry in table.items() if name in names}
     ready = sum(len(part) for part, complete in zip(dataset.parts, done) if complete)
     computed = 0
@@ -163,8 +165,12 @@ def _complete(path: Path, entry: Any, mark: str) -> bool:
         return False
     if not h5py.is_hdf5(path):
         return True
-    with h5py.File(path, "r", locking=False) as file:
-        return all((path.parent / name).exists() for name in file.attrs.get("needs", "").split("\n") if name)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            needs = file.attrs.get("needs", "").split("\n")
+    except OSError:  # a file that was cut off is written again
+        return False
+    return all((path.parent / name).exists() for name in needs if name)
 
 
 def _names(paths: Sequence[Path], suffix: str) -> list[str]:

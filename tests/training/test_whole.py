@@ -164,8 +164,11 @@ def test_applies_to_each_file(comm, working):
     if comm.rank == 0:
         assert sorted(path.name for path in (working / "whole").iterdir()) == [*(f"{k}.h5" for k in range(5)), TABLE]
         np.testing.assert_array_equal(read("whole/1.h5")[0] > 0, read("predicted/1.h5")[0])
+        damaged = (working / "whole/2.h5").read_bytes()
+        (working / "whole/2.h5").write_bytes(damaged[: len(damaged) // 2])
         (working / "mine").mkdir()
         (working / "mine/notes").touch()
     comm.barrier()
+    assert apply("out", ["patients"], "whole", comm=comm, format="hdf5-whole")["computed"] == 1
     with pytest.raises(DataError, match=r"cannot write mine: expected an empty folder, or one of an earlier job"):
         apply("out", ["patients"], "mine", comm=comm)
