@@ -54,6 +54,7 @@ from ..layers import (
     ReLU,
     Reshape,
     Resize,
+    RMSNorm,
     Scale,
     Sigmoid,
     SiLU,
@@ -258,6 +259,20 @@ def _layer_norm(w: OnnxWriter, node: Node) -> str:
     if axes > 2:
         value = w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
     return _activated(w, layer, value)
+
+
+def _rms_norm(w: OnnxWriter, node: Node) -> str:
+    """Export an RMS norm by its parts; the operator for it is newer than the version of our files."""
+    layer: Any = node.layer
+    name, (value,) = w.name(node), w.inputs(node)
+    square = w.add("Mul", [value, value], f"{name}::square")
+    mean = w.add("ReduceMean", [square, w.numbers(f"{name}::axes", [1], np.int64)], f"{name}::mean", keepdims=1)
+    shifted = w.add("Add", [mean, w.numbers(f"{name}::eps", layer.eps_of(w.dtype))], f"{name}::shifted")
+    made = w.add("Div", [value, w.add("Sqrt", [shifted], f"{name}::root")], f"{name}::normed")
+    if layer.affine:
+        gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), (-1, *(1 for _ in node.shape[:-1]))))
+        made = w.add("Mul", [made, gamma], f"{name}::y")
+    return _activated(w, layer, made)
 
 
 def _local_response_norm(w: OnnxWriter, node: Node) -> str:
@@ -473,6 +488,7 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     GroupNorm: _group_norm,
     InstanceNorm: _group_norm,
     LayerNorm: _layer_norm,
+    RMSNorm: _rms_norm,
     LocalResponseNorm: _local_response_norm,
     Clamp: _clip,
     Affine: _numbers,

@@ -34,7 +34,9 @@ class ChannelNormArrays:
         Packed ``(..., C)``. Without `dy` there is no backward kernel. Without `dx` the backward kernel computes the
         gradients of the parameters only; with an activation it needs `dx`. Backward does not read `y`.
     gamma, beta, dgamma, dbeta
-        ``(C,)``, of the dtype of `x` or float32, or None.
+        ``(C,)``, of the dtype of `x` or float32, or None. Without `centered`, `beta` and `dbeta` are None.
+    centered
+        Whether the mean is subtracted. If not, `y` is ``f(gamma * x / sqrt(mean of x^2 + eps))``.
     """
 
     x: Any
@@ -47,6 +49,7 @@ class ChannelNormArrays:
     dbeta: Any
     eps: float
     activation: FusedActivation | None = None
+    centered: bool = True
 
 
 class Norms(Base):
@@ -96,12 +99,17 @@ class Norms(Base):
     def channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
         """Build ``y = f(gamma * (x - mean) / sqrt(var + eps) + beta)`` and its adjoint.
 
-        Mean and variance are over the channels of each position.
+        Mean and variance are over the channels of each position; see `centered` for the norm without mean.
         """
         a = arrays
         self._check_dtypes("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
-        if (a.gamma is None) != (a.beta is None) or (a.dgamma is None) != (a.dbeta is None):
-            raise KernelError("channel_norm: expected gamma and beta (and their gradients) both or neither, got one")
+        for gamma, beta in ((a.gamma, a.beta), (a.dgamma, a.dbeta)):
+            if a.centered and (gamma is None) != (beta is None):
+                raise KernelError(
+                    "channel_norm: expected gamma and beta (and their gradients) both or neither, got one"
+                )
+            if not a.centered and beta is not None:
+                raise KernelError("channel_norm: expected no beta in a norm without mean, got one; leave it out")
         if has_nothing(a.x):
             return filled(0), None if a.dy is None else filled(0, a.dgamma, a.dbeta)
         vectors = {name: getattr(a, name) for name in ("gamma", "beta", "dgamma", "dbeta")}

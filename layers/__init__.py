@@ -23,7 +23,7 @@ from .dense import Dense
 from .dice import Dice, Tversky
 from .dropout import Dropout, StochasticDepth
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
-from .group_norm import GroupNorm, InstanceNorm, LayerNorm
+from .group_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
 from .loss import Loss
@@ -97,6 +97,7 @@ __all__ = [
     "Parameter",
     "PixelShuffle",
     "PixelUnshuffle",
+    "RMSNorm",
     "ReLU",
     "Redistribute",
     "Reshape",

@@ -1,4 +1,4 @@
-"""Group, instance and layer normalization: statistics of single samples, over all ranks that share them."""
+"""Group, instance, layer and RMS normalization: statistics of single samples, over all ranks that share them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .layer import Layer, Passes, Shape
 from .lowering import Pair
 from .parameter import Parameter
 
-__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
+__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 
 class GroupNorm(Layer):
@@ -127,8 +127,47 @@ class LayerNorm(GroupNorm):
 
     def lower(self, context: Context) -> Lowered:
         if self.axes == "channels":
-            return _lower_channel_norm(self, context)
+            return _lower_channel_norm(self, context, self.eps)
         return super().lower(context)
+
+
+class RMSNorm(GroupNorm):
+    """Normalization by the root of the mean square (Zhang and Sennrich 2019), over the channels of each position.
+
+    ``y = gamma * x / sqrt(mean of x^2 + eps)``, without any communication.
+
+    Parameters
+    ----------
+    eps
+        Number added to the mean square. None: the rounding unit of the dtype of the statistics, as in torch.
+    affine
+        Whether to scale by `gamma`, one per channel.
+    activation
+        As in :class:`BatchNorm`.
+    """
+
+    def __init__(
+        self,
+        eps: float | None = None,
+        affine: bool = True,
+        activation: str | Layer | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(1, 1.0 if eps is None else eps, affine, activation, name)
+        self.epsilon = eps
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        return {key: one for key, one in super().parameters(*shapes).items() if key == "gamma"}
+
+    def flops(self, *shapes: Shape) -> int:
+        return 4 * math.prod(shapes[0])
+
+    def eps_of(self, dtype: Any) -> float:
+        """Return the number added to the mean square in statistics of this dtype."""
+        return float(np.finfo(dtype).eps) if self.epsilon is None else self.epsilon
+
+    def lower(self, context: Context) -> Lowered:
+        return _lower_channel_norm(self, context, self.eps_of(context.wide), centered=False)
 
 
 def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
@@ -170,11 +209,11 @@ def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -
     return environment.kernels.group_norm(made)
 
 
-def _lower_channel_norm(layer: LayerNorm, context: Context) -> Lowered:
+def _lower_channel_norm(layer: GroupNorm, context: Context, eps: float, centered: bool = True) -> Lowered:
     """Lower to kernels with statistics over the channels of each position: no communication."""
     x = context.gather(0, context.clipped(0))
     views = {"x": x.view, "y": context.y, **context.params}
-    kernel = context.kernel(partial(_channel_norm, layer), **views)
+    kernel = context.kernel(partial(_channel_norm, layer, eps, centered), **views)
     x.start()
     x.finish()
     context.run(kernel, "forward", timing=context.timing("forward"))
@@ -194,10 +233,10 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Lowered:
     forward=Access(("x", "gamma", "beta"), ("y",)),
     backward=Access(("x", "dy", "gamma", "beta"), ("dx", "dgamma", "dbeta")),
 )
-def _channel_norm(layer: LayerNorm, environment: Any, **arrays: Any) -> Pair:
+def _channel_norm(layer: GroupNorm, eps: float, centered: bool, environment: Any, **arrays: Any) -> Pair:
     names = ("x", "y", "dy", "dx", "gamma", "beta", "dgamma", "dbeta")
     # A rank that the layer does not use holds none of its parameters.
     given = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
     given |= {name: arrays.get(name) for name in names[:4]}
-    some = ChannelNormArrays(**given, eps=layer.eps, activation=fused(layer))
+    some = ChannelNormArrays(**given, eps=eps, activation=fused(layer), centered=centered)
     return Pair(*environment.kernels.channel_norm(some))

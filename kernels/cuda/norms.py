@@ -260,7 +260,7 @@ class CudaNorms(Norms):
         moments = None if dy is None else launcher.empty((rows, 2), dtype)
         affine = {"gamma": gamma, "beta": beta, "gamma_float": is_float(gamma), "beta_float": is_float(beta)}
         members = {"x": x, "y": y, "moments": moments, "eps": a.eps, "rows": rows, "channels": channels, **affine}
-        members["alpha"] = alpha_of(a.activation)
+        members.update(alpha=alpha_of(a.activation), centered=a.centered)
         lanes = power_of_two(channels // 2, 128)
         block = (lanes, THREADS // lanes)
         grid = (max(1, min(-(-rows // block[1]), launcher.blocks(16))),)

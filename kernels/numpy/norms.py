@@ -309,14 +309,18 @@ class ChannelNorm:
             self._normalize(self.x[part], y)
             if self.a.gamma is not None:
                 y *= self.a.gamma
+            if self.a.beta is not None:
                 y += self.a.beta
 
     def _normalize(self, x: Any, out: Any) -> Any:
         """Write xhat to `out`; return 1 / std per position."""
         mean, std = (buffer(self._work, k, (len(x), 1), x.dtype) for k in ("mean", "std"))
         square = buffer(self._work, "square", x.shape, x.dtype)
-        np.mean(x, axis=1, keepdims=True, out=mean)
-        np.subtract(x, mean, out=out)
+        if self.a.centered:
+            np.mean(x, axis=1, keepdims=True, out=mean)
+            np.subtract(x, mean, out=out)
+        else:
+            np.copyto(out, x)
         np.multiply(out, out, out=square)
         np.mean(square, axis=1, keepdims=True, out=std)
         std += self.a.eps
@@ -329,9 +333,9 @@ class ChannelNorm:
         self._sums.fill(0)
         for part in self._parts:
             self._backward_chunk(part)
-        if self.a.dgamma is not None:
-            np.copyto(self.a.dbeta, self._sums[0], casting="same_kind")
-            np.copyto(self.a.dgamma, self._sums[1], casting="same_kind")
+        for i, gradient in enumerate((self.a.dbeta, self.a.dgamma)):
+            if gradient is not None:
+                np.copyto(gradient, self._sums[i], casting="same_kind")
 
     def _backward_chunk(self, part: slice) -> None:
         x, work = self.x[part], self._work
@@ -349,7 +353,8 @@ class ChannelNorm:
             dy *= self.a.gamma
             product *= self.a.gamma
         xhat *= np.mean(product, axis=1, keepdims=True, out=mean)
-        dy -= np.mean(dy, axis=1, keepdims=True, out=mean)
+        if self.a.centered:
+            dy -= np.mean(dy, axis=1, keepdims=True, out=mean)
         dy -= xhat
         np.multiply(dy, inverse, out=self.dx[part])
 

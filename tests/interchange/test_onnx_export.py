@@ -94,6 +94,8 @@ WRITTEN = {
     "conv of directions and lengths": (lambda: [hg.Conv(6, 3, padding=1, weight_norm=True)], IMAGE),
     "dense of directions and lengths": (lambda: [hg.Dense(3, weight_norm=True, activation="silu")], (4,)),
     "mish": (lambda: [hg.Mish()], IMAGE),
+    "rms norm": (lambda: [hg.RMSNorm(activation="silu"), hg.RMSNorm(1e-3, affine=False)], IMAGE),
+    "rms norm of vectors": (lambda: [hg.RMSNorm()], (4,)),
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),

@@ -14,21 +14,22 @@ from .reference import FUSED, activated
 NORM_EPS = 1e-3
 
 
-def group_norm(x, dy, gamma, beta, groups, f):
-    """Return group norm and its gradients in float64, by the formula."""
+def group_norm(x, dy, gamma, beta, groups, f, centered=True):
+    """Return group norm and its gradients in float64, by the formula; without `centered`, means count as 0."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     c = x.shape[-1]
     axes = (*range(1, x.ndim - 1), x.ndim)
     cut = (*x.shape[:-1], groups, c // groups)
     grouped = x.reshape(cut)
-    mean, var = grouped.mean(axis=axes, keepdims=True), grouped.var(axis=axes, keepdims=True)
+    mean = grouped.mean(axis=axes, keepdims=True) * centered
+    var = np.square(grouped - mean).mean(axis=axes, keepdims=True)
     inverse = 1 / np.sqrt(var + NORM_EPS)
     xhat = ((grouped - mean) * inverse).reshape(x.shape)
     y, slope = activated(f, gamma * xhat + beta)
     masked = slope * dy
     g = (masked * gamma).reshape(cut)
     hat = xhat.reshape(cut)
-    first, second = (a.mean(axis=axes, keepdims=True) for a in (g, g * hat))
+    first, second = (a.mean(axis=axes, keepdims=True) for a in (g * centered, g * hat))
     rows = tuple(range(x.ndim - 1))
     return {
         "y": y,
@@ -79,17 +80,21 @@ def test_group_norm(typed, shape, groups, f):
 
 @pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 7, 1), (2, 5, 64), (2, 300), (1, 9, 33)], ids=str)
-def test_channel_norm(typed, shape, affine, f):
+def test_channel_norm(typed, shape, centered, affine, f):
     c = shape[-1]
     x, dy, y = typed.draw(*shape), typed.draw(*shape), typed.poisoned(*shape)
     dx = y if affine else typed.poisoned(*shape)  # it may use the memory of the output
     vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
-    forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, f))
-    forward()
     gamma, beta = vectors[:2] if affine else (np.ones(c), np.zeros(c))
+    if not centered:
+        vectors[1::2], beta = [None, None], np.zeros(c)
+    arrays = ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, f, centered)
+    forward, backward = typed.backend.channel_norm(arrays)
+    forward()
     flat = (-1, 1, c)
-    want = group_norm(x.reshape(flat), dy.reshape(flat), gamma, beta, 1, f)
+    want = group_norm(x.reshape(flat), dy.reshape(flat), gamma, beta, 1, f, centered)
     assert_close(y, want["y"].reshape(shape), max(c, 4), "y", scale=8)
     y.fill(np.nan)  # backward does not read it
     backward()
@@ -97,7 +102,8 @@ def test_channel_norm(typed, shape, affine, f):
     if affine:
         rows = x.size // c
         assert_close(vectors[2], want["dgamma"], rows, "dgamma", scale=16)
-        assert_close(vectors[3], want["dbeta"], rows, "dbeta", scale=8)
+        if centered:
+            assert_close(vectors[3], want["dbeta"], rows, "dbeta", scale=8)
 
 
 def test_channel_norm_without_gradients(arrays):
@@ -115,3 +121,5 @@ def test_refused(arrays):
         arrays.backend.group_norm(GroupNormArrays(x, x, None, None, *vectors, 10, NORM_EPS))
     with pytest.raises(KernelError, match="gamma and beta"):
         arrays.backend.channel_norm(ChannelNormArrays(x, x, None, None, c, *(None,) * 3, NORM_EPS))
+    with pytest.raises(KernelError, match="no beta in a norm without mean"):
+        arrays.backend.channel_norm(ChannelNormArrays(x, x, None, None, c, c, None, None, NORM_EPS, centered=False))

@@ -34,6 +34,7 @@ NORMS = {
     "instance": lambda **o: hg.InstanceNorm(name="norm", **o),
     "layer": lambda **o: hg.LayerNorm(name="norm", **o),
     "channels": lambda **o: hg.LayerNorm("channels", name="norm", **o),
+    "rms": lambda **o: hg.RMSNorm(1e-5, name="norm", **o),
 }
 
 GATES = {

@@ -21,13 +21,14 @@ class Probe(Loss):
         return float(np.vdot(prediction, target))
 
 
-def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
+def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False, centered=True):
     """Compute y, dx, dgamma, dbeta, mean, var of ``relu?(gamma * (x - mean) / sqrt(var + eps) + beta)``; all float64.
 
-    `axes` are those of the statistics; gamma and beta broadcast against x.
+    `axes` are those of the statistics; gamma and beta broadcast against x. Without `centered`, the mean counts as 0.
     """
     x, dy = x.astype(np.float64), dy.astype(np.float64)
-    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    mean = x.mean(axes, keepdims=True) * centered
+    var = np.square(x - mean).mean(axes, keepdims=True)
     std = np.sqrt(var + eps)
     xhat = (x - mean) / std
     y = gamma * xhat + beta
@@ -35,7 +36,7 @@ def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
         dy = dy * (y > 0)
         y = np.maximum(y, 0)
     g = dy * gamma
-    dx = (g - g.mean(axes, keepdims=True) - xhat * (g * xhat).mean(axes, keepdims=True)) / std
+    dx = (g - g.mean(axes, keepdims=True) * centered - xhat * (g * xhat).mean(axes, keepdims=True)) / std
     rest = tuple(range(x.ndim - 1))
     return {"y": y, "dx0": dx, "dgamma": (dy * xhat).sum(rest), "dbeta": dy.sum(rest), "mean": mean, "var": var}
 

@@ -74,6 +74,7 @@ LAYERS = {
     "instance norm": (lambda: hg.InstanceNorm(name="l"), SPATIAL),
     "layer norm": (lambda: hg.LayerNorm("sample", name="l"), SPATIAL),
     "layer norm of channels": (lambda: hg.LayerNorm("channels", activation="relu", name="l"), SPATIAL),
+    "rms norm": (lambda: hg.RMSNorm(activation="silu", name="l"), SPATIAL),
     "hard sigmoid": (lambda: hg.HardSigmoid("l"), SPATIAL),
     "clamp": (lambda: hg.Clamp(-0.5, 0.7, "l"), SPATIAL),
     "silu": (lambda: hg.SiLU("l"), SPATIAL),

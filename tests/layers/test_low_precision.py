@@ -21,6 +21,7 @@ LAYERS = {
     "instance norm": lambda: hg.InstanceNorm(name="l"),
     "layer norm": lambda: hg.LayerNorm(name="l"),
     "channel norm": lambda: hg.LayerNorm("channels", name="l"),
+    "rms norm": lambda: hg.RMSNorm(name="l"),
     "response norm": lambda: hg.LocalResponseNorm(3, name="l"),
     "softmax": lambda: hg.Softmax(name="l"),
     "max pool": lambda: hg.MaxPool(2, name="l"),

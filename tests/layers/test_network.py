@@ -32,7 +32,8 @@ ONE_INPUT = [
     *(layers.GlobalAveragePool(), layers.GlobalMaxPool(), layers.Resize(2), layers.AdaptiveAveragePool(2)),
     *(layers.AdaptiveMaxPool(2), layers.Pad(1), layers.Pad(1, "reflect"), layers.Slice(0, 1)),
     *(layers.Reshape((2, 4, 4)), layers.Flatten(), layers.GroupNorm(1), layers.InstanceNorm(), layers.LayerNorm()),
-    *(layers.LayerNorm("channels"), layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),
+    *(layers.RMSNorm(), layers.LayerNorm("channels")),
+    *(layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),
     *(layers.Scale(), layers.PReLU(), layers.ChannelShuffle(2), layers.PixelShuffle(1), layers.PixelUnshuffle(2)),
 ]
 

@@ -95,6 +95,7 @@ NORMED = {
     "instance": lambda x, gamma, beta: f("instance_norm")(x, weight=gamma, bias=beta),
     "layer": lambda x, gamma, beta: f("group_norm")(x, 1, gamma, beta),
     "channels": lambda x, gamma, beta: f("layer_norm")(x.movedim(1, -1), gamma.shape, gamma, beta).movedim(-1, 1),
+    "rms": lambda x, gamma: f("rms_norm")(x.movedim(1, -1), gamma.shape, gamma, 1e-5).movedim(-1, 1),
 }
 for shape in [(6,), (9, 4), (7, 5, 3), (4, 5, 6, 2)]:
     add(f"batch norm {shape}", partial(hg.BatchNorm, name="norm"), [shape], batch_norm)

@@ -1,4 +1,4 @@
-// Normalization over the channels of each row, x (rows, channels): layer norm of a position.
+// Normalization over the channels of each row, x (rows, channels): layer norm of a position; RMS norm if not centered.
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -8,10 +8,11 @@ struct ChannelNormParams {
     const T* dy;
     T* dx;  // or none: sums of gradients only
     const void* gamma;
-    const void* beta;
+    const void* beta;  // or none
     int64 gamma_float;
     int64 beta_float;
     A* moments;  // (rows, 2): mean and 1 / deviation, written forward
+    int64 centered;  // 0: the mean counts as 0
     int64 rows;
     int64 channels;
     double alpha;  // of the activation
@@ -22,6 +23,12 @@ struct ChannelNormParams {
 DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
 DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
 
+// gamma * xhat + beta, or gamma * xhat.
+DEVICE A affine(const ChannelNormParams& p, Index c, A xhat) {
+    const A gamma = parameter(p.gamma, p.gamma_float, c);
+    return p.beta ? xhat * gamma + parameter(p.beta, p.beta_float, c) : xhat * gamma;
+}
+
 BLOCK_KERNEL(channel_forward, ChannelNormParams) {
     const Index channels = Index(p.channels), lanes = Index(blockDim.x);
     for (Index start = first_row(); start < Index(p.rows); start += row_step()) {
@@ -29,8 +36,8 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
         const bool active = row < Index(p.rows);
         const T* x = p.x + row * channels;
         A sum = 0;
-        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) sum += widen(x[c]);
-        const A mean = across_lanes<Add>(sum) / A(channels);
+        for (Index c = Index(threadIdx.x); p.centered && active && c < channels; c += lanes) sum += widen(x[c]);
+        const A mean = p.centered ? across_lanes<Add>(sum) / A(channels) : A(0);
         A squares = 0;
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
             const A d = widen(x[c]) - mean;
@@ -44,7 +51,7 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
         }
         for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
             A y = (widen(x[c]) - mean) * inverse;
-            if (p.gamma) y = y * parameter(p.gamma, p.gamma_float, c) + parameter(p.beta, p.beta_float, c);
+            if (p.gamma) y = affine(p, c, y);
             narrow(fused(y, A(p.alpha)), p.y[row * channels + c]);
         }
     }
@@ -54,11 +61,11 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
 DEVICE A gradient(const ChannelNormParams& p, Index at, Index c, A xhat) {
     const A gamma = p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1), dy = widen(p.dy[at]);
     if (ACTIVATION < 0) return dy * gamma;
-    const A z = p.gamma ? xhat * gamma + parameter(p.beta, p.beta_float, c) : xhat;
+    const A z = p.gamma ? affine(p, c, xhat) : xhat;
     return fused_gradient(z, A(p.alpha), dy) * gamma;
 }
 
-// dx = inverse * (g - mean of g - xhat * mean of g * xhat), g = gamma * dy'.
+// dx = inverse * (g - mean of g - xhat * mean of g * xhat), g = gamma * dy'; without the mean of g if not centered.
 BLOCK_KERNEL(channel_backward, ChannelNormParams) {
     const Index channels = Index(p.channels), lanes = Index(blockDim.x);
     for (Index start = first_row(); start < Index(p.rows); start += row_step()) {
@@ -71,7 +78,7 @@ BLOCK_KERNEL(channel_backward, ChannelNormParams) {
             first += g;
             second += g * xhat;
         }
-        first = across_lanes<Add>(first) / A(channels);
+        first = p.centered ? across_lanes<Add>(first) / A(channels) : A(0);
         second = across_lanes<Add>(second) / A(channels);
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
             const A xhat = (widen(p.x[base + c]) - mean) * inverse, g = gradient(p, base + c, c, xhat);

@@ -5,13 +5,13 @@
 struct ChannelSumsParams {
     const T* x;
     const T* dy;
-    const void* gamma;  // with beta, or none
-    const void* beta;
+    const void* gamma;  // or none
+    const void* beta;   // or none
     int64 gamma_float;
     int64 beta_float;
     const A* moments;  // (rows, 2), or none: only the sums of dy are wanted
     double* partial;
-    void* first;  // (channels), of the codes' dtypes: sums of dy'
+    void* first;  // (channels) or none, of the codes' dtypes: sums of dy'
     void* second;
     int64 first_code;  // 0: T, 1: float, 2: double
     int64 second_code;
@@ -29,7 +29,7 @@ template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
 #pragma unroll
         for (int k = 0; k < V; ++k) {
             gamma[k] = p.gamma ? parameter(p.gamma, p.gamma_float, at.channel + k) : A(1);
-            beta[k] = p.gamma ? parameter(p.beta, p.beta_float, at.channel + k) : A(0);
+            beta[k] = p.beta ? parameter(p.beta, p.beta_float, at.channel + k) : A(0);
         }
         for (Index row = at.row; row < at.rows; row += TILE * at.step) {
             A first[V] = {}, second[V] = {};
@@ -71,6 +71,6 @@ BLOCK_KERNEL(finish_row_sums, ChannelSumsParams) {
     const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x);
     add_partials(p.partial, Index(p.chunks), Index(p.channels), c, sums);
     if (threadIdx.y != 0 || c >= Index(p.channels)) return;
-    put(sums[0], p.first, p.first_code, c);
+    if (p.first) put(sums[0], p.first, p.first_code, c);
     if (p.second) put(sums[1], p.second, p.second_code, c);
 }
