@@ -11,6 +11,7 @@ communicator and grouping.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -116,25 +117,20 @@ class Groups:
                 return None
         return color
 
-    def members(self, color: int) -> range:
-        """Return the ranks of a group, in order.
-
-        Raises
-        ------
-        ValueError
-            If they are not equally spaced, because a group spans two axes that are not neighbors.
-        """
-        first, step, count, stride = 0, 1, 1, 1
+    def members(self, color: int) -> range | tuple[int, ...]:
+        """Return the ranks of a group, in order: a range, unless the group spans axes that are not neighbors."""
+        first, stride, spans = 0, 1, []
         for parts, place in reversed(self.runs):
             if place == "each":
                 color, at = divmod(color, parts)
                 first += at * stride
             elif place == "all":
-                if count > 1:
-                    raise ValueError(f"expected groups along neighboring axes, got {self.runs}")
-                count, step = parts, stride
+                spans.append(range(0, parts * stride, stride))
             stride *= parts
-        return range(first, first + count * step, step)
+        if len(spans) > 1:
+            return tuple(first + sum(steps) for steps in itertools.product(*reversed(spans)))
+        (span,) = spans or [range(1)]
+        return range(first, first + span.stop, span.step)
 
     def leads(self, rank: int) -> bool:
         """Return whether a rank is the first of its group."""

@@ -22,6 +22,7 @@ from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
 from .dropout import Dropout, StochasticDepth
+from .embedding import Embedding, Token
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .layer import Input, Layer, Node, Shape
@@ -67,6 +68,7 @@ __all__ = [
     "Dense",
     "Dice",
     "Dropout",
+    "Embedding",
     "Flatten",
     "Focal",
     "GivenValues",
@@ -117,6 +119,7 @@ __all__ = [
     "Strategy",
     "StructuralSimilarity",
     "Tanh",
+    "Token",
     "Tversky",
     "training_only",
 ]

@@ -20,7 +20,7 @@ from .layer import Layer, Passes, Shape
 from .lowering import gradient_of
 from .needs import is_broadcast, operand_blocks, with_axes
 
-__all__ = ["Add", "BroadcastAdd", "Concat", "Multiply", "product", "summing"]
+__all__ = ["Add", "BroadcastAdd", "Concat", "Multiply", "added", "product", "summing"]
 
 
 class Add(Layer):
@@ -163,7 +163,9 @@ def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
 
 @reads("x", "g")
 @writes("y")
-def _sum(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+def added(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+    """Return the kernel ``y = x + g``."""
+
     def run() -> None:
         if y.size:
             np.add(x, g, out=y)
@@ -208,7 +210,7 @@ class BroadcastAdd(_OfTwo):
     Communication per process: as for :class:`Multiply`.
     """
 
-    combine = staticmethod(_sum)
+    combine = staticmethod(added)
 
     def error(self, context: Context, x: View) -> View:
         return context.dy

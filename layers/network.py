@@ -13,6 +13,7 @@ import numpy as np
 
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
+from .needs import is_broadcast
 from .parameter import Parameter, given
 
 __all__ = ["Network"]
@@ -49,8 +50,9 @@ class Network:
     ------
     ValueError
         If two layers have the same name, calls of one layer cannot share parameters (see `owners`), no layer reads an
-        input, there is a loss other than the output ``"loss"``, its target has parameters, given initial values fit
-        no parameter, or a pattern of frozen layers matches none.
+        input, there is a loss other than the output ``"loss"``, its target has parameters, a parameter has other
+        spatial extents than the output of its layer, given initial values fit no parameter, or a pattern of frozen
+        layers matches none.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
@@ -65,6 +67,7 @@ class Network:
         self.owners = self._find_owners()
         _check_inputs(self)
         _check_losses(self)
+        _check_extents(self)
         _check_given(self)
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted_nodes([loss])
@@ -431,6 +434,19 @@ def _check_shared(network: Network, behind: Collection[str]) -> None:
                 f"network {network.name!r}: expected the loss to depend on all calls of a layer or on none, got "
                 f"{some!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
             )
+
+
+def _check_extents(network: Network) -> None:
+    """Check that arrays with spatial extents have those of the output of their layer, or 1."""
+    for name, node in network.layers.items():
+        shapes, space = _input_shapes(node), node.shape[:-1]
+        for key, spec in {**node.layer.parameters(*shapes), **node.layer.state(*shapes)}.items():
+            own = tuple(spec.shape[axis] for axis in spec.spatial_axes)
+            if own and not is_broadcast(own, space):
+                raise ValueError(
+                    f"network {network.name!r}: expected extents {space}, those of the output, or 1 in spatial_axes of "
+                    f"{name}/{key}, got {own}; make it of the size of the output"
+                )
 
 
 def _check_given(network: Network) -> None:

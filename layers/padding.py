@@ -18,7 +18,7 @@ from .layer import Layer, Node, Passes, Shape
 from .merge import summing
 from .needs import check_spatial
 
-__all__ = ["MODES", "Copied", "Pad", "Slice"]
+__all__ = ["MODES", "Copied", "Pad", "Shifted", "Slice"]
 
 MODES = ("constant", "reflect", "replicate", "circular")
 Amounts = tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class Copied(Layer):
         return context.timing(phase, inputs=(context.output.layout.boxes.longest,))
 
 
-class _Shifted(Copied):
+class Shifted(Copied):
     """Layer that moves every element by the same shift; elements without a source become `value`."""
 
     value = 0.0
@@ -71,7 +71,7 @@ class _Shifted(Copied):
         return Lowered(backward)
 
 
-class Slice(_Shifted):
+class Slice(Shifted):
     """Selection of the channels ``first .. last - 1``; ``(*spatial, C)`` -> ``(*spatial, last - first)``.
 
     :class:`Pad` with negative amounts removes rows.
@@ -97,7 +97,7 @@ class Slice(_Shifted):
         return (*shape[:-1], self.last - self.first)
 
 
-class Pad(_Shifted):
+class Pad(Shifted):
     """Padding of the spatial axes, as in torch's ``pad``; the mode ``"constant"`` can also remove rows.
 
     Parameters

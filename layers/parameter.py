@@ -6,6 +6,7 @@ ranks that hold the same block. Weight normalization replaces weights by directi
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
+from ..dtensor import Blocks, Groups, Intervals, Layout, balanced_boundaries, intervals
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 
@@ -69,11 +70,17 @@ class Parameter:
         Shape of the array. Convolution weights are ``(K, *kernel, C / groups)``.
     init
         ``"he"`` (normal, variance 2 / fan_in; He et al. 2015), ``"glorot"`` (uniform; Glorot and Bengio
-        2010), ``"zeros"``, ``"ones"``, a number for every element, or given values, see :meth:`Layer.initialized`.
+        2010), ``"normal"`` (of deviation `std`), ``"zeros"``, ``"ones"``, a number for every element, or given values,
+        see :meth:`Layer.initialized`.
     fan_in, fan_out
         Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
+    std
+        Standard deviation, for ``normal``.
     decay
         Whether weight decay applies (not to biases and norms).
+    spatial_axes
+        Axes of the output's spatial axes, one for each of them, in order: a rank holds the box of its output block.
+        An extent of 1 stands for all positions, so it is not cut. Empty: the array has no element per position.
     channel_axis, input_axis
         Axes of the output's channels and of the input's channels: if those are cut, a rank holds the block of its
         channels. None: there is no such axis.
@@ -89,19 +96,23 @@ class Parameter:
     channel_axis: int | None = None
     input_axis: int | None = None
     rounded: bool = False
+    spatial_axes: tuple[int, ...] = ()
+    std: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))  # a hashable tuple, for comparison and lookup
+        for name in ("shape", "spatial_axes"):  # hashable tuples, for comparison and lookup
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.init, GivenValues):
             if self.init.shape != self.shape:
                 raise ValueError(f"expected initial values of shape {self.shape}, got {self.init.shape}")
-        elif isinstance(self.init, str) and self.init not in ("he", "glorot", "zeros", "ones"):
-            raise ValueError(f"init: expected 'he', 'glorot', 'zeros', 'ones' or a number, got {self.init!r}")
-        channel, inner = self.channel_axis, self.input_axis
-        if channel is not None and inner is not None and inner <= channel:
+        elif isinstance(self.init, str) and self.init not in ("he", "glorot", "normal", "zeros", "ones"):
+            raise ValueError(f"init: expected 'he', 'glorot', 'normal', 'zeros', 'ones' or a number, got {self.init!r}")
+        axes = [axis for axis in (*self.spatial_axes, self.channel_axis, self.input_axis) if axis is not None]
+        if any(after <= axis for axis, after in itertools.pairwise(axes)):
             raise ValueError(
-                f"input_axis: expected one after channel_axis ({self.channel_axis}), got {self.input_axis}; blocks of "
-                "parameters are numbered in that order"
+                "axes of a parameter: expected spatial_axes, channel_axis and input_axis in rising order, got "
+                f"{self.spatial_axes}, {self.channel_axis} and {self.input_axis}; blocks of parameters are numbered in "
+                "that order"
             )
 
     @property
@@ -119,8 +130,8 @@ class Parameter:
         if self.init in ("zeros", "ones") or not isinstance(self.init, str):
             return np.full(self.shape, {"zeros": 0.0, "ones": 1.0}.get(str(self.init), self.init), np.float64)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        if self.init == "he":
-            return rng.standard_normal(self.shape) * math.sqrt(2.0 / self.fan_in)
+        if self.init in ("he", "normal"):
+            return rng.standard_normal(self.shape) * (self.std if self.init == "normal" else math.sqrt(2 / self.fan_in))
         limit = math.sqrt(6.0 / (self.fan_in + self.fan_out))
         return rng.uniform(-limit, limit, self.shape)
 
@@ -168,38 +179,55 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
     return [(cuts[k * inner], cuts[(k + 1) * inner]) for k in range(parts["channel"])]
 
 
+def blocks_of(spec: Parameter, parts: Mapping[str, int], output: Layout) -> ParameterBlocks:
+    """Return the blocks of one parameter of a layer with these parts and this layout of its output."""
+    used = math.prod(parts.values())
+    # The cuts of samples do not matter, so layouts of all batches share one result.
+    space = output.boxes.axes[1:-1] if spec.spatial_axes else ()
+    return _blocks_of(spec, space, parts["channel"], parts["input_channel"], used, output.size)
+
+
+@lru_cache(maxsize=65536)
+def _blocks_of(
+    spec: Parameter, space: tuple[Intervals, ...], channel: int, inner: int, used: int, size: int
+) -> ParameterBlocks:
+    # Row-major: replicas along the first axis of the parameter, then its positions, channels and input channels.
+    replicas = used // (channel * inner * math.prod(map(len, space)))
+    grid = (replicas, *map(len, space), channel, inner)
+    places: list[int | None] = [None, *spec.spatial_axes, spec.channel_axis, spec.input_axis]
+    axes: list[Intervals] = [((0, n),) for n in spec.shape]
+    agreeing, first = [], []
+    for d, (axis, pieces) in enumerate(zip(spec.spatial_axes, space), start=1):
+        whole = spec.shape[axis] == 1
+        axes[axis] = ((0, 1),) * len(pieces) if whole else pieces
+        agreeing += [] if whole else [d]
+    if spec.input_axis is not None:
+        axes[spec.input_axis] = intervals(spec.shape[spec.input_axis], inner)
+        agreeing.append(len(grid) - 1)
+    if spec.channel_axis is not None:
+        axes[spec.channel_axis] = tuple(
+            block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
+        )
+        agreeing.append(len(grid) - 2)
+    leading, last = 1, None
+    for d, (parts, place) in enumerate(zip(grid, places)):
+        if place is not None:
+            last = place
+        elif last is None:
+            leading *= parts
+        elif d == len(grid) - 1 and spec.channel_axis is not None:  # only the first part of the sum adds the bias
+            axes[last] = tuple((a, a if share else b) for a, b in axes[last] for share in range(parts))
+            first.append(d)
+        else:
+            axes[last] = tuple(piece for piece in axes[last] for _ in range(parts))
+    axes[0] = _repeated(axes[0], leading)
+    return ParameterBlocks(Blocks(axes, size), Groups.agreeing(grid, agreeing, size, first))
+
+
 @lru_cache(maxsize=4096)
 def _repeated(axis: Intervals, times: int) -> Intervals:
     """Return the intervals repeated for each replica; parameters with the same blocks share one object."""
     return axis * times
-
-
-def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
-    """Return the blocks of one parameter of a layer with these parts."""
-    return _blocks_of(spec, parts["channel"], parts["input_channel"], math.prod(parts.values()), size)
-
-
-@lru_cache(maxsize=65536)
-def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) -> ParameterBlocks:
-    # Row-major: replicas along the first axis of the parameter, then its channels, then its input channels.
-    axes: list[Intervals] = [((0, n),) for n in spec.shape]
-    grid = (used // (channel * inner), channel, inner)
-    agreeing, first, repeats = [], [], used
-    if spec.input_axis is not None:
-        axes[spec.input_axis] = intervals(spec.shape[spec.input_axis], inner)
-        agreeing.append(2)
-        repeats //= inner
-    if spec.channel_axis is not None:
-        own = block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
-        agreeing.append(1)
-        repeats //= channel
-        if spec.input_axis is None:  # only the first part of the sum adds the bias
-            own = [(a, a if share else b) for a, b in own for share in range(inner)]
-            first.append(2)
-            repeats //= inner
-        axes[spec.channel_axis] = tuple(own)
-    axes[0] = _repeated(axes[0], repeats)
-    return ParameterBlocks(Blocks(axes, size), Groups.agreeing(grid, agreeing, size, first))
 
 
 def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:

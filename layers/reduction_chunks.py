@@ -15,6 +15,7 @@ from halograd.errors import UserError
 from ..dtensor import Groups
 from .batch_norm import BatchNorm
 from .dense import Dense
+from .embedding import Embedding, Token
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
 from .layer import Node
@@ -148,7 +149,7 @@ def _kind(network: Network, name: str) -> str:
 
 
 _POOLS = (MaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, AdaptiveAveragePool, AdaptiveMaxPool)
-_FACTORS = (BatchNorm, GroupNorm, Scale, PReLU)
+_FACTORS = (BatchNorm, GroupNorm, Scale, PReLU, Embedding, Token)
 
 
 def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:

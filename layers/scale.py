@@ -1,27 +1,30 @@
-"""Learned factors per channel: scale, and the slope of a rectifier."""
+"""Learned factors per channel or position: scale, and the slope of a rectifier."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..dtensor import axis_names
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
+from ..lowering.operations import Timing
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .merge import product, summing
 from .parameter import Parameter
 
-__all__ = ["PReLU", "Scale"]
+__all__ = ["PReLU", "Scale", "extents_along", "sum_into"]
 
 
 class Scale(Layer):
-    """Learned scale per channel: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021).
+    """Learned scale per channel: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021); with `axes`, a learned
+    mask or gain per position.
 
-    ``y[..., c] = gamma[c] * x[..., c] + beta[c]``
+    ``y = gamma * x + beta``
 
     Parameters
     ----------
@@ -29,11 +32,14 @@ class Scale(Layer):
         Initial value of every `gamma`.
     bias
         Whether there is a `beta`, with zeros as initial values.
+    axes
+        Axes along which `gamma` and `beta` vary: some of ``"depth"``, ``"height"``, ``"width"`` (the axis of samples
+        ``(L, C)``) and ``"channel"``.
 
     Notes
     -----
-    Parameters `gamma` and `beta` ``(C,)``, without weight decay; a rank holds those of its channels. Communication:
-    only the sum of their gradients.
+    Parameters `gamma` and `beta`, without weight decay: ``(C,)``; with other axes as those of an :class:`Embedding`. A
+    rank holds those of its block. Communication: only the sum of their gradients.
     """
 
     recomputation = "pointwise"
@@ -43,37 +49,62 @@ class Scale(Layer):
     exact_parameters = True
     inputs_taken = 1
 
-    def __init__(self, init: float = 1.0, bias: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self, init: float = 1.0, bias: bool = False, name: str | None = None, axes: Sequence[str] = ("channel",)
+    ) -> None:
         super().__init__(name)
-        self.init, self.bias = _finite("Scale", init), bias
+        self.init, self.bias, self.axes = _finite("Scale", init), bias, tuple(axes)
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        shape = shapes[0][-1:]
-        gamma = Parameter(shape, self.init, decay=False, channel_axis=0)
-        return (
-            {"gamma": gamma, "beta": Parameter(shape, decay=False, channel_axis=0)} if self.bias else {"gamma": gamma}
-        )
+        if self.axes == ("channel",):
+            extents: dict[str, Any] = {"shape": shapes[0][-1:], "channel_axis": 0}
+        else:
+            extents = extents_along(self.kind, shapes[0], self.axes)
+        gamma = Parameter(init=self.init, decay=False, **extents)
+        return {"gamma": gamma, "beta": Parameter(decay=False, **extents)} if self.bias else {"gamma": gamma}
 
     def flops(self, *shapes: Shape) -> int:
         return (1 + self.bias) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         x, gamma, beta = context.inputs[0].view, context.params["gamma"], context.params.get("beta")
-        context.run(context.kernel(product, x=x, g=gamma, y=context.y), timing=context.timing("forward"))
+        context.run(context.kernel(product, x=x, g=_of_samples(gamma), y=context.y), timing=context.timing("forward"))
         if beta is not None:
-            context.run(context.kernel(_shift, y=context.y, beta=beta))
+            context.run(context.kernel(_shift, y=context.y, beta=_of_samples(beta)))
 
         def backward() -> None:
             products = context.scratch(context.box.shape, context.wide)
             context.run(context.kernel(product, x=x, g=context.dy, y=products))
-            _sum_into(context, products, context.grads["gamma"])
+            sum_into(context, products, context.grads["gamma"])
             if beta is not None:
-                _sum_into(context, context.dy, context.grads["beta"])
+                sum_into(context, context.dy, context.grads["beta"])
             if context.needs_gradient(0):
-                back = context.kernel(product, x=context.dy, g=gamma, y=context.gradient(0))
+                back = context.kernel(product, x=context.dy, g=_of_samples(gamma), y=context.gradient(0))
                 context.run(back, timing=context.timing("backward_data"))
 
         return Lowered(backward)
+
+
+def extents_along(what: str, shape: Shape, axes: Sequence[str] | None) -> dict[str, Any]:
+    """Return shape and axes of a :class:`Parameter` that varies along these axes of a sample, all axes by default.
+
+    Raises ValueError, naming `what`, for an axis that the sample does not have.
+    """
+    names = axis_names(len(shape) + 1)[1:]
+    chosen = names if axes is None else axes
+    strange = [axis for axis in chosen if axis not in names]
+    if strange or not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(
+            f"{what}: axes: expected some of {', '.join(names)}, the axes of {shape}, each once, got {tuple(chosen)}"
+        )
+    extents = tuple(n if name in chosen else 1 for name, n in zip(names, shape))
+    channel = len(shape) - 1 if "channel" in chosen else None
+    return {"shape": extents, "spatial_axes": tuple(range(len(shape) - 1)), "channel_axis": channel}
+
+
+def _of_samples(view: View) -> View:
+    """Return an array with spatial extents as one that is broadcast over samples."""
+    return view if len(view.shape) == 1 else view.reshape(1, *view.shape)
 
 
 class PReLU(Layer):
@@ -120,7 +151,7 @@ class PReLU(Layer):
         def backward() -> None:
             positive, products = (context.scratch(context.box.shape, dtype) for dtype in ("bool", context.wide))
             context.run(context.kernel(_below, x=views["x"], dy=context.dy, positive=positive, products=products))
-            _sum_into(context, products, context.grads["slope"])
+            sum_into(context, products, context.grads["slope"])
             if context.needs_gradient(0):
                 given = {"dy": context.dy, "positive": positive, "slope": views["slope"], "factors": products}
                 kernel = context.kernel(_bent, dx=context.gradient(0), **given)
@@ -135,11 +166,14 @@ def _finite(what: str, value: float) -> float:
     return float(value)
 
 
-def _sum_into(context: Context, array: View, gradient: View) -> None:
-    """Write the gradient of a parameter ``(C,)`` or ``(1,)``: the sum of an array, in float64."""
-    sums = context.scratch((*(1 for _ in array.shape[:-1]), gradient.size), "float64")
-    context.run(context.kernel(summing, x=array, y=sums))
-    context.copy((sums.reshape(gradient.size), gradient))
+def sum_into(context: Context, array: View, gradient: View, timing: Timing | None = None) -> None:
+    """Write the gradient of a parameter ``(C,)`` or ``(1,)``, or of one with the axes of a sample: the sum of an array
+    over all other axes, in float64.
+    """
+    ones = (1,) * (len(array.shape) - len(gradient.shape))
+    sums = context.scratch((*ones, *gradient.shape), "float64")
+    context.run(context.kernel(summing, x=array, y=sums), timing=timing)
+    context.copy((sums.reshape(*gradient.shape), gradient))
 
 
 @reads("y", "beta")

@@ -22,7 +22,7 @@ from ..dtensor import Layout, axis_names, shared_boundaries
 from .layer import Node
 from .loss import Loss
 from .network import Network
-from .parameter import ParameterBlocks, blocks_of
+from .parameter import Parameter, ParameterBlocks, blocks_of
 from .reduction_chunks import check_replicated, check_scheme
 from .reduction_scheme import Scheme
 
@@ -188,15 +188,17 @@ class Strategy:
         spatial = {axis for node in network.nodes for axis in _spatial_axes(node)}
         for name, node in network.layers.items():
             _check_axes(name, node, self.parts_of(name), spatial)
-        self._check_shared(network)
+        self._check_shared(network, size)
         self._check_reduction(network)
 
-    def _check_shared(self, network: Network) -> None:
+    def _check_shared(self, network: Network, size: int) -> None:
         """Check that all calls of one layer have the same blocks of its parameters. Raises UserError."""
         for name, owner in network.owners.items():
-            if name == owner or held(self.parts_of(name)) == held(self.parts_of(owner)):
+            if name == owner or self.cuts_of(name) == self.cuts_of(owner):
                 continue
-            if network.layers[owner].layer.parameters(*(n.shape for n in network.layers[owner].inputs)):
+            specs = network.own_parameters(owner)
+            mine, others = (held(specs, network.layers[one], self.cuts_of(one), size) for one in (name, owner))
+            if mine != others:
                 raise UserError(
                     f"strategy: expected {name!r}, which has the parameters of {owner!r}, on as many ranks and with as "
                     f"many parts of channels, got {cuts_text(self.cuts_of(name))} after "
@@ -294,13 +296,12 @@ def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != name}
 
 
-def held(parts: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return the numbers that determine the blocks of a layer's parameters: parts of channels, and ranks.
-
-    >>> held({"sample": 2, "height": 2, "channel": 3, "input_channel": 1})
-    (3, 1, 12)
-    """
-    return parts["channel"], parts["input_channel"], math.prod(parts.values())
+def held(specs: Mapping[str, Parameter], node: Node, cuts: Mapping[str, Cut], size: int) -> dict[str, ParameterBlocks]:
+    """Return the blocks of arrays of a layer under a cut, by their names. Local."""
+    if not specs:
+        return {}
+    output, parts = layout_of((1, *node.shape), cuts, size), counts_of(cuts)
+    return {key: blocks_of(spec, parts, output) for key, spec in specs.items()}
 
 
 def _spatial_axes(node: Node) -> tuple[str, ...]:
@@ -397,11 +398,12 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
     """Return the blocks of all parameters and states by ``layer/parameter``, on `size` ranks. Local.
 
     A rank that a layer does not use holds none of its parameters. If channels are cut, a rank holds its block of
-    filters, of input channels, or of both. Biases belong to the first part of the sum over the input channels.
+    filters, of input channels, or of both. Biases belong to the first part of the sum over the input channels. Of
+    parameters with spatial extents, a rank holds the box of its output block.
     """
     result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
         specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
-        parts = strategy.parts_of(name)
-        result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
+        found = held(specs, node, strategy.cuts_of(name), size)
+        result |= {f"{name}/{key}": blocks for key, blocks in found.items()}
     return result

@@ -34,7 +34,7 @@ from halograd.errors import UserError
 
 from ..dtensor import axis_names
 from ..layers import Layer, Network, Node, Strategy
-from ..layers.strategy import AXES
+from ..layers.strategy import AXES, held
 from .planners import PLANNERS, Chooser, PlanSearch
 
 __all__ = [
@@ -200,17 +200,19 @@ def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
     """Return candidates by layer such that all calls of a layer can hold the same blocks of its parameters.
 
-    The candidates of shared layers do not cut channels, and use the largest number of ranks for which all calls have
-    candidates; a single rank is always possible.
+    The candidates of shared layers do not cut channels, nor space if their parameters have spatial extents, and use the
+    largest number of ranks for which all calls have candidates; a single rank is always possible.
     """
     groups: dict[str, list[str]] = {}
     for name, owner in network.owners.items():
         groups.setdefault(owner, []).append(name)
     result = dict(found)
     for names in groups.values():
-        if len(names) == 1 or not network.own_parameters(names[0]):
+        specs = network.own_parameters(names[0]).values()
+        if len(names) == 1 or not specs:
             continue
-        whole = {name: [p for p in found[name] if p[4] * p[5] == 1] for name in names}
+        first = 1 if any(spec.spatial_axes for spec in specs) else 4  # the first axis along which parameters are cut
+        whole = {name: [p for p in found[name] if math.prod(p[first:]) == 1] for name in names}
         used = max(set.intersection(*({math.prod(p) for p in some} for some in whole.values())))
         result |= {name: tuple(p for p in some if math.prod(p) == used) for name, some in whole.items()}
     return result
@@ -257,7 +259,8 @@ class Baseline(Chooser):
         nodes = network.layers
         parts = {layer: tuple(self.parts(node, batch, ranks, samples)) for layer, node in nodes.items()}
         for layer, owner in network.owners.items():
-            blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
+            specs = network.own_parameters(owner)
+            blocks = [held(specs, nodes[one], dict(zip(AXES, parts[one])), ranks) for one in (layer, owner)]
             if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
                 shared = [one for one, its in network.owners.items() if its == owner]
                 parts |= {one: _by_samples(samples) for one in shared}

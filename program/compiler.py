@@ -349,8 +349,8 @@ class Alone:
     def __init__(
         self, step: Step, trainable: bool, overlaps: bool = False, gathered: Sequence[Collection[Any]] = ()
     ) -> None:
-        specs, size = {**step.parameters, **step.states}, step.output.layout.size
-        blocks = {key: blocks_of(spec, step.parts, size) for key, spec in specs.items()}
+        specs, output = {**step.parameters, **step.states}, step.output.layout
+        blocks = {key: blocks_of(spec, step.parts, output) for key, spec in specs.items()}
         self.step, self.context = step, Context(step, _arrays(step, blocks), trainable=trainable, overlaps=overlaps)
         for i, value in enumerate(step.inputs):
             value.place([self.context.clipped(i)])

@@ -124,7 +124,7 @@ class GroupSum:
     """
 
     kind: str
-    groups: tuple[tuple[range, int], ...]
+    groups: tuple[tuple[range | tuple[int, ...], int], ...]
 
     @classmethod
     def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
@@ -136,12 +136,12 @@ class GroupSum:
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for members, size in self.groups:
             if len(members) > 1 and size:
-                messages[members.start : members.stop : members.step] = 1
-                nbytes[members.start : members.stop : members.step] = size
+                some = slice(members.start, members.stop, members.step) if isinstance(members, range) else list(members)
+                messages[some], nbytes[some] = 1, size
         return ExchangeTraffic(messages, nbytes)
 
     @cached_property
-    def largest(self) -> tuple[int, range]:
+    def largest(self) -> tuple[int, range | tuple[int, ...]]:
         """Slowest group, as (size [B], ranks): the one with most bytes, then most ranks, then longest distance."""
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members

@@ -289,7 +289,8 @@ class Optimizer:
         if not store.whole:
             raise UserError(
                 f"{type(self).__name__} needs the norm of whole parameters: expected a strategy that cuts no channels "
-                f"and uses all ranks in every layer, got one that does not; choose {known}, or another strategy"
+                f"and no parameters with spatial extents, and uses all ranks in every layer, got one that does not; "
+                f"choose {known}, or another strategy"
             )
 
     # -- state --------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from ..planners import Problem
 from .pricing import Pricing
 from .simulate import Training
 from .timeline import price_layer
-from .wires import Wires, middle_rank
+from .wires import Ranks, Wires, middle_rank
 
 __all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
 
@@ -369,7 +369,7 @@ class _Maker:
         sums = update = 0.0
         parameters = 0
         for spec in () if step.owner else plain.parameters.values():
-            held = blocks_of(spec, step.parts, self.ranks)
+            held = blocks_of(spec, step.parts, step.output.layout)
             nbytes = held.largest * self.itemsize
             parameters += nbytes
             if step.frozen:
@@ -378,7 +378,7 @@ class _Maker:
             update += self.pricing.wires.update(nbytes, self.training.slots)
         return cost.seconds + update, sums, self._memory(step, parameters), cost.halo_algorithm
 
-    def _sum(self, nbytes: int, group: range) -> float:
+    def _sum(self, nbytes: int, group: Ranks) -> float:
         """Return the time to sum a layer's gradients: an own sum if they fill a bucket, else a share of one [s]."""
         wires = self.pricing.wires
         if nbytes >= self.bucket_bytes:

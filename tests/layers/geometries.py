@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from halograd.dtensor import Layout
+from halograd.layers import strategy
 from halograd.layers.strategy import layout_of
 from halograd.program import compiler
 
@@ -59,7 +60,8 @@ def skew(monkeypatch):
         uneven = {axis: skewed_boundaries(shape[axis], counts[axis]) for axis in range(1, len(shape) - 1)}
         return Layout.blocks(shape, counts, size, uneven)
 
-    monkeypatch.setattr(compiler, "layout_of", layout)
+    for module in (compiler, strategy):
+        monkeypatch.setattr(module, "layout_of", layout)
 
 
 @st.composite

@@ -1,0 +1,164 @@
+"""Learned arrays that join a sample: one number per position, and further positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..kernels.access import reads, writes
+from ..lowering.context import Context, Lowered
+from .layer import Layer, Passes, Shape
+from .merge import added
+from .padding import Shifted
+from .parameter import Parameter
+from .scale import extents_along, sum_into
+
+__all__ = ["Embedding", "Token"]
+
+
+class Embedding(Layer):
+    """Learned array that is added to every sample: an embedding of positions, or a bias per cell, ``y = x + w``.
+
+    Parameters
+    ----------
+    axes
+        Axes along which the array varies: some of ``"depth"``, ``"height"``, ``"width"`` (the axis of samples ``(L,
+        C)``) and ``"channel"``. None: all axes of the sample.
+    std
+        Standard deviation of the initial values, which are normal; 0: zeros.
+
+    Notes
+    -----
+    Parameter `w`, with the extents of the sample along `axes` and 1 along the others, without weight decay: ``(H, W,
+    C)``, or ``(H, W, 1)`` for ``("height", "width")``. A rank holds the box of its block, so the network takes samples
+    of other sizes only along axes that are not named. Communication: only the sum of the gradient, over ranks with
+    other samples.
+    """
+
+    recomputation = "pointwise"
+
+    # The gradient of the input is that of the output: backward reads it once.
+    passes = Passes((1, 1), (0, 1))
+    cuts_channels = "channelwise"
+    exact_parameters = True
+    inputs_taken = 1
+
+    def __init__(self, axes: Sequence[str] | None = None, std: float = 0.02, name: str | None = None) -> None:
+        super().__init__(name)
+        self.axes, self.std = None if axes is None else tuple(axes), _deviation("Embedding", std)
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        extents = extents_along(self.kind, shapes[0], self.axes)
+        return {"w": Parameter(init="normal", std=self.std, decay=False, **extents)}
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Lowered:
+        w = context.params["w"]
+        kernel = context.kernel(added, x=context.inputs[0].view, g=w.reshape(1, *w.shape), y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            if not context.frozen:
+                sum_into(context, context.dy, context.grads["w"], context.timing("backward_data"))
+            if context.needs_gradient(0):
+                context.pass_gradient(0)
+
+        return Lowered(backward)
+
+
+class Token(Shifted):
+    """Learned positions before the others, such as the class token of a vision transformer: ``(L, C)`` -> ``(count + L,
+    C)``.
+
+    ``Pad([(0, -L)])`` selects the tokens again.
+
+    Parameters
+    ----------
+    count
+        Number of positions.
+    std
+        Standard deviation of the initial values, which are normal; 0: zeros.
+
+    Notes
+    -----
+    Parameter `w` ``(count, C)``, without weight decay; a rank holds those of its channels. Communication per process:
+    the positions of its output that other ranks own in the input; backward, the adjoint, and the sum of the gradient.
+    """
+
+    exact_parameters = True
+
+    def __init__(self, count: int = 1, std: float = 0.02, name: str | None = None) -> None:
+        super().__init__(name)
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"Token: count: expected a whole number of at least 1, got {count!r}")
+        self.count, self.std = count, _deviation("Token", std)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        if len(shape) != 2:
+            raise ValueError(f"Token: expected samples (L, C), got {shape}; put Reshape(L, C) before it")
+        return (self.count + shape[0], shape[1])
+
+    def shifts(self, shape: Shape) -> Sequence[int]:
+        return [self.count, 0]
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        shape = (self.count, shapes[0][-1])
+        return {"w": Parameter(shape, "normal", std=self.std, decay=False, channel_axis=1)}
+
+    def lower(self, context: Context) -> Lowered:
+        moved, w = super().lower(context), context.params["w"]
+        n, length, channels = context.box.shape
+        first, own = context.box.start[1], max(0, min(length, self.count - context.box.start[1]))
+        rows = (n, own if context.box.size else 0, channels)
+        context.run(context.kernel(partial(_begin, first), w=w, y=context.y.part((0, 0, 0), rows)))
+
+        def backward() -> None:
+            if not context.frozen:
+                views = {"dy": context.dy.part((0, 0, 0), rows), "dw": context.grads["w"]}
+                sums = context.scratch(rows[1:], "float64")
+                context.run(context.kernel(partial(_sum_rows, first), sums=sums, **views))
+            if moved.backward is not None and context.needs_gradient(0):
+                moved.backward()
+
+        return Lowered(backward)
+
+
+def _deviation(what: str, std: float) -> float:
+    if not 0 <= std < math.inf:
+        raise ValueError(f"{what}: std: expected a finite number >= 0, got {std!r}")
+    return float(std)
+
+
+@reads("w")
+@writes("y")
+def _begin(first: int, environment: Any, w: Any, y: Any) -> Callable[[], None]:
+    """Return the kernel that writes the rows ``first, first + 1, ...`` of w to the rows of y."""
+    rows = w[first : first + y.shape[1]] if y.size else w[:0]
+
+    def run() -> None:
+        if y.size:
+            np.copyto(y, rows, casting="same_kind")
+
+    return run
+
+
+@reads("dy")
+@writes("sums", "dw")
+def _sum_rows(first: int, environment: Any, dy: Any, sums: Any, dw: Any) -> Callable[[], None]:
+    """Return the kernel that sums the rows of dy over samples into the rows of dw from `first` on; others are 0."""
+    rows = dw[first : first + dy.shape[1]] if dy.size else dw[:0]
+
+    def run() -> None:
+        dw.fill(0)
+        if dy.size:
+            np.add.reduce(dy, axis=0, dtype=np.float64, out=sums)
+            np.copyto(rows, sums, casting="same_kind")
+
+    return run
