@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -26,7 +26,17 @@ from .parameter import Parameter, ParameterBlocks, blocks_of
 from .reduction_chunks import check_replicated, check_scheme
 from .reduction_scheme import Scheme
 
-__all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "layout_of", "parameter_blocks"]
+__all__ = [
+    "AXES",
+    "Cut",
+    "CutField",
+    "Strategy",
+    "counts_of",
+    "cuts_text",
+    "layout_of",
+    "parameter_blocks",
+    "spatial_axes",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +195,7 @@ class Strategy:
                 f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; {start_text(self.ranks)} "
                 f"or choose parts whose product is {size}"
             )
-        spatial = {axis for node in network.nodes for axis in _spatial_axes(node)}
+        spatial = spatial_axes(network)
         for name, node in network.layers.items():
             _check_axes(name, node, self.parts_of(name), spatial)
         self._check_shared(network, size)
@@ -229,9 +239,8 @@ class Strategy:
         return next(name for name, reader in network.layers.items() if node in reader.inputs)
 
     def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
-        cuts = self.cuts_of(reader)
-        for axis, extent in zip(axis_names(len(shape) + 1)[1:-1], shape):
-            cut, parts = cuts[axis], counts_of(cuts)[axis]
+        for axis, cut, extent in zip(*_folded(len(shape) + 1, self.cuts_of(reader)), shape):
+            parts = counts_of({axis: cut})[axis]
             if parts > extent:
                 raise UserError(
                     f"strategy: {parts} parts along {axis!r}, but input {name!r} has an extent of {extent} "
@@ -304,21 +313,20 @@ def held(specs: Mapping[str, Parameter], node: Node, cuts: Mapping[str, Cut], si
     return {key: blocks_of(spec, parts, output) for key, spec in specs.items()}
 
 
-def _spatial_axes(node: Node) -> tuple[str, ...]:
-    """Return the spatial axes of a node's output and of its inputs."""
-    longest = max((n.shape for n in (node, *node.inputs)), key=len)
-    return axis_names(len(longest) + 1)[1:-1]
+def spatial_axes(network: Network) -> list[str]:
+    """Return the names of the spatial axes that a value of the network has."""
+    names = {name for node in network.nodes for name in axis_names(len(node.shape) + 1)[1:-1]}
+    return [axis for axis in AXES if axis in names]
 
 
-def _check_axes(name: str, node: Node, parts: Mapping[str, int], of_network: Collection[str]) -> None:
-    """Check that a layer has the axes of its cut, and that every rank has channels. Raises UserError.
+def _check_axes(name: str, node: Node, parts: Mapping[str, int], spatial: Sequence[str]) -> None:
+    """Check that the network has the axes of a layer's cut, and that every rank has channels. Raises UserError.
 
-    Vectors have no spatial axes; their samples are spread over the spatial parts of the other layers.
+    A layer may be cut along any of the `spatial` axes of the network: see `layout_of` for those that it lacks.
     """
     layer = node.layer
     channels = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}[layer.cuts_channels]
-    space = _spatial_axes(node) or [axis for axis in AXES if axis in of_network]
-    allowed = ("sample", *space, *channels)
+    allowed = ("sample", *spatial, *channels)
     refused = [axis for axis, n in parts.items() if n > 1 and axis not in allowed]
     if refused:
         raise UserError(
@@ -361,7 +369,7 @@ def _cut(given: int | Sequence[int]) -> Cut:
     return len(shares) if len(set(shares)) == 1 else shares
 
 
-def counts_of(cuts: Mapping[str, Cut]) -> dict[str, int]:
+def counts_of(cuts: Mapping[Any, Cut]) -> dict[Any, int]:
     """Return the number of parts per axis."""
     return {axis: len(n) if isinstance(n, tuple) else n for axis, n in cuts.items()}
 
@@ -373,9 +381,11 @@ def _extents(boundaries: Sequence[int]) -> list[int]:
 def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Layout:
     """Return the layout of an array ``(N, *spatial, C)`` with these parts.
 
-    Channels are cut into ``channel * input_channel`` blocks. The samples of an array without spatial axes are spread
-    over all other parts, one block each. So every element has one owner, the layers after a spatial trunk are computed
-    once, and every parameter gradient is a sum over the ranks.
+    Channels are cut into ``channel * input_channel`` blocks. The parts along spatial axes that the array lacks, but
+    other arrays of the network have, cut its first spatial axis further: tokens ``(N, L, C)`` under 2 x 2 have 4 blocks
+    of positions, in the order of the ranks. The samples of an array without spatial axes are spread over all other
+    parts, one block each. So every element has one owner, the layers after a spatial trunk are computed once, and every
+    parameter gradient is a sum over the ranks.
     """
     return _layout(tuple(shape), tuple([cuts.get(axis, 1) for axis in AXES]), size)
 
@@ -387,11 +397,37 @@ def _layout(shape: tuple[int, ...], given: tuple[Cut, ...], size: int) -> Layout
     channel = parts["channel"] * parts["input_channel"]
     if len(shape) == 2:
         return Layout.blocks(shape, (min(shape[0], math.prod(parts.values()) // channel), channel), size)
-    names = axis_names(len(shape))
-    shares = {d: cuts[name] for d, name in enumerate(names[:-1])}
+    shares = dict(enumerate((cuts["sample"], *_folded(len(shape), cuts)[1])))
     uneven = {d: shared_boundaries(shape[d], cut) for d, cut in shares.items() if isinstance(cut, tuple)}
-    known = {name: parts[name] for name in names[:-1]}
-    return Layout.blocks(shape, {**known, "channel": channel}, size, uneven)
+    return Layout.blocks(shape, (*counts_of(shares).values(), channel), size, uneven)
+
+
+def _folded(ndim: int, cuts: Mapping[str, Cut]) -> tuple[tuple[str, ...], list[Cut]]:
+    """Return the spatial axes of an array with `ndim` axes, and the cut of each.
+
+    The cuts of axes that the array lacks are folded into its first axis: they precede it in `AXES`, so its blocks are
+    in the row-major order of the ranks.
+
+    >>> _folded(3, {"height": 2, "width": (2, 1)}), _folded(4, {"depth": 2, "height": 2})
+    ((('height x width',), [(2, 1, 2, 1)]), (('depth x height', 'width'), [4, 1]))
+    """
+    names = axis_names(ndim)[1:-1]
+    if not names:
+        return (), []
+    first = AXES.index(names[0])
+    folded = [name for name in AXES[1:first] if cuts.get(name, 1) != 1]
+    joined: Cut = 1
+    for name in (*folded, names[0]):
+        joined = _product(joined, cuts.get(name, 1))
+    return (" x ".join((*folded, names[0])), *names[1:]), [joined, *(cuts.get(name, 1) for name in names[1:])]
+
+
+def _product(outer: Cut, inner: Cut) -> Cut:
+    """Return the cut of every part of `outer` into the parts of `inner`."""
+    if isinstance(outer, int) and isinstance(inner, int):
+        return outer * inner
+    first, second = ((1,) * n if isinstance(n, int) else n for n in (outer, inner))
+    return tuple(a * b for a, b in itertools.product(first, second))
 
 
 def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:

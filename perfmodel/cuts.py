@@ -27,12 +27,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from halograd.errors import UserError
 
-from ..dtensor import axis_names
 from ..layers import Layer, Network, Node, Strategy
 from ..layers.strategy import AXES, held
 from .planners import PLANNERS, Chooser, PlanSearch
@@ -53,6 +52,8 @@ __all__ = [
     "strategy_of",
 ]
 
+#: Axes, as indices of `AXES`, whose parts together cut an axis of an array, and the extent of that axis.
+Extent = tuple[tuple[int, ...], int]
 #: Name of the planner that chooses the best of `grids`.
 GRID = "grid"
 #: Parts per axis of a strategy, in the order of `AXES`.
@@ -96,29 +97,44 @@ def candidates(
     """
     if ranks < 1:
         raise ValueError(f"candidates: expected at least one rank, got {ranks}")
-    found: dict[str, list[int]] = {"sample": [batch]}
-    for shape in (shapes[0], output):
-        for name, n in zip(axis_names(len(shape) + 1)[1:-1], shape):
-            found.setdefault(name, []).append(n)
+    extents: list[Extent] = [((0,), batch), *spatial_extents((shapes[0], output))]
     if layer.cuts_channels != "no":
-        found["channel"] = [output[-1]]
+        extents.append(((4, 5), output[-1]))
     if layer.cuts_channels == "contracts":
-        found["input_channel"] = [output[-1], shapes[0][-1]]
-    # Per axis, the extents that its parts divide; none if the axis cannot be cut.
-    extents = tuple(tuple(found.get(name, ())) for name in AXES)
-    return _candidates(extents, layer.cuts_channels, ranks, full)
+        extents.append(((5,), shapes[0][-1]))
+    return _candidates(tuple(extents), layer.cuts_channels, ranks, full)
+
+
+def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:
+    """Return the extents of the spatial axes of samples.
+
+    The parts along axes that one sample lacks and another has cut the first axis of the former, as in `layout_of`.
+
+    >>> spatial_extents([(6, 4, 2), (24, 2)])
+    [((2,), 6), ((3,), 4), ((2, 3), 24)]
+    """
+    shapes = [shape for shape in shapes if len(shape) > 1]
+    first = 5 - max(map(len, shapes), default=1)
+    found: list[Extent] = []
+    for shape in shapes:
+        own = 5 - len(shape)
+        axes = [tuple(range(first, own + 1)), *((axis,) for axis in range(own + 1, 4))]
+        found += zip(axes, shape[:-1])
+    return found
 
 
 @lru_cache(maxsize=4096)
-def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
-    some = _legal(extents, cuts, ranks) if full else _worthwhile(tuple(map(bool, extents)), cuts, ranks)
+def _candidates(extents: tuple[Extent, ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
+    there = tuple(any(axis in axes for axes, _ in extents) for axis in range(len(AXES)))
+    some = _legal(there, cuts, ranks) if full else _worthwhile(there, cuts, ranks)
     return tuple(parts for parts in some if _fits(extents, parts, balanced=not full))
 
 
-def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[Parts]:
-    """Yield the cuts that a kind of layer allows into parts whose number divides `ranks`."""
+def _legal(there: Sequence[bool], cuts: str, ranks: int) -> Iterator[Parts]:
+    """Yield the cuts along the axes that are there, as a kind of layer allows, into parts whose number divides `ranks`.
+    """
     for used in divisors(ranks):
-        for parts in _factorizations(extents, used):
+        for parts in _factorizations(there, used):
             if cuts == "contracts" or (parts[5] == 1 and (cuts != "no" or parts[4] == 1)):
                 yield parts
 
@@ -127,7 +143,7 @@ def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[
 def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
     """Return the promising cuts for a layer with these axes, for any extents."""
     found = []
-    for parts in _legal([(ranks,) if has else () for has in there], cuts, ranks):
+    for parts in _legal(there, cuts, ranks):
         space, channels = sorted((n for n, has in zip(parts[1:4], there[1:4]) if has), reverse=True), parts[4:]
         used, blocks = math.prod(parts), math.prod(space)
         # Blocks as square as possible, in any order of axes, or slabs along one axis.
@@ -139,35 +155,30 @@ def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, 
     return tuple(found)
 
 
-def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Parts]:
-    """Yield all ways to write `used` as a product over the axes that can be cut."""
+def _factorizations(there: Sequence[bool], used: int) -> Iterator[Parts]:
+    """Yield all ways to write `used` as a product over the axes that are there."""
 
     def rest(axis: int, left: int) -> Iterator[Parts]:
-        if axis == len(extents):
+        if axis == len(there):
             if left == 1:
                 yield ()
             return
-        limit = min(extents[axis], default=1)
-        for parts in divisors(left):
-            if parts > limit:
-                break
+        for parts in divisors(left) if there[axis] else (1,):
             for others in rest(axis + 1, left // parts):
                 yield (parts, *others)
 
     yield from rest(0, used)
 
 
-def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> bool:
-    cut = list(parts)
-    cut[4] = parts[4] * parts[5] if extents[4] else parts[4]
-    for name, lengths, count in zip(AXES, extents, cut):
+def _fits(extents: Sequence[Extent], parts: Parts, balanced: bool) -> bool:
+    """Return whether every part has elements of each extent; if `balanced`, nearly equal numbers of them."""
+    for axes, n in extents:
+        count = math.prod(parts[axis] for axis in axes)
         if count == 1:
             continue
-        if not lengths or any(n < count for n in lengths):
+        if n < count or (balanced and -(-n // count) * count > UNEVEN * n):
             return False
-        if balanced and any(-(-n // count) * count > UNEVEN * n for n in lengths):
-            return False
-        if balanced and name in AXES[4:] and min(lengths) < CHANNELS * count:
+        if balanced and axes[-1] > 3 and n < CHANNELS * count:
             return False
     return True
 
@@ -190,11 +201,9 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
 
 def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
     """Return the cuts of samples and space into exactly `ranks` parts that fit the extents of every input."""
-    extents = [(batch,)]
-    for axis in AXES[1:4]:
-        axes = (dict(zip(axis_names(len(node.shape) + 1)[1:-1], node.shape)) for node in network.inputs.values())
-        extents.append((min((found[axis] for found in axes if axis in found), default=1),))
-    return list(_factorizations([*extents, (), ()], ranks))
+    extents: list[Extent] = [((0,), batch), *spatial_extents(node.shape for node in network.inputs.values())]
+    there = [any(axis in axes for axes, _ in extents) for axis in range(len(AXES))]
+    return [parts for parts in _factorizations(there, ranks) if _fits(extents, parts, balanced=False)]
 
 
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:

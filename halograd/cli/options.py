@@ -263,11 +263,10 @@ def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, rank
     UserError
         The product of the parts is not the number of ranks, or the network cannot be cut in this way.
     """
-    from ..dtensor import axis_names
-    from ..layers import Strategy
+    from ..layers.strategy import Strategy, spatial_axes
 
     parts = _complete(grid, ranks)
-    names = axis_names(len(next(iter(network.inputs.values())).shape) + 1)[:-1]
+    names = ("sample", *spatial_axes(network))
     for axis, count in parts.items():
         if count > 1 and axis in ("depth", "height", "width") and axis not in names:
             raise UserError(

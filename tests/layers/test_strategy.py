@@ -8,6 +8,7 @@ from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GlobalAveragePool, GroupNorm, Input, Network, Softmax
 from halograd.layers.strategy import AXES, PartsTable, Strategy, _warn_once, layout_of
 from halograd.models import mesh
+from halograd.testing import check_layer
 from tests.support.refusals import refusals
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
@@ -100,6 +101,48 @@ def test_layouts_of_cut_channels():
     vector = layout_of((3, 6), parts, 9)
     assert [box.ranges[0] for box in vector.boxes[:8]] == [(0, 2)] * 4 + [(2, 3)] * 4
     assert [box.ranges[1] for box in vector.boxes[:4]] == [box.ranges[-1] for box in image.boxes[:4]]
+
+
+def test_parts_along_axes_that_an_array_lacks_cut_its_first_axis():
+    """Tokens, and volumes with fewer axes, have one block per rank, in the row-major order of the ranks."""
+    tokens = layout_of((2, 10, 3), {"sample": 2, "height": 2, "width": 2}, 8).boxes
+    assert [box.ranges[1] for box in tokens] == [(0, 3), (3, 6), (6, 8), (8, 10)] * 2
+    assert [box.ranges[0] for box in tokens[3:5]] == [(0, 1), (1, 2)]
+    images = layout_of((1, 9, 4, 3), {"depth": 2, "height": 2, "width": 2}, 8).boxes
+    assert [box.ranges[1:3] for box in images[:3]] == [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 5), (0, 2))]
+    uneven = layout_of((1, 12, 3), {"height": (2, 1), "width": (3, 1)}, 4).boxes
+    assert [box.ranges[1] for box in uneven] == [(0, 6), (6, 8), (8, 11), (11, 12)], "shares 6, 2, 3, 1"
+    mixed = layout_of((1, 12, 3), {"height": 2, "width": (2, 1)}, 4).boxes
+    assert [box.ranges[1] for box in mixed] == [(0, 4), (4, 6), (6, 10), (10, 12)], "shares 2, 1, 2, 1"
+    assert layout_of((2, 8, 3), {"height": 2, "width": 2}, 4) == layout_of((2, 8, 3), {"width": 4}, 4)
+
+
+def mixed():
+    """Return a network of an image and of tokens."""
+    x, t = Input((6, 5, 2), "x"), Input((9, 2), "t")
+    image = GlobalAveragePool(name="pool_x")(Conv(3, 3, padding=1, name="image")(x))
+    tokens = GlobalAveragePool(name="pool_t")(Conv(3, 3, padding=1, name="tokens")(t))
+    return Network(Dense(2, name="dense")(image + tokens))
+
+
+def test_layers_with_fewer_axes_have_the_cuts_of_the_others():
+    Strategy({"height": 2, "width": 2}).validate(mixed(), 4)
+    Strategy({"sample": 4}, {"tokens": {"height": 4}}).validate(mixed(), 4)
+    with pytest.raises(UserError, match=r"'image' \(Conv\) cannot be cut along 'depth'; use sample or height or w"):
+        Strategy({"depth": 2}).validate(mixed(), 2)
+    Strategy({"height": 3, "width": 3}).refuse_empty_blocks(mixed())
+    with pytest.raises(UserError, match="10 parts along 'height x width', but input 't' has an extent of 9"):
+        Strategy({"height": 5, "width": 2}).refuse_empty_blocks(mixed())
+
+
+@pytest.mark.many_ranks
+def test_exact_with_layers_of_different_numbers_of_axes():
+    def joined():
+        pooled = GlobalAveragePool(name="pool_x"), GlobalAveragePool(name="pool_t")
+        made = Conv(3, 3, padding=1, name="image"), BatchNorm(name="norm"), Conv(3, 3, padding=1, name="tokens")
+        return lambda x, t: pooled[0](made[1](made[0](x))) + pooled[1](made[2](t))
+
+    check_layer(joined, ((6, 5, 2), (9, 2)), axes=("sample", "height", "width"), gradient=False)
 
 
 def test_parts_may_have_shares():

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.errors import UserError
-from halograd.layers import AveragePool, Conv, Dense, Flatten, Network, ReLU, Softmax, Strategy
+from halograd.layers import AveragePool, Conv, Dense, Flatten, GlobalAveragePool, Network, ReLU, Softmax, Strategy
 from halograd.layers import Input as Placeholder
 from halograd.layers.strategy import AXES
 from halograd.models import build
-from halograd.perfmodel.cuts import CHANNELS, UNEVEN, candidates, divisors
+from halograd.perfmodel.cuts import CHANNELS, UNEVEN, candidates, divisors, grids
 from tests.perfmodel.pricing import cut
 
 LAYERS = {
@@ -72,6 +72,18 @@ def test_axes_that_a_layer_does_not_have_are_not_cut():
     assert all(p[4:] == (1, 1) for p in of(Softmax(), 8, 8))
     assert all(p[5] == 1 for p in of(ReLU(), 8, 8))
     assert all(p[1] == 1 for p in of(LAYERS["conv"](), 8, 8))
+
+
+def test_layers_that_lack_axes_of_the_network_are_cut_like_the_others():
+    """The parts of a layer between arrays of different numbers of axes fit both; grids fit every input."""
+    x, t = Placeholder((4, 6, 8), "x"), Placeholder((5, 8), "t")
+    some = candidates(Conv(8, 1), [x.shape], (5, 8), 1, 8, full=True)
+    assert (1, 1, 2, 2, 1, 1) in some and (1, 1, 2, 4, 1, 1) not in some and (1, 1, 4, 2, 1, 1) not in some
+    network = Network(GlobalAveragePool()(x) + GlobalAveragePool()(t))
+    assert grids(network, 1, 4) == [(1, 1, 1, 4, 1, 1), (1, 1, 2, 2, 1, 1), (1, 1, 4, 1, 1, 1)]
+    assert grids(network, 1, 6) == [], "tokens have 5 positions"
+    for parts in grids(network, 2, 4):
+        Strategy(dict(zip(AXES, parts))).validate(network, 4)
 
 
 @pytest.mark.parametrize("name", ["inception_v3", "mesh_2k", "unet3d"])
