@@ -7,6 +7,7 @@ from halograd.layers.strategy import AXES, Strategy
 from halograd.perfmodel.cost.account import LOSS_BYTES
 from halograd.perfmodel.cuts import candidates
 from tests.layers.graphs import Gate
+from tests.models.embedded import embedded
 from tests.support.grids import grids_in_turn
 from tests.training.steps import NETWORKS
 
@@ -46,7 +47,7 @@ def frozen():
     return NETWORKS["unet"]().freeze("down0*", "up1", "bottom_*_a", "predict")
 
 
-CASES = {**NETWORKS, "zoo": zoo, "dice": dice, "frozen": frozen}
+CASES = {**NETWORKS, "zoo": zoo, "dice": dice, "frozen": frozen, "embedded": embedded}
 
 
 #: Random strategies per network.
