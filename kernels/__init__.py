@@ -1,6 +1,7 @@
 """Local compute on plain arrays: the same kernels in NumPy, in oneDNN, and in cuDNN and our own CUDA code on a GPU."""
 
 from .access import Access, makes, reads, writes
+from .attention import AttentionGeometry
 from .backend import Backend, BackendOptions
 from .backends import BACKENDS, get_backend
 from .fused import ACTIVATIONS, FusedActivation
@@ -10,12 +11,14 @@ from .losses import ClassTargets, LossArrays, LossKernel
 from .norm_parts import GroupNormArrays
 from .norms import ChannelNormArrays
 from .pointwise import DropoutMask
+from .reach import Everywhere, Neighborhood, Reach, Windows
 from .updates import StepNumbers, UpdateArrays, UpdatePiece
 
 __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "Access",
+    "AttentionGeometry",
     "Backend",
     "BackendOptions",
     "BatchNormArrays",
@@ -24,6 +27,7 @@ __all__ = [
     "ChannelNormArrays",
     "ClassTargets",
     "DropoutMask",
+    "Everywhere",
     "FusedActivation",
     "Geometry",
     "GroupNormArrays",
@@ -31,12 +35,15 @@ __all__ = [
     "KernelError",
     "LossArrays",
     "LossKernel",
+    "Neighborhood",
+    "Reach",
     "Resampled",
     "Resampling",
     "StepNumbers",
     "Substitute",
     "UpdateArrays",
     "UpdatePiece",
+    "Windows",
     "get_backend",
     "makes",
     "reads",

@@ -20,7 +20,7 @@ from ..reduction import REDUCIBLE, Reduction, ReductionPlan, Room
 from ..sums import Method, shards
 from ..transports.base import Pattern, TransportContext, split_node
 from ..transports.memory import Arena, Flags, Signal, rounded
-from ..transports.shared import WindowChannel, Windows
+from ..transports.shared import SharedWindows, WindowChannel
 from .streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
 
 __all__ = ["EventMove", "Exchanged", "IpcMemory", "IpcTransport", "PeerEvent"]
@@ -285,7 +285,7 @@ class IpcTransport:
             EventMove(notices.flags, shared, slot, lambda: self._cuda.compute, pattern.peers) for slot in (0, 1)
         )
         close = [shared.close, notices.give_back]
-        return WindowChannel(pattern, meter, Windows(sends, recvs, (first, second), close, on_device=True))
+        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, (first, second), close, on_device=True))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
         """Make a sum in the order of the ranks, or half of it, on the communication stream. ::

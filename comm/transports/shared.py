@@ -23,7 +23,7 @@ from .base import ALIGNMENT, Pattern, TransportContext
 from .emulated import Stamped, Stamps
 from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
-__all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
+__all__ = ["NodeMemory", "SharedWindows", "WindowChannel", "blocks"]
 
 STAGE_BYTES = 256 * 1024  # part of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
 
@@ -148,7 +148,7 @@ class NodeMemory:
         for view in (view for pair in recvs.values() for view in pair):
             view.flags.writeable = False
         move = self.signal(Flags(chunk, where, mine), stamps, seconds)
-        return WindowChannel(pattern, meter, Windows(sends, recvs, (move, move), [chunk.give_back]))
+        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, (move, move), [chunk.give_back]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
         """Return the travel time of a message from a peer [s]."""
@@ -337,7 +337,7 @@ _Views = dict[int, tuple[Any, Any]]
 
 
 @dataclass
-class Windows:
+class SharedWindows:
     """Shared memory of one channel.
 
     Attributes
@@ -381,7 +381,7 @@ class WindowChannel(Channel):
     On devices (CUDA IPC) the same holds for the enqueued work: see `halograd.comm.gpu.ipc.EventMove`.
     """
 
-    def __init__(self, pattern: Pattern, meter: Meter, windows: Windows) -> None:
+    def __init__(self, pattern: Pattern, meter: Meter, windows: SharedWindows) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._windows = windows
 

@@ -11,6 +11,7 @@ import threadpoolctl
 
 from ..backend import Backend
 from ..memory import Scratch, aligned_empty
+from .attention import NumpyAttention
 from .convolution import COLUMN_BYTES, NumpyConvolutions
 from .losses import NumpyLosses
 from .norms import NumpyNorms
@@ -41,7 +42,7 @@ class BlasLimit:
             self._limits.restore_original_limits()
 
 
-class NumpyBackend(NumpyConvolutions, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):
+class NumpyBackend(NumpyConvolutions, NumpyAttention, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):
     """NumPy kernels.
 
     Parameters

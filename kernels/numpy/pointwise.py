@@ -16,7 +16,7 @@ from ..pointwise import DropoutMask
 from .activation import KINDS
 from .windows import NumpyWindows
 
-__all__ = ["NumpyPointwise", "global_counters", "mix64", "mix64_inplace"]
+__all__ = ["NumpyPointwise", "axis_counters", "first_counter", "global_counters", "mix64", "mix64_inplace"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -86,7 +86,7 @@ class NumpyPointwise(NumpyWindows):
         outer, inner = global_counters(mask.shape, mask.start, x.shape)
         step, threshold = max(1, _DRAWN // max(1, inner.size)), np.uint64(int(mask.rate * 2**64))
         shape, factor, scratch = (min(step, outer.size), inner.size), 1.0 / (1.0 - mask.rate), self.scratch
-        size, per_sample = round_up(nbytes_of(shape, np.uint64)), math.prod(mask.shape[1:])
+        size = round_up(nbytes_of(shape, np.uint64))
         source, target = (a.reshape(outer.size, inner.size) for a in (x, y))
 
         def bind() -> Callable[[], None]:
@@ -98,9 +98,7 @@ class NumpyPointwise(NumpyWindows):
                 steps.append((outer[part, None], source[part], target[part], *work))
 
             def run() -> None:
-                seed, number, first = mask.state.tolist()
-                key = mix64(mix64(mix64(seed) + number) + mask.salt)
-                offset = np.uint64((key + first * per_sample * _GOLDEN) & _MASK)
+                offset = first_counter(mask)
                 for counters, given, found, z, work, out in steps:
                     np.add(counters, inner, out=z)
                     np.add(z, offset, out=z)
@@ -125,6 +123,13 @@ def _start(into: list[Any], terms: list[Any], y: Any) -> None:
         np.add(terms[0], terms[1], out=y)
     else:
         np.copyto(y, terms[0])
+
+
+def first_counter(mask: DropoutMask) -> np.uint64:
+    """Return ``key + GOLDEN * index`` of the first element of the first sample, from the current seed and step."""
+    seed, number, first = mask.state.tolist()
+    key = mix64(mix64(mix64(seed) + number) + mask.salt)
+    return np.uint64((key + first * math.prod(mask.shape[1:]) * _GOLDEN) & _MASK)
 
 
 def mix64(value: int) -> int:
@@ -156,12 +161,19 @@ def global_counters(
     `start`, in the order of the block.
     """
     split = max(1, len(shape) - 2)
-    parts = []
-    for axes in (range(split), range(split, len(shape))):
-        total = np.zeros((1,), np.uint64)
-        for axis in axes:
-            step = (math.prod(shape[axis + 1 :]) * _GOLDEN) & _MASK
-            index = np.arange(start[axis], start[axis] + extents[axis], dtype=np.uint64)
-            total = (total[:, None] + index * np.uint64(step)).reshape(-1)
-        parts.append(total)
-    return parts[0], parts[1]
+    outer, inner = (
+        axis_counters(shape, start, extents, axes) for axes in (range(split), range(split, len(shape)))
+    )
+    return outer, inner
+
+
+def axis_counters(
+    shape: Sequence[int], start: Sequence[int], extents: Sequence[int], axes: Sequence[int]
+) -> np.ndarray:
+    """Return the share of some axes in ``GOLDEN * index``, see :func:`global_counters`, as a flat array over them."""
+    total = np.zeros((1,), np.uint64)
+    for axis in axes:
+        step = (math.prod(shape[axis + 1 :]) * _GOLDEN) & _MASK
+        index = np.arange(start[axis], start[axis] + extents[axis], dtype=np.uint64)
+        total = (total[:, None] + index * np.uint64(step)).reshape(-1)
+    return total
