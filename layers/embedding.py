@@ -27,9 +27,11 @@ class Embedding(Layer):
     ----------
     axes
         Axes along which the array varies: some of ``"depth"``, ``"height"``, ``"width"`` (the axis of samples ``(L,
-        C)``) and ``"channel"``. None: all axes of the sample.
+        C)``) and ``"channel"``; ``()``: one number. None: all axes of the sample.
     std
         Standard deviation of the initial values, which are normal; 0: zeros.
+    trained
+        False: the array is a constant (a buffer in torch), given by :meth:`initialized`.
 
     Notes
     -----
@@ -47,24 +49,38 @@ class Embedding(Layer):
     exact_parameters = True
     inputs_taken = 1
 
-    def __init__(self, axes: Sequence[str] | None = None, std: float = 0.02, name: str | None = None) -> None:
+    def __init__(
+        self,
+        axes: Sequence[str] | None = None,
+        std: float = 0.02,
+        name: str | None = None,
+        *,
+        trained: bool = True,
+    ) -> None:
         super().__init__(name)
         self.axes, self.std = None if axes is None else tuple(axes), _deviation("Embedding", std)
+        self.trained = trained
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        extents = extents_along(self.kind, shapes[0], self.axes)
+        return self._arrays(shapes[0]) if self.trained else {}
+
+    def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        return {} if self.trained else self._arrays(shapes[0])
+
+    def _arrays(self, shape: Shape) -> Mapping[str, Parameter]:
+        extents = extents_along(self.kind, shape, self.axes)
         return {"w": Parameter(init="normal", std=self.std, decay=False, **extents)}
 
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
-        w = context.params["w"]
+        w = (context.params if self.trained else context.state)["w"]
         kernel = context.kernel(added, x=context.inputs[0].view, g=w.reshape(1, *w.shape), y=context.y)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
-            if not context.frozen:
+            if self.trained and not context.frozen:
                 sum_into(context, context.dy, context.grads["w"], context.timing("backward_data"))
             if context.needs_gradient(0):
                 context.pass_gradient(0)

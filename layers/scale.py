@@ -34,7 +34,9 @@ class Scale(Layer):
         Whether there is a `beta`, with zeros as initial values.
     axes
         Axes along which `gamma` and `beta` vary: some of ``"depth"``, ``"height"``, ``"width"`` (the axis of samples
-        ``(L, C)``) and ``"channel"``.
+        ``(L, C)``) and ``"channel"``; ``()``: one number.
+    trained
+        False: the arrays are constants (buffers in torch), given by :meth:`initialized`.
 
     Notes
     -----
@@ -50,16 +52,28 @@ class Scale(Layer):
     inputs_taken = 1
 
     def __init__(
-        self, init: float = 1.0, bias: bool = False, name: str | None = None, axes: Sequence[str] = ("channel",)
+        self,
+        init: float = 1.0,
+        bias: bool = False,
+        name: str | None = None,
+        *,
+        axes: Sequence[str] = ("channel",),
+        trained: bool = True,
     ) -> None:
         super().__init__(name)
-        self.init, self.bias, self.axes = _finite("Scale", init), bias, tuple(axes)
+        self.init, self.bias, self.axes, self.trained = _finite("Scale", init), bias, tuple(axes), trained
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        return self._arrays(shapes[0]) if self.trained else {}
+
+    def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        return {} if self.trained else self._arrays(shapes[0])
+
+    def _arrays(self, shape: Shape) -> Mapping[str, Parameter]:
         if self.axes == ("channel",):
-            extents: dict[str, Any] = {"shape": shapes[0][-1:], "channel_axis": 0}
+            extents: dict[str, Any] = {"shape": shape[-1:], "channel_axis": 0}
         else:
-            extents = extents_along(self.kind, shapes[0], self.axes)
+            extents = extents_along(self.kind, shape, self.axes)
         gamma = Parameter(init=self.init, decay=False, **extents)
         return {"gamma": gamma, "beta": Parameter(decay=False, **extents)} if self.bias else {"gamma": gamma}
 
@@ -67,17 +81,19 @@ class Scale(Layer):
         return (1 + self.bias) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
-        x, gamma, beta = context.inputs[0].view, context.params["gamma"], context.params.get("beta")
+        arrays, x = context.params if self.trained else context.state, context.inputs[0].view
+        gamma, beta = arrays["gamma"], arrays.get("beta")
         context.run(context.kernel(product, x=x, g=_of_samples(gamma), y=context.y), timing=context.timing("forward"))
         if beta is not None:
             context.run(context.kernel(_shift, y=context.y, beta=_of_samples(beta)))
 
         def backward() -> None:
-            products = context.scratch(context.box.shape, context.wide)
-            context.run(context.kernel(product, x=x, g=context.dy, y=products))
-            sum_into(context, products, context.grads["gamma"])
-            if beta is not None:
-                sum_into(context, context.dy, context.grads["beta"])
+            if self.trained:
+                products = context.scratch(context.box.shape, context.wide)
+                context.run(context.kernel(product, x=x, g=context.dy, y=products))
+                sum_into(context, products, context.grads["gamma"])
+                if beta is not None:
+                    sum_into(context, context.dy, context.grads["beta"])
             if context.needs_gradient(0):
                 back = context.kernel(product, x=context.dy, g=_of_samples(gamma), y=context.gradient(0))
                 context.run(back, timing=context.timing("backward_data"))
@@ -93,7 +109,7 @@ def extents_along(what: str, shape: Shape, axes: Sequence[str] | None) -> dict[s
     names = axis_names(len(shape) + 1)[1:]
     chosen = names if axes is None else axes
     strange = [axis for axis in chosen if axis not in names]
-    if strange or not chosen or len(set(chosen)) < len(chosen):
+    if strange or len(set(chosen)) < len(chosen):
         raise ValueError(
             f"{what}: axes: expected some of {', '.join(names)}, the axes of {shape}, each once, got {tuple(chosen)}"
         )

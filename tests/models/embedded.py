@@ -8,7 +8,7 @@ __all__ = ["embedded"]
 def embedded() -> hg.Network:
     """Return a network with positions, a gain per cell, a bias per row and per column, and one layer called twice."""
     x = hg.Input((8, 7, 3), "x")
-    cells = hg.Scale(1.0, True, "cells", ("height", "width"))
+    cells = hg.Scale(1.0, True, "cells", axes=("height", "width"))
     y = hg.Embedding(name="positions", std=0.5)(hg.Conv(6, 3, padding=1, name="conv1")(x))
     y = cells(hg.ReLU(name="relu")(cells(y)))
     y = hg.Embedding(("height", "channel"), name="rows")(hg.Conv(6, 3, padding=1, name="conv2")(y))
