@@ -55,6 +55,7 @@ from ..layers import (
     Reshape,
     Resize,
     RMSNorm,
+    Roll,
     Scale,
     Sigmoid,
     SiLU,
@@ -65,7 +66,7 @@ from ..layers import (
     Tanh,
 )
 from ..layers.activation import inside
-from ..layers.padding import PadAxis
+from ..layers.padding import PadAxis, PadPole
 from .onnx_writer import OnnxWriter
 
 __all__ = ["LAYERS", "first_axes"]
@@ -442,6 +443,51 @@ def _pad_axis(w: OnnxWriter, node: Node) -> str:
     return _padded(w, node, amounts, mode)
 
 
+def _pad_pole(w: OnnxWriter, node: Node) -> str:
+    """Export rows across the poles as mirrored slices that are shifted by half a circle, and a concatenation."""
+    layer: Any = node.layer
+    name, shape, axis, (value,) = w.name(node), node.inputs[0].shape, layer.axis + 2, w.inputs(node)
+    parts = []
+    north, _, south = layer.spans(shape[layer.axis])
+    for label, span in (("north", north), ("south", south)):
+        if span.rows[0] == span.rows[1]:
+            continue
+        (first, last), made = span.source(*span.rows), f"{name}::{label}"
+        rows = _rows(w, value, made, axis, last - 1, first - 1 if first else -(2**31), -1)
+        rows = _rolled(
+            w, rows, f"{made} turned", layer.longitude + 2, shape[layer.longitude], shape[layer.longitude] // 2
+        )
+        if np.any(np.asarray(layer.sign) != 1):
+            sign = np.reshape(layer.sign, (-1, *(1 for _ in shape[:-1])))
+            rows = w.add("Mul", [rows, w.numbers(f"{made} sign", sign)], f"{made} signed")
+        parts.append((label, rows))
+    values = {"within": value, **dict(parts)}
+    return w.add("Concat", [values[k] for k in ("north", "within", "south") if k in values], f"{name}::y", axis=axis)
+
+
+def _roll(w: OnnxWriter, node: Node) -> str:
+    layer: Any = node.layer
+    (value,), name, shape = w.inputs(node), w.name(node), node.shape
+    for axis, (n, shift) in enumerate(zip(shape, layer.shifts(shape))):
+        value = _rolled(w, value, f"{name}::{axis}", axis + 2, n, shift)
+    return value
+
+
+def _rolled(w: OnnxWriter, value: str, name: str, axis: int, extent: int, shift: int) -> str:
+    """Export a circular shift by ``0 <= shift < extent`` as two slices and a concatenation."""
+    if not shift:
+        return value
+    ends = _rows(w, value, f"{name} end", axis, extent - shift, extent)
+    return w.add("Concat", [ends, _rows(w, value, f"{name} begin", axis, 0, extent - shift)], f"{name} y", axis=axis)
+
+
+def _rows(w: OnnxWriter, value: str, name: str, axis: int, first: int, last: int, step: int = 1) -> str:
+    """Export a slice along one axis."""
+    numbers = (("first", first), ("last", last), ("axis", axis), ("step", step))
+    given = [w.numbers(f"{name} {key}", [n], np.int64) for key, n in numbers if key != "step" or n != 1]
+    return w.add("Slice", [value, *given], name)
+
+
 def _slice(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name = w.name(node)
@@ -508,6 +554,8 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     ChannelShuffle: _shuffle,
     Pad: _pad,
     PadAxis: _pad_axis,
+    PadPole: _pad_pole,
+    Roll: _roll,
     Slice: _slice,
     **{kind: partial(_function, write) for kind, write in _FUNCTIONS.items()},
 }

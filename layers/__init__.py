@@ -33,7 +33,7 @@ from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
 from .neighbors import GradientError, StructuralSimilarity
 from .network import Network
-from .padding import Pad, Slice
+from .padding import Pad, Roll, Slice, Sphere
 from .parameter import GivenValues, Parameter
 from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
 from .reshape import ChannelShuffle, Flatten, PixelShuffle, PixelUnshuffle, Redistribute, Reshape
@@ -104,6 +104,7 @@ __all__ = [
     "Redistribute",
     "Reshape",
     "Resize",
+    "Roll",
     "Scale",
     "Sequential",
     "Shape",
@@ -113,6 +114,7 @@ __all__ = [
     "Softmax",
     "SoftmaxCrossEntropy",
     "Softplus",
+    "Sphere",
     "Split",
     "Stencil",
     "StochasticDepth",

@@ -16,6 +16,7 @@ from .activation import activated, fused
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, gradient_of, lower_contraction
 from .needs import Stencil, all_of, reaching
+from .padding import Mode, WindowPadding
 from .parameter import Parameter, lower_weight_norm, with_lengths
 
 __all__ = ["Conv", "LocalGeometry", "boundary_boxes", "local_geometry"]
@@ -47,6 +48,10 @@ class Conv(Layer):
     weight_norm
         Whether the weights are ``g[k] * w[k] / |w[k]|`` with directions `w` and lengths `g` ``(K,)``, as in torch's
         ``weight_norm`` (Salimans and Kingma 2016). The channels of such a layer cannot be cut.
+    padding_mode
+        As in torch: ``"zeros"``, ``"reflect"``, ``"replicate"``, ``"circular"``; also ``"sphere"`` or a
+        :class:`Sphere`. Or a sequence with one of them per spatial axis. Others than zeros create a :class:`Pad` before
+        the layer.
 
     Notes
     -----
@@ -76,6 +81,7 @@ class Conv(Layer):
         groups: int = 1,
         activation: str | Layer | None = None,
         weight_norm: bool = False,
+        padding_mode: Mode | Sequence[Mode] = "zeros",
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -84,6 +90,9 @@ class Conv(Layer):
         self.filters, self.groups, self.bias = filters, groups, bias
         self.activation = activated(self, activation, by_input=False)
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
+        if padding_mode != "zeros":
+            self.before = WindowPadding(self.stencil, padding_mode, name and f"{name}_pad")
+            self.stencil = self.before.stencil
         self.cuts_channels = "contracts" if groups == 1 and not weight_norm else "no"
         if weight_norm:
             self.weight_norm = True

@@ -15,7 +15,7 @@ import copy
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -186,6 +186,8 @@ class Layer(TargetReader):
     passes: Passes = Passes((1, 1), (2, 1))
     #: Parameter of an activation that its own kernels compute.
     activation_alpha: float = 0.0
+    #: Function that creates the layers that each call puts before it: padding that its own kernels do not compute.
+    before: Callable[[Node], Node] | None = None
     #: Layer that each call puts after it: an activation that its own kernels do not compute.
     behind: Layer | None = None
     #: Whether its inputs are read after the end of a step (metrics read those of a loss).
@@ -202,7 +204,7 @@ class Layer(TargetReader):
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
         check_methods(self, len(inputs))
-        node = Node(self, inputs)
+        node = Node(self, inputs if self.before is None else [self.before(one) for one in inputs])
         return node if self.behind is None else self.behind(node)
 
     def _refuse_others(self, inputs: Sequence[Node]) -> None:

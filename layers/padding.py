@@ -1,24 +1,40 @@
-"""Padding of samples with constant, mirrored, repeated or circular rows; cropping of rows and channels."""
+"""Padding with constant, mirrored, repeated or circular rows, or across poles; circular shifts; cropping."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..dtensor import Blocks, Interval, Layout, axis_names
+from ..dtensor import Blocks, Box, Interval, Layout, axis_names
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 from ..lowering.operations import Timing
 from ..lowering.views import View
 from .layer import Layer, Node, Passes, Shape
 from .merge import summing
-from .needs import check_spatial
+from .needs import Stencil, check_spatial
 
-__all__ = ["MODES", "Copied", "Pad", "Shifted", "Slice"]
+__all__ = [
+    "MODES",
+    "Copied",
+    "Mode",
+    "Pad",
+    "Pieced",
+    "Roll",
+    "Shifted",
+    "Slice",
+    "Sphere",
+    "WindowPadding",
+    "modes_of",
+    "rolled",
+]
 
 MODES = ("constant", "reflect", "replicate", "circular")
 Amounts = tuple[tuple[int, int], ...]
@@ -97,6 +113,78 @@ class Slice(Shifted):
         return (*shape[:-1], self.last - self.first)
 
 
+@dataclass(frozen=True)
+class Sphere:
+    """Mode of padding of latitudes: across a pole, the rows continue half a circle on.
+
+    Without rows at the poles, the row ``-1 - i`` at the longitude ``j`` is the row ``i`` at ``(j + W / 2) mod W``::
+
+        longitude   0 1 2 3
+        row -1      c d a b     <- across the pole
+        row  0      a b c d
+
+    Attributes
+    ----------
+    longitude
+        Spatial axis of the longitudes, of even extent `W`; None: the axis after the latitudes. It is circular.
+    poles
+        Whether the first and the last row are at the poles: the row ``-1 - i`` is then the row ``1 + i``.
+    sign
+        Factor of the rows across a pole: a number, or one per channel: -1 for components of vectors, which point the
+        other way there.
+    """
+
+    longitude: int | None = None
+    poles: bool = False
+    sign: float | Sequence[float] = 1.0
+
+    def __post_init__(self) -> None:
+        sign = np.asarray(self.sign, np.float64)
+        if sign.ndim > 1 or not np.isin(sign, (-1, 1)).all():
+            raise ValueError(f"Sphere: sign: expected 1 or -1, or one of them per channel, got {self.sign!r}")
+        object.__setattr__(self, "sign", tuple(sign.tolist()) if sign.ndim else float(sign))
+
+
+#: Mode of padding of one axis.
+Mode = str | Sphere
+
+
+def modes_of(mode: Mode | Sequence[Mode], axes: int, first: str = "constant") -> tuple[Mode, ...]:
+    """Return the mode of each spatial axis; `first` is the name of the mode with constant rows.
+
+    A sphere for all axes means the last two: latitudes and longitudes.
+
+    >>> modes_of("reflect", 2), modes_of(("circular", "zeros"), 2, "zeros")
+    (('reflect', 'reflect'), ('circular', 'zeros'))
+    >>> modes_of("sphere", 3)
+    ('constant', Sphere(longitude=2, poles=False, sign=1.0), 'circular')
+    """
+    if mode == "sphere":
+        mode = Sphere()
+    if isinstance(mode, Sphere):
+        longitude = axes - 1 if mode.longitude is None else mode.longitude
+        mode = (*(first,) * (axes - 2), replace(mode, longitude=longitude), "circular")
+        if longitude != axes - 1 or axes < 2:
+            raise ValueError(
+                f"mode: expected latitudes and longitudes as the last two of {axes} spatial axes; give one mode per "
+                'axis for others, such as ("circular", Sphere(longitude=0))'
+            )
+    every = (mode,) * axes if isinstance(mode, str) else tuple(mode)
+    if len(every) != axes:
+        raise ValueError(f"mode: expected one, or one for each of {axes} spatial axes, got {every}")
+    every = tuple(Sphere() if one == "sphere" else one for one in every)
+    for axis, one in enumerate(every):
+        if isinstance(one, Sphere):
+            longitude = axis + 1 if one.longitude is None else one.longitude
+            if not 0 <= longitude < axes or every[longitude] != "circular":
+                raise ValueError(
+                    f'mode: expected "circular" along the longitudes, axis {longitude} of {axes}, got {every}'
+                )
+        elif one not in (first, *MODES[1:]):
+            raise ValueError(f"mode: expected one of {', '.join((first, *MODES[1:], 'sphere'))}, got {one!r}")
+    return every
+
+
 class Pad(Shifted):
     """Padding of the spatial axes, as in torch's ``pad``; the mode ``"constant"`` can also remove rows.
 
@@ -107,7 +195,8 @@ class Pad(Shifted):
     mode
         ``"constant"``: rows hold `value`. ``"reflect"``: rows are mirrored at the first and last row, which are not
         repeated. ``"replicate"``: the first and last row are repeated. ``"circular"``: rows come from the other end,
-        as for longitudes. All modes except the first create one layer per axis.
+        as for longitudes. ``"sphere"`` or a :class:`Sphere`: the last two axes are latitudes and longitudes. Or a
+        sequence with one mode per spatial axis. All modes except the first create one layer per axis.
     value
         Value of constant rows.
 
@@ -119,24 +208,37 @@ class Pad(Shifted):
     def __init__(
         self,
         amounts: int | Sequence[int] | Sequence[tuple[int, int]],
-        mode: str = "constant",
+        mode: Mode | Sequence[Mode] = "constant",
         value: float = 0.0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if mode not in MODES:
-            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        if not isinstance(mode, Sphere):
+            modes_of(mode, 2 if isinstance(mode, str) else len(mode))  # refuses unknown ones
         self.amounts, self.mode, self.value = amounts, mode, float(value)
+        self._made: dict[Any, Layer] = {}
 
     def __call__(self, *inputs: Node) -> Node:
         if self.mode == "constant" or len(inputs) != 1 or not isinstance(inputs[0], Node):
             return super().__call__(*inputs)
         (node,) = inputs
-        for axis, (low, high) in enumerate(self.pairs(node.shape)):
-            if low or high:
-                name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
-                node = PadAxis(axis, low, high, self.mode, name)(node)
+        pairs, modes = self.pairs(node.shape), modes_of(self.mode, len(node.shape) - 1)
+        constant = tuple(pair if mode == "constant" else (0, 0) for pair, mode in zip(pairs, modes))
+        # Rows across a pole first: half a circle is whole columns there.
+        for axis in sorted(range(len(modes)), key=lambda axis: not isinstance(modes[axis], Sphere)):
+            if modes[axis] != "constant" and any(pairs[axis]):
+                node = self._once(PadPole if isinstance(modes[axis], Sphere) else PadAxis, axis, node, modes, pairs)
+        if any(map(any, constant)):
+            node = self._made.setdefault(constant, Pad(constant, value=self.value, name=self.name))(node)
         return node
+
+    def _once(self, kind: Any, axis: int, node: Node, modes: Sequence[Mode], pairs: Amounts) -> Node:
+        """Call the layer of one axis; calls of this layer that pad alike share it."""
+        key = axis, pairs[axis], modes[axis], len(modes)
+        if key not in self._made:
+            name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
+            self._made[key] = kind(axis, *pairs[axis], modes[axis], name)
+        return self._made[key](node)
 
     def pairs(self, shape: Shape) -> Amounts:
         """Return the numbers of rows before and after, per spatial axis."""
@@ -160,7 +262,141 @@ class Pad(Shifted):
         return [*(low for low, _ in self.pairs(shape)), 0]
 
 
-class PadAxis(Copied):
+@dataclass(frozen=True)
+class Span:
+    """Rows of an output along one axis, and the rows of the input that they show.
+
+    Attributes
+    ----------
+    rows
+        Interval of the output.
+    source
+        Function from an interval of the output within `rows` to the interval of the input. One row stands for all.
+    flips
+        Whether the rows appear in reverse order.
+    """
+
+    rows: Interval
+    source: Callable[[int, int], Interval]
+    flips: bool = False
+
+
+@dataclass(frozen=True)
+class ShownBox:
+    """Box of an output that shows a box of the input.
+
+    Attributes
+    ----------
+    spans
+        Rows by spatial axis; the other axes are the same in both.
+    sign
+        Factor: a number, or one per channel.
+    """
+
+    spans: Mapping[int, Span]
+    sign: float | tuple[float, ...] = 1.0
+
+
+class Pieced(Copied):
+    """Layer whose output consists of boxes that show boxes of the input, possibly mirrored or repeated.
+
+    Communication per process: the elements of its output that other ranks own in the input; backward, the adjoint.
+    """
+
+    @abstractmethod
+    def pieces(self, shape: Shape) -> list[ShownBox]:
+        """Return the pieces of the output, for inputs of this shape; they cover it, and do not overlap."""
+
+    def closed_axes(self, axes: int) -> tuple[int, ...]:
+        """Return the spatial axes whose ends meet, among `axes`: samples cannot be enlarged along them."""
+        return ()
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """Return the owned boxes: the pieces are gathered separately."""
+        return inputs[i].boxes
+
+    def lower(self, context: Context) -> Lowered:
+        parts = self.pieces(context.shapes[0])
+        boxes = [_sources(context.output.layout.boxes, part) for part in parts]
+        gathered = [context.gather(0, blocks) for blocks in boxes]
+        for x in gathered:
+            x.start()
+        for x in gathered:
+            x.finish()
+        shown = [_shown(context.box, part) for part in parts]
+        largest = max(range(len(parts)), key=lambda i: shown[i].size)
+        first, last = context.box.ranges[-1]
+        signs = [part.sign[first:last] if isinstance(part.sign, tuple) else part.sign for part in parts]
+        flips = [tuple(axis + 1 for axis, span in part.spans.items() if span.flips) for part in parts]
+
+        def part_of(view: View, box: Box) -> View:
+            return view.part([a - o for a, o in zip(box.start, context.box.start)], box.shape)
+
+        for i, (box, x) in enumerate(zip(shown, gathered)):
+            if box.size:
+                kernel = context.kernel(partial(_show, flips[i], signs[i]), x=x.view, y=part_of(context.y, box))
+                context.run(kernel, timing=self.timing(context, "forward") if i == largest else None)
+
+        def backward() -> None:
+            for i, (box, blocks) in enumerate(zip(shown, boxes)):
+                returned = context.return_gradient(0, blocks)
+                dy = part_of(context.dy, box) if box.size else None
+                if dy is not None and dy.shape != returned.view.shape:  # gradients of repeated rows are added up
+                    sums = context.scratch(returned.view.shape, "float64")
+                    context.run(context.kernel(summing, x=dy, y=sums))
+                    context.copy((sums, returned.view))
+                elif dy is not None:
+                    timing = self.timing(context, "backward_data") if i == largest else None
+                    kernel = context.kernel(partial(_show, flips[i], signs[i]), x=dy, y=returned.view)
+                    context.run(kernel, timing=timing)
+                returned.run()
+
+        return Lowered(backward)
+
+
+class WindowPadding:
+    """Function that pads the input of a layer with windows in other modes than zeros.
+
+    Parameters
+    ----------
+    stencil
+        Windows of the layer, with the padding.
+    mode
+        As of :class:`Pad`, with ``"zeros"`` for constant rows.
+    name
+        Name of the :class:`Pad`; None: one by its kind.
+
+    Attributes
+    ----------
+    stencil : Stencil
+        Windows of the layer that the padding precedes. Zeros along an axis with a mode of its own remain its own work.
+    """
+
+    def __init__(self, stencil: Stencil, mode: Mode | Sequence[Mode], name: str | None) -> None:
+        self._whole, self._mode, self._name = stencil, mode, name
+        self._pads: dict[Amounts, Pad] = {}
+        several = not isinstance(mode, (str, Sphere))
+        modes = () if isinstance(mode, Sphere) else modes_of(mode, len(mode) if several else 2, "zeros")
+        self._keeps_zeros = several and stencil.padding != "same"
+        own: Any = 0
+        if self._keeps_zeros:
+            pads = [(w.pad_lo, w.pad_hi) for w in stencil.windows((1,) * len(modes))]
+            own = [pair if one == "zeros" else 0 for pair, one in zip(pads, modes)]
+        self.stencil = replace(stencil, padding=own)
+
+    def __call__(self, node: Node) -> Node:
+        spatial = node.shape[:-1]
+        check_spatial(spatial, "padding_mode")
+        modes = modes_of(self._mode, len(spatial), "zeros")
+        amounts = tuple(
+            (0, 0) if one == "zeros" and self._keeps_zeros else (w.pad_lo, w.pad_hi)
+            for w, one in zip(self._whole.windows(spatial), modes)
+        )
+        named = ["constant" if one == "zeros" else one for one in modes]
+        return self._pads.setdefault(amounts, Pad(amounts, named, name=self._name))(node)
+
+
+class PadAxis(Pieced):
     """Padding of one spatial axis, at both ends, with rows of the array itself."""
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
@@ -175,98 +411,166 @@ class PadAxis(Copied):
     def kind(self) -> str:
         return "Pad"
 
+    @property
+    def rule(self) -> str:
+        """Name of the rule by which rows are taken."""
+        return self.mode
+
+    def closed_axes(self, axes: int) -> tuple[int, ...]:
+        return (self.axis,) if self.mode == "circular" else ()
+
+    def most(self, extent: int) -> float:
+        """Return the largest number of rows that can be added to an axis of this extent."""
+        return {"reflect": extent - 1, "circular": extent}.get(self.mode, math.inf)
+
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
         n = shape[self.axis]
-        most = {"reflect": n - 1, "circular": n}.get(self.mode, math.inf)
-        if max(self.low, self.high) > most:
+        if max(self.low, self.high) > self.most(n):
             raise ValueError(
-                f"Pad: expected at most {most} rows of {n} in the mode {self.mode}, got {(self.low, self.high)}"
+                f"Pad: expected at most {self.most(n)} rows of {n} in the mode {self.mode}, got {(self.low, self.high)}"
             )
         return (*shape[: self.axis], self.low + n + self.high, *shape[self.axis + 1 :])
 
-    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the owned boxes: the pieces are gathered separately."""
-        return inputs[i].boxes
+    def spans(self, extent: int) -> tuple[Span, Span, Span]:
+        """Return the output rows before, within and after the array.
 
-    def pieces(self, extent: int) -> list[tuple[Interval, Callable[[int, int], Interval]]]:
-        """Return the output rows before, within and after the array, each with the function to the input rows.
-
-        >>> [(rows, source(*rows)) for rows, source in PadAxis(0, 2, 1, "reflect").pieces(4)]
+        >>> [(span.rows, span.source(*span.rows)) for span in PadAxis(0, 2, 1, "reflect").spans(4)]
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
         """
         low, n = self.low, extent
         before: dict[str, Callable[[int, int], Interval]] = {
             "reflect": lambda a, b: (low - b + 1, low - a + 1),
+            "symmetric": lambda a, b: (low - b, low - a),
             "circular": lambda a, b: (a - low + n, b - low + n),
             "replicate": lambda a, b: (0, 1),
         }
         behind: dict[str, Callable[[int, int], Interval]] = {
             "reflect": lambda a, b: (2 * n + low - 1 - b, 2 * n + low - 1 - a),
+            "symmetric": lambda a, b: (2 * n + low - b, 2 * n + low - a),
             "circular": lambda a, b: (a - low - n, b - low - n),
             "replicate": lambda a, b: (n - 1, n),
         }
-        within = low, low + n
-        return [
-            ((0, low), before[self.mode]),
-            (within, partial(_shifted, low)),
-            ((low + n, low + n + self.high), behind[self.mode]),
+        flips = self.rule in ("reflect", "symmetric")
+        return (
+            Span((0, low), before[self.rule], flips),
+            Span((low, low + n), partial(_shifted, low)),
+            Span((low + n, low + n + self.high), behind[self.rule], flips),
+        )
+
+    def pieces(self, shape: Shape) -> list[ShownBox]:
+        return [ShownBox({self.axis: span}) for span in self.spans(shape[self.axis])]
+
+
+class PadPole(PadAxis):
+    """Padding of latitudes across both poles: the rows behind a pole, half a circle on."""
+
+    def __init__(self, axis: int, low: int, high: int, sphere: Sphere, name: str | None = None) -> None:
+        super().__init__(axis, low, high, "sphere", name)
+        self.longitude = axis + 1 if sphere.longitude is None else sphere.longitude
+        self.sphere = sphere
+        self.sign: Any = sphere.sign
+
+    @property
+    def rule(self) -> str:
+        return "reflect" if self.sphere.poles else "symmetric"
+
+    def closed_axes(self, axes: int) -> tuple[int, ...]:
+        return self.axis, self.longitude
+
+    def most(self, extent: int) -> float:
+        return extent - self.sphere.poles
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        if shape[self.longitude] % 2:
+            raise ValueError(
+                f"Pad: expected an even number of longitudes, so that half a circle is whole columns, got "
+                f"{shape[self.longitude]} along axis {self.longitude}"
+            )
+        if isinstance(self.sign, tuple) and len(self.sign) != shape[-1]:
+            raise ValueError(f"Sphere: sign: expected one per channel, {shape[-1]}, got {len(self.sign)}")
+        return super().output_shape(*shapes)
+
+    def pieces(self, shape: Shape) -> list[ShownBox]:
+        north, within, south = self.spans(shape[self.axis])
+        across = [
+            ShownBox({self.axis: row, self.longitude: column}, self.sign)
+            for row in (north, south)
+            for column in rolled(shape[self.longitude], shape[self.longitude] // 2)
         ]
+        return [ShownBox({self.axis: within}), *across]
 
-    def lower(self, context: Context) -> Lowered:
-        axis, parts = self.axis + 1, self.pieces(context.shapes[0][self.axis])
-        boxes = [self._sources(context.output.layout.boxes, *part) for part in parts]
-        gathered = [context.gather(0, blocks) for blocks in boxes]
-        for x in gathered:
-            x.start()
-        for x in gathered:
-            x.finish()
 
-        def shown(view: View, rows: Interval) -> View | None:
-            """Return the part of the own output block that lies in one of the pieces; None if there is none."""
-            a, b = context.box.ranges[axis]
-            first, last = max(a, rows[0]), min(b, rows[1])
-            if last <= first or not context.box.size:
-                return None
-            start = [0] * len(view.shape)
-            start[axis] = first - a
-            return view.part(tuple(start), (*view.shape[:axis], last - first, *view.shape[axis + 1 :]))
+class Roll(Pieced):
+    """Circular shift of the spatial axes, as torch's ``roll``: the row `i` becomes the row ``(i + shift) mod n``.
 
-        for number, ((rows, _), x) in enumerate(zip(parts, gathered)):
-            y = shown(context.y, rows)
-            if y is not None:
-                timing = self.timing(context, "forward") if number == 1 else None
-                context.run(context.kernel(partial(_show, axis, self._flips(number)), x=x.view, y=y), timing=timing)
+    Parameters
+    ----------
+    shift
+        Rows, per spatial axis or for all of them; negative numbers shift to the front.
+    """
 
-        def backward() -> None:
-            for number, ((rows, _), blocks) in enumerate(zip(parts, boxes)):
-                returned = context.return_gradient(0, blocks)
-                dy = shown(context.dy, rows)
-                if dy is not None and dy.shape != returned.view.shape:  # gradients of repeated rows are added up
-                    sums = context.scratch(returned.view.shape, "float64")
-                    context.run(context.kernel(summing, x=dy, y=sums))
-                    context.copy((sums, returned.view))
-                elif dy is not None:
-                    timing = self.timing(context, "backward_data") if number == 1 else None
-                    kernel = context.kernel(partial(_show, axis, self._flips(number)), x=dy, y=returned.view)
-                    context.run(kernel, timing=timing)
-                returned.run()
+    def __init__(self, shift: int | Sequence[int], name: str | None = None) -> None:
+        super().__init__(name)
+        self.shift = shift
 
-        return Lowered(backward)
+    def shifts(self, shape: Shape) -> tuple[int, ...]:
+        """Return the shift of each spatial axis, between 0 and its extent."""
+        check_spatial(shape[:-1], "Roll")
+        given = np.asarray(self.shift)
+        if given.dtype.kind != "i" or given.shape not in ((), (len(shape) - 1,)):
+            raise ValueError(
+                f"Roll: expected a number of rows, or one for each of {len(shape) - 1} spatial axes, got {self.shift!r}"
+            )
+        return tuple(int(by) % n for by, n in zip(np.broadcast_to(given, len(shape) - 1), shape))
 
-    def _flips(self, number: int) -> bool:
-        return self.mode == "reflect" and number != 1
+    def output_shape(self, *shapes: Shape) -> Shape:
+        self.shifts(shapes[0])
+        return shapes[0]
 
-    def _sources(self, output: Blocks, rows: Interval, source: Callable[[int, int], Interval]) -> Blocks:
-        """Return, per rank, the part of the input that one piece needs."""
+    def closed_axes(self, axes: int) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(np.broadcast_to(self.shift, axes)).tolist())
 
-        def along(a: int, b: int) -> Interval:
-            first, last = max(a, rows[0]), min(b, rows[1])
-            return source(first, last) if last > first else (0, 0)
+    def pieces(self, shape: Shape) -> list[ShownBox]:
+        axes = [rolled(n, by) for n, by in zip(shape, self.shifts(shape))]
+        return [ShownBox(dict(enumerate(spans))) for spans in itertools.product(*axes)]
 
-        same: list[Callable[[int, int], Interval]] = [partial(_shifted, 0)] * len(output.axes)
-        same[self.axis + 1] = along
-        return output.map(*same)
+
+def rolled(extent: int, shift: int) -> tuple[Span, ...]:
+    """Return the spans of a circular shift by ``0 <= shift < extent``.
+
+    >>> [(span.rows, span.source(*span.rows)) for span in rolled(5, 2)]
+    [((0, 2), (3, 5)), ((2, 5), (0, 3))]
+    """
+    behind = Span((shift, extent), partial(_shifted, shift))
+    return (Span((0, shift), partial(_shifted, shift - extent)), behind) if shift else (behind,)
+
+
+def _common(interval: Interval, rows: Interval) -> Interval:
+    """Return the common part of two intervals; (0, 0) if it is empty."""
+    first, last = max(interval[0], rows[0]), min(interval[1], rows[1])
+    return (first, last) if last > first else (0, 0)
+
+
+def _shown(box: Box, part: ShownBox) -> Box:
+    """Return the part of an output box that lies in a piece."""
+    for axis, span in part.spans.items():
+        box = box.replace(axis + 1, *_common(box.ranges[axis + 1], span.rows))
+    return box
+
+
+def _sources(output: Blocks, part: ShownBox) -> Blocks:
+    """Return, per rank, the box of the input that one piece shows."""
+
+    def along(span: Span, a: int, b: int) -> Interval:
+        first, last = _common((a, b), span.rows)
+        return span.source(first, last) if last > first else (0, 0)
+
+    functions: list[Callable[[int, int], Interval] | None] = [None] * len(output.axes)
+    for axis, span in part.spans.items():
+        functions[axis + 1] = partial(along, span)
+    return output.map(*functions)
 
 
 def _shifted(shift: int, low: int, high: int) -> Interval:
@@ -275,7 +579,12 @@ def _shifted(shift: int, low: int, high: int) -> Interval:
 
 @reads("x")
 @writes("y")
-def _show(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    """Return the kernel ``y = x``, mirrored along an axis, or repeated along it where x has one row."""
-    source = x[(slice(None),) * axis + (slice(None, None, -1),)] if flips else x
-    return lambda: np.copyto(y, source)
+def _show(
+    flips: tuple[int, ...], sign: float | tuple[float, ...], environment: Any, x: Any, y: Any
+) -> Callable[[], None]:
+    """Return the kernel ``y = sign * x``, mirrored along the axes `flips`; one row of x is repeated."""
+    source = x[tuple(slice(None, None, -1 if axis in flips else 1) for axis in range(x.ndim))]
+    if sign == 1.0:
+        return lambda: np.copyto(y, source)
+    factor = environment.kernels.device.array(np.asarray(sign), x.dtype) if isinstance(sign, tuple) else sign
+    return lambda: np.multiply(source, factor, out=y)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .layer import Input, Node, Shape
 from .network import Network
-from .padding import Pad, PadAxis
+from .padding import Pad, Pieced
 
 __all__ = ["resized"]
 
@@ -42,11 +42,11 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     steps = _steps(network, before)
     padded = [-(-n // step) * step for n, step in zip(extents, steps)]
     layers = [node.layer for node in network.nodes if not isinstance(node, Input)]
-    circular = {layer.axis for layer in layers if isinstance(layer, PadAxis) and layer.mode == "circular"}
+    closed = {axis for one in layers if isinstance(one, Pieced) for axis in one.closed_axes(len(extents))}
     faults = []
     for computed in dict.fromkeys([tuple(extents), tuple(padded)]):
         try:
-            for axis in circular:
+            for axis in closed:
                 if computed[axis] != extents[axis]:  # the first row would no longer follow the last one
                     raise ValueError(f"it is circular along an axis that would be padded to {computed[axis]}")
             made = _Resizing(network, before, tuple(extents), computed).network()

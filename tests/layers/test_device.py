@@ -88,6 +88,8 @@ LAYERS = {
     "pad": (lambda: hg.Pad(((2, 1), (0, 3)), value=0.5, name="l"), SPATIAL),
     "crop": (lambda: hg.Pad(((-2, 1), (0, -3)), name="l"), SPATIAL),
     "pad around": (lambda: hg.Pad(((2, 3), (0, 0)), "circular", name="l"), SPATIAL),
+    "pad a sphere": (lambda: hg.Pad(2, hg.Sphere(sign=(1, -1, 1, -1)), name="l"), SPATIAL),
+    "roll": (lambda: hg.Roll((2, -1), "l"), SPATIAL),
     "pad mirrored": (lambda: hg.Pad(((2, 3), (0, 0)), "reflect", name="l"), SPATIAL),
     "pad repeated": (lambda: hg.Pad(((0, 0), (3, 2)), "replicate", name="l"), SPATIAL),
     "slice": (lambda: hg.Slice(1, 3, "l"), SPATIAL),

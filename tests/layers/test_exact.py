@@ -251,6 +251,14 @@ for mode, amounts in PADS.items():
     for shape in [(9, 2), (6, 5, 4, 2)]:  # three times as many elements are summed in the comparison as the input has
         make = partial(hg.Pad, (2, 3), mode, name="p")
         add("grids", f"pad {mode} {shape}", make, shape, gradient=False, tolerance=128.0)
+for name, shape, amounts in [("sphere", SHAPE, ((3, 2), (2, 5))), ("sphere of levels", (3, 4, 6, 2), (1, 2))]:
+    make = partial(hg.Pad, amounts, hg.Sphere(poles=name == "sphere"), name="p")
+    add("grids", name, make, shape, gradient=False, tolerance=128.0)
+    add("uneven, many ranks", name, make, shape, gradient=False, tolerance=128.0)
+for shape, shift in [(SHAPE, (3, -2)), ((9, 2), 4), ((6, 5, 4, 2), (1, 0, -1))]:
+    add("grids", f"roll {shape}", partial(hg.Roll, shift), shape, gradient=shape == SHAPE)
+add("channels", "roll", partial(hg.Roll, (3, -2)), SHAPE, axes=("height", "channel"), gradient=False)
+add("uneven, many ranks", "roll", partial(hg.Roll, (3, -2)), SHAPE, gradient=False)
 for amounts in [((-2, -1), (0, -3)), ((-6, 4), (2, -5)), -1]:
     add("grids", f"rows taken away {amounts}", partial(hg.Pad, amounts, name="p"), SHAPE)
 

@@ -50,6 +50,8 @@ LAYERS = {
     "add channels": lambda: hg.BroadcastAdd(name="l"),
     "crop": lambda: hg.Pad(((-2, 3), (0, -3)), name="l"),
     "pad around": lambda: hg.Pad(((2, 3), (0, 0)), "circular", name="l"),
+    "pad a sphere": lambda: hg.Pad(2, hg.Sphere(sign=-1), name="l"),
+    "roll": lambda: hg.Roll((2, -1), "l"),
     "pad mirrored": lambda: hg.Pad(((2, 3), (0, 0)), "reflect", name="l"),
     "pad repeated": lambda: hg.Pad(((0, 0), (300, 2)), "replicate", name="l"),
     "slice": lambda: hg.Slice(1, 3, name="l"),

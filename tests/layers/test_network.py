@@ -30,7 +30,7 @@ ONE_INPUT = [
     *(layers.ReLU(), layers.LeakyReLU(), layers.Clamp(), layers.Softmax(), layers.LogSoftmax(), layers.Affine(2, 1)),
     *(layers.Conv(2, 1), layers.ConvTranspose(2, 1), layers.Dense(2), layers.MaxPool(2), layers.AveragePool(2)),
     *(layers.GlobalAveragePool(), layers.GlobalMaxPool(), layers.Resize(2), layers.AdaptiveAveragePool(2)),
-    *(layers.AdaptiveMaxPool(2), layers.Pad(1), layers.Pad(1, "reflect"), layers.Slice(0, 1)),
+    *(layers.AdaptiveMaxPool(2), layers.Pad(1), layers.Pad(1, "reflect"), layers.Roll(1), layers.Slice(0, 1)),
     *(layers.Reshape((2, 4, 4)), layers.Flatten(), layers.GroupNorm(1), layers.InstanceNorm(), layers.LayerNorm()),
     *(layers.RMSNorm(), layers.LayerNorm("channels")),
     *(layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),

@@ -62,6 +62,14 @@ def test_parameters_that_depend_on_the_extents():
         resized(network, (8, 8, 8))
 
 
+@pytest.mark.parametrize("make", [lambda: hg.Pad(1, "sphere"), lambda: hg.Roll((0, 1))], ids=["sphere", "roll"])
+def test_axes_whose_ends_meet_are_not_padded(make):
+    x = hg.Input((8, 8, 1), name="x")
+    y = hg.Crop()(make()(hg.Concat()(x, hg.ConvTranspose(1, 2, 2)(hg.Conv(1, 2, stride=2)(x)))), x)
+    with pytest.raises(ValueError, match="it is circular along an axis that would be"):
+        resized(hg.Network({"y": y}), (8, 11))
+
+
 def test_circular_axes_are_not_padded():
     x = hg.Input((16, 16, 1), name="x")
     y = hg.Conv(1, 3, stride=2, padding=(1, 0))(hg.Pad([(0, 0), (1, 1)], "circular")(x))

@@ -193,6 +193,13 @@ for (name, (spatial, how)), mode, aligned in product(RESIZES.items(), MODES, (Fa
 for mode, ((top, bottom), (left, right)) in PADS.items():
     own = {"pad": (left, right, top, bottom), "mode": mode, **({"value": 0.5} if mode == "constant" else {})}
     add(f"pad {mode}", partial(hg.Pad, PADS[mode], mode, 0.5, "p"), [SHAPE], partial(f("pad"), **own))
+for mode in ("reflect", "replicate", "circular"):
+    make = conv(((3, 5), 2, (1, 2), 1), 4, padding_mode=mode)
+    pad = partial(f("pad"), pad=(2, 2, 1, 1), mode=mode)
+    function = lambda x, w, b, pad=pad: f("conv", 2)(pad(x), weights(w), b, 2)  # noqa: E731
+    add(f"convolution with padding mode {mode}", make, [SHAPE], function)
+roll = lambda x: x.roll((3, -2), (2, 3))  # noqa: E731
+add("roll", partial(hg.Roll, (3, -2), "r"), [SHAPE], roll)
 add("slice", partial(hg.Slice, 1, 3, "s"), [SHAPE], lambda x: x[:, 1:3])
 add("flatten", partial(hg.Flatten, "f"), [(3, 4, 2)], lambda x: x.movedim(1, -1).flatten(1))
 add("reshape", partial(hg.Reshape, (3, 4, 2), "r"), [(24,)], lambda x: x.view(-1, 3, 4, 2).movedim(-1, 1))
