@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` loads the names
     from .fitting import fit
     from .kernels import get_backend
     from .layers import *  # noqa: F403  (all layers are exported)
+    from .torch_models import from_torch, to_torch
     from .training.executor import Executor
     from .training.monitors import Callback
     from .training.optimizers import LAMB, LARS, SGD, Adam, AdamW, Lion
@@ -53,8 +54,10 @@ __all__ = [
     "__version__",
     "boot",
     "fit",
+    "from_torch",
     "get_backend",
     "leave",
+    "to_torch",
 ]
 _NAMES = tuple(__all__)
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ _MODULES = (
     "training.executor",
     "training.trainer",
     "fitting",
+    "torch_models",
 )
 _FOLDERS = (
     *("comm", "data", "device", "dtensor", "interchange", "kernels", "layers", "models", "onnx", "perfmodel"),

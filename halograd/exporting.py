@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .data import ChannelStatistics
 from .errors import UserError
 from .interchange.onnx_export import check_onnx_place, save
 from .interchange.weights import check_weights_place, save_weights
+from .layers import Network
 from .training.build import datasets_of, make_network
-from .training.checkpoint import CheckpointReader
+from .training.checkpoint import CheckpointReader, TrainingProgress
+from .training.config import Config
 from .training.trained import find_trained
 
-__all__ = ["KINDS", "export_run"]
+__all__ = ["KINDS", "export_run", "trained_arrays"]
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,27 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     if normalize and not chosen.normalizes:
         others = " or ".join(name for name, other in KINDS.items() if other.normalizes)
         raise UserError(f"--normalize: expected --to {others} with it, got {kind}, which holds weights alone")
-    config, checkpoint, progress, _ = find_trained(target, overrides)
     chosen.check(out)
+    network, arrays, config, progress = trained_arrays(target, overrides)
+    statistics = []
+    if normalize:
+        inputs, _ = datasets_of(config.data, network)
+        statistics = [_statistics(progress.normalization, list(inputs))]
+    chosen.save(network, arrays, out, *statistics)
+    return progress.step
+
+
+def trained_arrays(
+    target: Path, overrides: Sequence[str] = ()
+) -> tuple[Network, dict[str, np.ndarray], Config, TrainingProgress]:
+    """Return the network of a run, whole arrays by ``layer/name``, its configuration and its progress. Local.
+
+    Parameters and errors are those of :func:`export_run`.
+    """
+    config, checkpoint, progress, _ = find_trained(target, overrides)
     network = make_network(config)
     with CheckpointReader(checkpoint) as reader:
-        arrays = reader.arrays(network, averaged=config.training.average > 0)
-        statistics = []
-        if normalize:
-            inputs, _ = datasets_of(config.data, network)
-            statistics = [_statistics(progress.normalization, list(inputs))]
-        chosen.save(network, arrays, out, *statistics)
-    return progress.step
+        return network, reader.arrays(network, averaged=config.training.average > 0), config, progress
 
 
 def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[str, ChannelStatistics]:

@@ -289,7 +289,7 @@ class TrainedRun:
 
     def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
         """Compute loss and metrics. Collective; see :func:`halograd.training.evaluate`."""
-        return evaluate(self._given(which), samples=samples, comm=self._comm, **options)
+        return evaluate(self.given(which), samples=samples, comm=self._comm, **options)
 
     def apply(
         self,
@@ -320,7 +320,7 @@ class TrainedRun:
             An error that the user can fix, such as arrays of other shapes or arrays that differ between ranks; on all
             ranks.
         """
-        checkpoint = self._given(which)
+        checkpoint = self.given(which)
         table = self._agreed_table(data, checkpoint, overrides)
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
@@ -351,15 +351,16 @@ class TrainedRun:
         """Write the network for other programs, on rank 0. Collective; see :func:`halograd.exporting.export_run`."""
         from .exporting import export_run  # it imports the libraries of ONNX
 
-        checkpoint = self._given(which)
+        checkpoint = self.given(which)
         on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
 
     def normalization(self, which: str = "latest") -> dict[str, ChannelStatistics]:
         """Return the statistics that normalize the channels of each input: means and divisors. Local."""
-        known = read_header(self._given(which).resolve())[0].normalization or {}
+        known = read_header(self.given(which).resolve())[0].normalization or {}
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 
-    def _given(self, which: str) -> Path:
+    def given(self, which: str = "latest") -> Path:
+        """Return the file of a checkpoint, and let its network be found by its name. Local."""
         if self._network is not None:
             give(self._network, self._network.name)  # another run of this name may have been trained meanwhile
         return self.checkpoint(which)

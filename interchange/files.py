@@ -20,6 +20,7 @@ from halograd.errors import UserError
 from ..data.disk import DataError, check_writable
 
 __all__ = [
+    "Buffer",
     "check_place",
     "finite",
     "library",
@@ -27,8 +28,12 @@ __all__ = [
 ]
 
 
-def library(name: str) -> ModuleType:
-    """Import the module `name` of the extra ``interchange``, which only the exchange with other frameworks needs.
+#: Content of a file, in memory or mapped.
+Buffer = bytes | mmap.mmap
+
+
+def library(name: str, source: str = "'halograd[interchange]'") -> ModuleType:
+    """Import the module `name`, which only the exchange with other frameworks needs; pip installs it from `source`.
 
     Raises
     ------
@@ -40,7 +45,7 @@ def library(name: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(
-            f"expected the library {package}, got none ({error}); install it by: pip install 'halograd[interchange]'"
+            f"expected the library {package}, got none ({error}); install it by: pip install {source}"
         ) from error
 
 
@@ -88,28 +93,25 @@ _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 Span = tuple[int, int]
 
 
-def tensor_places(path: Path) -> dict[str, Span]:
-    """Return offset and length [B] of each initializer's raw data in the file, by name. Local.
+def tensor_places(content: bytes) -> dict[str, Span]:
+    """Return offset and length [B] of each initializer's raw data in a file's content, by name. Local.
 
     Raises
     ------
     ValueError
-        If the file is not a message of Protocol Buffers.
+        If the content is not a message of Protocol Buffers.
     """
     found: dict[str, Span] = {}
-    if not path.stat().st_size:
-        return found
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for graph in _fields(content, (0, len(content)), _GRAPH):
-            for tensor in _fields(content, graph, _INITIALIZER):
-                raw = list(_fields(content, tensor, _RAW))
-                for low, high in _fields(content, tensor, _NAME):
-                    if raw:
-                        found[content[low:high].decode()] = raw[-1][0], raw[-1][1] - raw[-1][0]
+    for graph in _fields(content, (0, len(content)), _GRAPH):
+        for tensor in _fields(content, graph, _INITIALIZER):
+            raw = list(_fields(content, tensor, _RAW))
+            for low, high in _fields(content, tensor, _NAME):
+                if raw:
+                    found[content[low:high].decode()] = raw[-1][0], raw[-1][1] - raw[-1][0]
     return found
 
 
-def _fields(content: mmap.mmap, span: Span, wanted: int) -> Iterator[Span]:
+def _fields(content: bytes, span: Span, wanted: int) -> Iterator[Span]:
     """Yield start and end of the length-delimited fields of a message with the number `wanted`."""
     at, stop = span
     while at < stop:
@@ -130,7 +132,7 @@ def _fields(content: mmap.mmap, span: Span, wanted: int) -> Iterator[Span]:
             raise ValueError(f"a field of kind {kind} at {at}")
 
 
-def _varint(content: mmap.mmap, at: int) -> tuple[int, int]:
+def _varint(content: bytes, at: int) -> tuple[int, int]:
     """Read a number of seven bits per byte, the lowest first. Return it and the offset after it."""
     value, shift = 0, 0
     while True:

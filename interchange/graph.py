@@ -20,6 +20,7 @@ from halograd.errors import UserError
 
 from ..data.disk import one_line
 from ..layers import GivenValues, Layer, Node
+from ..layers.parameter import ForeignArray
 from ..layers.settings import settings_of
 from .files import finite
 
@@ -61,6 +62,10 @@ class OnnxConstant:
         ``"number"`` for sizes and single numbers.
     made_of
         Names of the parameters from which it is computed by more than a change of shape or type.
+    stored
+        Shape of the array `name` in the file.
+    order
+        Function from the array in the file to this one, if axes were moved.
     """
 
     shape: Shape
@@ -69,6 +74,8 @@ class OnnxConstant:
     name: str = ""
     origin: str = "number"
     made_of: tuple[str, ...] = ()
+    stored: Shape | None = None
+    order: Callable[[np.ndarray], np.ndarray] | None = None
 
     @classmethod
     def of(cls, array: np.ndarray, **more: Any) -> OnnxConstant:
@@ -428,8 +435,11 @@ class Builder:
         what = f"{self.path}: weight {constant.name or 'without a name'}"
         if constant.dtype.kind != "f":
             raise UserError(f"{what}: expected a floating-point type, got {constant.dtype}; export in float32")
+        before, stored = constant.order, constant.shape if constant.stored is None else constant.stored
+        moved = order if before is None else lambda array: order(before(array))
+        foreign = ForeignArray(constant.name, stored, moved) if constant.name else None
         return GivenValues(
-            shape, lambda: finite(np.ascontiguousarray(order(constant.read())), what), self.graph.source
+            shape, lambda: finite(np.ascontiguousarray(order(constant.read())), what), self.graph.source, foreign
         )
 
     # -- errors --------------------------------------------------------------------------------

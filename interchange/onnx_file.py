@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from halograd.documents import shown
 from halograd.errors import UserError
 
 from ..data.disk import one_line, reason_of, regular_size
-from .files import library, tensor_places
+from .files import Buffer, library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape
 from .origins import Origins, computed_from
 from .traced_sizes import SizedOperation, frozen_size, stride_of
@@ -40,8 +40,15 @@ _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLi
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
 
-def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collection[str] | None = None) -> Graph:
+def read_onnx(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    buffers: Collection[str] | None = None,
+    contents: Mapping[str, Buffer] | None = None,
+) -> Graph:
     """Return the graph of a file; the parameters are those of `halograd.onnx.load`. Local.
+
+    `contents` are files in memory, by name: that of `path`, and those with its weights. None: files of the disk.
 
     Raises
     ------
@@ -50,15 +57,19 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collecti
     """
     onnx = library("onnx")
     try:
-        regular_size(path)
-        content = path.read_bytes()
+        if contents is None:
+            regular_size(path)
+        content = path.read_bytes() if contents is None else bytes(contents[path.name])
         model = onnx.load_model_from_string(content)
-        places = tensor_places(path)
+        places = tensor_places(content)
     except OSError as error:
         raise UserError(f"{path}: expected an ONNX file, got none: {reason_of(error)}") from error
     except Exception as error:  # the decoder's errors differ between versions
         raise UserError(f"{path}: expected an ONNX file, got one that cannot be read: {_line(error)}") from error
-    source = f"{path.name} {zlib.crc32(content):08x}"
+    mark = zlib.crc32(content)
+    for name, other in (contents or {}).items():
+        mark = mark if name == path.name else zlib.crc32(other, mark)
+    source = f"{path.name} {mark:08x}"
     del content
     versions = {one.domain or "ai.onnx": one.version for one in model.opset_import}
     if versions.get("ai.onnx", 0) < _OPSET:
@@ -69,13 +80,13 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collecti
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     try:
-        make = partial(_Folding, path, model, places, source, buffers)
+        make = partial(_Folding, path, model, places, source, buffers, contents)
         own = _own_shapes(model, shapes)
         if own == shapes:
             return make().graph(shapes)
         traced = make()
         traced.graph(own)
-        return make(traced).graph(shapes)
+        return make(traced=traced).graph(shapes)
     except UserError:
         raise
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
@@ -110,6 +121,7 @@ class _Folding:
         places: Mapping[str, tuple[int, int]],
         source: str,
         buffers: Collection[str] | None,
+        contents: Mapping[str, Buffer] | None = None,
         traced: _Folding | None = None,
     ) -> None:
         #: The same file at its own extents, if other extents are requested.
@@ -117,7 +129,7 @@ class _Folding:
         #: Axes of the inputs whose extents differ, and the operations seen so far, by output.
         self.moved: set[int] = set()
         self.runs: dict[str, SizedOperation] = {}
-        self.path, self.model, self.places, self.source = path, model, places, source
+        self.path, self.model, self.places, self.source, self.contents = path, model, places, source, contents
         self.onnx = library("onnx")
         self.origins = Origins(model, buffers)
         self.constants: dict[str, OnnxConstant] = {}
@@ -206,13 +218,16 @@ class _Folding:
             place = {entry.key: entry.value for entry in tensor.external_data}
             file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
         elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
-            file, offset = self.path, self.places[tensor.name][0]
+            file, offset = self._beside(self.path.name), self.places[tensor.name][0]
         else:
             return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), **origin)
         constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), **origin)
         return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), **origin)
 
-    def _beside(self, location: str) -> Path:
+    def _beside(self, location: str) -> Path | Buffer:
+        """Return a file in the same folder."""
+        if self.contents is not None:
+            return self.contents[location]
         file = self.path.parent / location
         if not location or not file.resolve().is_relative_to(self.path.parent.resolve()):
             raise UserError(f"{self.path}: expected weights in a file in the same folder, got {shown(location)}")
@@ -298,6 +313,7 @@ class _Folding:
             origin["origin"] = "buffer"
         if moved:
             origin = {key: getattr(sources[0], key) for key in ("name", "origin", "made_of")}
+            origin |= {"stored": sources[0].stored or sources[0].shape, "order": self._moving(node, sources[0].order)}
         if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
             for output, array in zip(node.output, self._computed(node)):
                 self._keep(output, OnnxConstant.of(np.asarray(array), **origin))
@@ -323,9 +339,20 @@ class _Folding:
         if self.computed > most:
             raise self._refused(node, f"constants of {self.computed} numbers, more than {most}")
 
-    def _computed(self, node: Any) -> list[np.ndarray]:
+    def _moving(
+        self, node: Any, before: Callable[[np.ndarray], np.ndarray] | None
+    ) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Return a function that moves the numbers of any array as `before` and then a node do."""
+        if node.op_type in ("Identity", "Cast", "CastLike"):
+            return before
+        moved = node.input[0]
+        return lambda array: self._computed(node, {moved: array if before is None else before(array)})[0]
+
+    def _computed(self, node: Any, others: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
+        """Return the outputs of a node of constants, with the arrays `others` in place of some of them."""
         helper, reference = self.onnx.helper, library("onnx.reference")
-        inputs = {name: self.constants[name].read() for name in node.input if name}
+        inputs = {name: self.constants[name].read() for name in node.input if name and name not in (others or {})}
+        inputs |= others or {}
         kinds = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
         given = [helper.make_tensor_value_info(name, kinds[name], list(array.shape)) for name, array in inputs.items()]
         outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
@@ -445,9 +472,11 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
             now[first] = output
 
 
-def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
+def _read(file: Path | Buffer, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
     """Read an array from a file. Raises UserError if the file is missing or too short."""
     count = math.prod(shape)
+    if not isinstance(file, Path):
+        return np.frombuffer(file, dtype.newbyteorder("<"), count, offset).reshape(shape).copy()
     try:
         there = max(0, regular_size(file) - offset) // dtype.itemsize
         array = np.fromfile(file, dtype.newbyteorder("<"), min(count, there), offset=offset)

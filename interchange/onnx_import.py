@@ -35,6 +35,7 @@ from ..layers import (
     PReLU,
     Softmax,
 )
+from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS
 from .onnx_file import read_onnx
@@ -42,7 +43,7 @@ from .patterns import ACTIVATIONS, activation_of, is_hard_sigmoid, permuted, rec
 from .shaping import SHAPING
 from .sliding import SLIDING
 
-__all__ = ["OPERATORS", "load"]
+__all__ = ["OPERATORS", "imported", "load"]
 
 Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
 
@@ -79,8 +80,17 @@ def load(
     UserError
         The file cannot be read, extents are unknown, or a node has no equivalent here; the message names the node.
     """
-    path = Path(path)
-    graph = read_onnx(path, shapes or {}, buffers)
+    return imported(Path(path), shapes, buffers)
+
+
+def imported(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    buffers: Collection[str] | None = None,
+    contents: Mapping[str, Buffer] | None = None,
+) -> Network:
+    """Build a network as :func:`load` does, from files in memory if `contents` has them by name. Local."""
+    graph = read_onnx(path, shapes or {}, buffers, contents)
     recognize(graph, path)
     keeping: frozenset[str] = frozenset()
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .graph import TELL_BUFFERS, OnnxConstant
 
-__all__ = ["Origins", "computed_from", "is_named"]
+__all__ = ["KIND", "Origins", "computed_from", "is_named"]
 
 
 def is_named(name: str) -> bool:
@@ -30,7 +30,7 @@ _ARITHMETIC = (
     r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
 )
 _PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
-_KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
+KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
 
 
 class Origins:
@@ -54,7 +54,7 @@ class Origins:
         parts = [one for one in (*folded, name) if is_named(one)]
         if folded and any(re.fullmatch(f"{_ARITHMETIC}|{_PARAMETRIZED}", one) for one in parts):
             return {"made_of": tuple(one for one in parts if not re.fullmatch(_ARITHMETIC, one)) or (name,)}
-        kind = stored.get(_KIND, "").lower()
+        kind = stored.get(KIND, "").lower()
         kind = "buffer" if kind.startswith("constant") else kind
         if not is_named(name) or (folded and count == 1):
             return {"origin": kind or ("unknown" if self.by_torch and count > 1 else "number")}
@@ -76,7 +76,7 @@ class Origins:
             return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
         if all(self.of(name).get("origin") == "unknown" for name in names):
             return TELL_BUFFERS
-        stored = self.buffers is not None or any(_KIND in self.stored.get(name, {}) for name in names)
+        stored = self.buffers is not None or any(KIND in self.stored.get(name, {}) for name in names)
         return (
             "compute them once, before the export, or write this layer with halograd's own"
             + ("" if stored else "; if they are buffers, name them: load(path, buffers=[...])")

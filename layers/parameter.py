@@ -21,6 +21,7 @@ from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 
 __all__ = [
+    "ForeignArray",
     "GivenValues",
     "Parameter",
     "ParameterBlocks",
@@ -30,6 +31,27 @@ __all__ = [
     "lower_weight_norm",
     "with_lengths",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignArray:
+    """Array of another framework, whose numbers are those of a parameter in another order.
+
+    Attributes
+    ----------
+    name, shape
+        Its name and shape there.
+    order
+        Function from that array, of any dtype, to the parameter. It only moves numbers, or leaves some of them out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: Callable[[np.ndarray], np.ndarray]
+
+    def positions(self) -> np.ndarray:
+        """Return, for each element of the parameter, the index of its number in the flattened foreign array."""
+        return self.order(np.arange(math.prod(self.shape)).reshape(self.shape)).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +67,14 @@ class GivenValues:
         a rank holds one whole array at a time, in addition to its own blocks.
     source
         Origin of the values, to compare between ranks: a file and its checksum. Empty for arrays.
+    foreign
+        The array of another framework that these values are made of; None: unknown.
     """
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
     source: str = ""
+    foreign: ForeignArray | None = None
 
 
 def given(values: GivenValues | Any) -> GivenValues:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import halograd
 from halograd import SGD, Communicator, Constant, Executor, Trainer, get_backend
+from halograd.data import ArrayDataset
 from halograd.layers import Strategy
 from halograd.models import vgg_a
 from halograd.training.evaluation import Evaluation
@@ -127,7 +128,12 @@ def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
     for name in ("onnx", "onnxscript", "safetensors"):
         pytest.importorskip(name, reason="needs what exchanges with torch: pip install 'halograd[oracle]'")
     monkeypatch.chdir(tmp_path)
-    space: dict = {}
+    x, target = np.zeros((4, 8, 8, 3)), np.zeros((4, 8, 8, 1), np.int32)
+    space: dict = {
+        "model": torch.nn.Conv2d(3, 4, 1),
+        "x": torch.zeros(1, 3, 8, 8),
+        "data": ArrayDataset({"input": x, "target": target}),
+    }
     for code in blocks("torch.md"):
         exec(compile(code, "torch.md", "exec"), space)
     network, again, model = space["network"], space["again"], space["model"].eval()

@@ -59,7 +59,7 @@ def export(module, x, path: Path, exporter: str, training: bool = False, **optio
     mode = lib.onnx.TrainingMode.TRAINING if training else lib.onnx.TrainingMode.EVAL
     module.train(training)
     if exporter == "dynamo":
-        _keep_operators()
+        keep_operators()
         options = {"dynamo": True, "optimize": not training, **options}
     else:
         options = {"dynamo": False, "training": mode, "do_constant_folding": not training, **options}
@@ -71,7 +71,7 @@ def export(module, x, path: Path, exporter: str, training: bool = False, **optio
 
 
 @functools.cache
-def _keep_operators() -> None:
+def keep_operators() -> None:
     """Make the new exporter cache its read-only table of operators, whose construction takes half of every export."""
     with contextlib.suppress(ImportError, AttributeError):  # other versions of torch have no such table
         from torch.onnx._internal.exporter._registration import ONNXRegistry

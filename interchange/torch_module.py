@@ -1,0 +1,455 @@
+"""Modules of torch as networks: an export by the exporter of torch that serves, which leaves no files, and its import.
+
+Both exporters write the module in training mode, with its parameters as they are. torch.export traces it without
+computing, stores which arrays are buffers, and refuses what it cannot follow, so it comes first; TorchScript's tracer
+runs the module on the example. The module is the same afterwards: modes, buffers, running statistics, random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import mmap
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halograd.errors import UserError
+
+from ..data.disk import one_line
+from ..layers import Network
+from ..layers.parameter import GivenValues
+from .files import Buffer, library
+from .onnx_import import imported
+from .origins import KIND
+from .weights import arrangements
+
+__all__ = ["EXPORTERS", "ExportedModule", "export", "fill_module", "state_for"]
+
+#: Files with more bytes of weights are written in two parts: a message of Protocol Buffers has at most 2 GiB.
+_LARGE = 1 << 30
+#: Entries of nodes that name files of this machine, and are not read.
+_TRACES = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "namespace")
+
+
+@dataclass(frozen=True)
+class ExportedModule:
+    """A module of torch in ONNX files, in memory.
+
+    Attributes
+    ----------
+    name
+        Name of the network: the class of the module.
+    contents
+        Files by name. The first is the model; large weights are in a second one.
+    """
+
+    name: str
+    contents: Mapping[str, Buffer]
+
+    def network(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
+        """Build the network for samples of these shapes, ``(*spatial, C)``. Local. Raises UserError."""
+        return imported(Path(self.name), shapes, None, self.contents)
+
+
+@dataclass
+class _Call:
+    """A module with the tensors of one call.
+
+    Attributes
+    ----------
+    module, tensors
+        The module, and its arguments by the names in the signature of ``forward``.
+    bound
+        The arguments of ``forward``.
+    outputs
+        Names of the tensors that it returned when it was traced last.
+    """
+
+    module: Any
+    tensors: dict[str, Any]
+    bound: Any
+    outputs: list[str] = dataclasses.field(default_factory=list)
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the tensors in order that returns the tensors of `original` in order."""
+
+        def forward(*tensors: Any) -> tuple[Any, ...]:
+            named = dict(zip(self.tensors, tensors))
+            for key, given in self.bound.arguments.items():
+                if isinstance(given, tuple):
+                    self.bound.arguments[key] = tuple(named[f"{key}_{i}"] for i in range(len(given)))
+                elif isinstance(given, Mapping):
+                    self.bound.arguments[key] = {inner: named[inner] for inner in given}
+                else:
+                    self.bound.arguments[key] = named[key]
+            found = dict(_tensors(original(*self.bound.args, **self.bound.kwargs), ""))
+            self.outputs = [f"{name}_output" if name in self.tensors else name for name in found]
+            return tuple(found.values())
+
+        return forward
+
+
+def export(
+    module: Any, example_inputs: Any, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[ExportedModule, Network]:
+    """Return a module of torch as ONNX files, and its network. Local.
+
+    The parameters and errors are those of :func:`halograd.from_torch`.
+    """
+    torch = library("torch", "torch onnxscript")
+    library("onnxscript", "'halograd[interchange]' onnxscript")
+    if not isinstance(module, torch.nn.Module):
+        raise UserError(f"from_torch(): expected a torch.nn.Module, got {type(module).__name__}")
+    module = getattr(module, "_orig_mod", module)  # torch.compile wraps a module in another
+    call = _call_of(module, example_inputs)
+    strange = sorted(set(shapes or ()) - set(call.tensors))
+    if strange:
+        raise UserError(f"from_torch(): shapes: expected inputs ({', '.join(call.tensors)}), got {strange[0]!r}")
+    refused = []
+    for title, exporter in EXPORTERS.items():
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                with _traced(call):
+                    exporter(call, Path(folder), shapes or {})
+                made = ExportedModule(type(module).__name__, _finished(Path(folder), call))
+            return made, made.network(shapes)
+        except UserError as error:
+            refused.append(f"by {title}: {error}")
+        except Exception as error:  # exporters raise errors of all types
+            refused.append(f"by {title}: it cannot export the module: {one_line(error)[:300]}")
+    raise UserError(
+        f"from_torch(): {type(module).__name__}: expected a module of supported operations, got, {'; '.join(refused)}"
+    )
+
+
+def _call_of(module: Any, example_inputs: Any) -> _Call:
+    """Return the call of a module with a tensor, a sequence of tensors, or a mapping of them by name."""
+    import inspect
+
+    torch = library("torch")
+    given = example_inputs
+    args = () if isinstance(given, Mapping) else tuple(given) if isinstance(given, tuple | list) else (given,)
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **(given if isinstance(given, Mapping) else {}))
+    except TypeError as error:
+        raise UserError(f"from_torch(): example_inputs: expected arguments of forward(), got others: {error}") from None
+    tensors: dict[str, Any] = {}
+    for key, value in bound.arguments.items():
+        if isinstance(value, Mapping):
+            tensors |= value
+        else:
+            tensors |= {f"{key}_{i}": v for i, v in enumerate(value)} if isinstance(value, tuple) else {key: value}
+    for key, value in tensors.items():
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or not value.numel():
+            raise UserError(
+                f"from_torch(): example_inputs: expected tensors (N, C, *spatial), got {_kind(value)} as {key!r}"
+            )
+    if not tensors:
+        raise UserError("from_torch(): example_inputs: expected a tensor, or several, got none")
+    return _Call(module, tensors, bound)
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and tensor of all tensors in the result of a module."""
+    torch = library("torch")
+    if isinstance(value, torch.Tensor):
+        yield name or "output", value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{name}_{key}" if name else f"{key}")
+    elif isinstance(value, tuple | list):
+        keys = getattr(value, "_fields", None) or [f"{name or 'output'}_{i}" for i in range(len(value))]
+        for key, inner in zip(keys, value):
+            yield from _tensors(inner, key)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors({one.name: getattr(value, one.name) for one in dataclasses.fields(value)}, name)
+    elif value is not None:
+        raise UserError(f"expected a forward() that returns tensors, got {type(value).__name__} as {name or 'output'}")
+
+
+# -- the module during an export ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _traced(call: _Call) -> Iterator[None]:
+    """Set a module to training mode with outputs in a plain tuple; restore all of it afterwards."""
+    torch, module = library("torch"), call.module
+    modes = {one: one.training for one in module.modules()}
+    buffers = {one: dict(one._buffers) for one in module.modules()}
+    numbers = {id(b): b.clone() for own in buffers.values() for b in own.values() if b is not None}
+    own = module.__dict__.get("forward")
+    original = module.forward
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        if not module.training:
+            module.train()
+        _check_modes(module)
+        module.forward = call.forward(original)
+        with torch.random.fork_rng(devices), _quiet():
+            yield
+    finally:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+        with torch.no_grad():
+            for one, there in buffers.items():
+                one._buffers.clear()
+                one._buffers.update(there)
+                for buffer in there.values():
+                    if buffer is not None and not torch.equal(buffer, numbers[id(buffer)]):
+                        buffer.copy_(numbers[id(buffer)])
+        for one, mode in modes.items():
+            one.training = mode
+
+
+def _check_modes(module: Any) -> None:
+    """Raise UserError for a norm with running statistics that is in evaluation mode."""
+    for name, one in module.named_modules():
+        if getattr(one, "running_mean", None) is not None and not one.training:
+            raise UserError(
+                f"from_torch(): expected norms in training mode, got {name!r} in evaluation mode; call train() on the "
+                "module, and freeze layers in halograd (training.freeze)"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporters, whose warnings concern other readers of their files."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.CRITICAL)
+        unread = io.StringIO()
+        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, levels):
+            one.setLevel(level)
+
+
+# -- exporters ---------------------------------------------------------------------------------------------
+
+
+def _by_torch_export(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write the files by the new exporter, at the requested extents: it traces shapes, and computes nothing."""
+    torch = library("torch")
+    tensors = [_at(tensor, shapes.get(name)) for name, tensor in call.tensors.items()]
+    program = torch.onnx.export(
+        call.module, tuple(tensors), dynamo=True, optimize=False, input_names=list(call.tensors), verbose=False
+    )
+    large = sum(p.numel() * p.element_size() for p in call.module.parameters()) > _LARGE
+    program.save(str(folder / "model.onnx"), external_data=large)
+
+
+def _by_torchscript(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write the file by the old exporter, which runs the example; other extents are left open in it."""
+    torch = library("torch")
+    names = list(call.tensors)
+    axes = {
+        name: {axis: f"{name}_{axis}" for axis in range(2, tensor.ndim)}
+        for name, tensor in call.tensors.items()
+        if name in shapes and tuple(shapes[name]) != (*tensor.shape[2:], tensor.shape[1])
+    }
+    torch.onnx.export(
+        call.module,
+        tuple(_at(tensor, None) for tensor in call.tensors.values()),
+        str(folder / "model.onnx"),
+        dynamo=False,
+        training=torch.onnx.TrainingMode.PRESERVE,
+        do_constant_folding=False,
+        input_names=names,
+        dynamic_axes=axes or None,
+    )
+
+
+#: Exporters of torch by their name in messages, in the order in which they are tried.
+EXPORTERS: dict[str, Callable[[_Call, Path, Mapping[str, Sequence[int]]], None]] = {
+    "torch.export": _by_torch_export,
+    "TorchScript": _by_torchscript,
+}
+
+
+def _at(tensor: Any, shape: Sequence[int] | None) -> Any:
+    """Return an example of two samples or more, of a shape ``(*spatial, C)`` if one is given.
+
+    With one sample, exporters and readers take the sample axis for one of extent 1.
+    """
+    tensor = tensor.detach()
+    if shape is not None and tuple(shape) != (*tensor.shape[2:], tensor.shape[1]):
+        return tensor.new_ones((max(2, len(tensor)), shape[-1], *shape[:-1]))
+    return tensor if len(tensor) > 1 else tensor.expand(2, *tensor.shape[1:]).clone()
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
+    """Return the files of an export: outputs named as the module's, each weight by its first name, with its kind."""
+    onnx = library("onnx")
+    model = onnx.load(str(folder / "model.onnx"), load_external_data=False)
+    graph = model.graph
+    _rename(graph, _first_names(call.module, graph))
+    taken = {one.name for one in graph.output}
+    _rename(graph, {n: f"inner {n}" for n in _values(graph) if n in call.outputs and n not in taken})
+    for name, output in zip(call.outputs, list(graph.output)):
+        if name != output.name:
+            graph.node.append(onnx.helper.make_node("Identity", [output.name], [name], f"output {name}"))
+            output.name = name
+    for node in graph.node:
+        kept = [entry for entry in node.metadata_props if entry.key not in _TRACES]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    _store_buffers(graph, dict(call.module.named_buffers()))
+    contents: dict[str, Buffer] = {type(call.module).__name__: model.SerializeToString(deterministic=True)}
+    for path in sorted(folder.iterdir()):
+        if path.name != "model.onnx":
+            with open(path, "rb") as file:  # the mapping outlives the file's name
+                contents[path.name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return contents
+
+
+def _first_names(module: Any, graph: Any) -> dict[str, str]:
+    """Return the first name of each weight in the graph that the module has under several names."""
+    first: dict[int, str] = {}
+    both = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in both}
+    there = {one.name for one in graph.initializer}
+    return {name: one for name, one in names.items() if name in there and one not in there}
+
+
+def _values(graph: Any) -> set[str]:
+    return {name for node in graph.node for name in (*node.input, *node.output)}
+
+
+def _rename(graph: Any, names: Mapping[str, str]) -> None:
+    """Rename values of a graph."""
+    if not names:
+        return
+    for one in (*graph.initializer, *graph.value_info, *graph.output):
+        one.name = names.get(one.name, one.name)
+    for node in graph.node:
+        for ends in (node.input, node.output):
+            ends[:] = [names.get(name, name) for name in ends]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _rename(inner, names)
+
+
+def _store_buffers(graph: Any, buffers: Mapping[str, Any]) -> None:
+    """Store which weights are buffers, as the new exporter does, in a file of the old one, with their present values.
+
+    The old exporter runs the module, so the file has running statistics that include the example.
+    """
+    onnx = library("onnx")
+    known = {one.name for one in graph.value_info}
+    for tensor in graph.initializer:
+        if tensor.name in known:
+            continue
+        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        info.metadata_props.add(key=KIND, value="BUFFER" if tensor.name in buffers else "PARAMETER")
+        graph.value_info.append(info)
+        if tensor.name in buffers:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(buffers[tensor.name].cpu().numpy(), tensor.name))
+
+
+# -- back to torch -----------------------------------------------------------------------------------------
+
+
+def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the arrays of a network under their names in torch: numbers, and whether the network has them. Local.
+
+    Parameters
+    ----------
+    arrays
+        Whole arrays of all parameters and states, by ``layer/name``.
+
+    Raises
+    ------
+    UserError
+        An array is missing, or two layers trained one array of torch differently.
+    """
+    specs = {**network.parameters(), **network.state()}
+    missing = sorted(set(specs) - set(arrays))
+    if missing:
+        raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
+    foreign = {
+        name: spec.init.foreign
+        for name, spec in specs.items()
+        if isinstance(spec.init, GivenValues) and spec.init.foreign is not None
+    }
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    if len(foreign) < len(specs):
+        fresh = {name.rpartition("/")[0] for name in foreign}
+        for name, one in arrangements(network, fresh).items():
+            array = one.to_torch(np.asarray(arrays[name]))
+            found[one.names[0]] = array, np.ones(array.shape, bool)
+    for name, source in foreign.items():
+        numbers, positions = np.asarray(arrays[name]).reshape(-1), source.positions().reshape(-1)
+        empty = np.zeros(source.shape, numbers.dtype), np.zeros(source.shape, bool)
+        whole, filled = found.setdefault(source.name, empty)
+        flat, there = whole.reshape(-1), filled.reshape(-1)
+        before = there[positions]
+        if not np.array_equal(flat[positions][before], numbers[before]):
+            raise UserError(
+                f"to_torch(): {name}: expected the numbers of {source.name!r} in all layers that use it, got others"
+            )
+        flat[positions], there[positions] = numbers, True
+    return found
+
+
+def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]], strict: bool = True) -> None:
+    """Put arrays under torch's names into a module. Local. Raises UserError, before anything is changed.
+
+    Counters of norms and other buffers that no network changes stay as they are. With `strict`, every parameter and
+    every running statistic of the module must be among the arrays.
+    """
+    torch = library("torch", "torch")
+    module = getattr(module, "_orig_mod", module)
+    if not isinstance(module, torch.nn.Module):
+        raise UserError(f"to_torch(): expected a torch.nn.Module, got {type(module).__name__}")
+    tensors = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    by_tensor = {id(tensors[name]): name for name in state if name in tensors}
+    strange = [name for name in state if name not in tensors]
+    if strange:
+        raise UserError(_unmatched("parameters of the run that the module has", strange, tensors))
+    trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    left = [
+        name
+        for name, tensor in tensors.items()
+        if id(tensor) not in by_tensor and (name in trained or name.endswith(("running_mean", "running_var")))
+    ]
+    if left and strict:
+        raise UserError(
+            _unmatched("a run with all parameters of the module", left, state)
+            + "; if forward() does not use them, pass strict=False"
+        )
+    new = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in by_tensor:
+            continue
+        array, there = state[by_tensor[id(tensor)]]
+        if array.shape != tuple(tensor.shape):
+            raise UserError(f"to_torch(): {name}: expected shape {tuple(tensor.shape)}, got {array.shape} in the run")
+        new[name] = torch.from_numpy(np.where(there, array, tensor.detach().cpu().numpy()))
+    module.load_state_dict({**{name: t.detach() for name, t in tensors.items()}, **new}, strict=False)
+
+
+def _unmatched(expected: str, names: Sequence[str], others: Mapping[str, Any]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"to_torch(): expected {expected}, got no counterpart of {shown}, but {', '.join(list(others)[:3])}, ..."

@@ -1,0 +1,235 @@
+"""Modules of torch by `hg.from_torch`, and trained parameters back by `hg.to_torch`, on one rank and on several."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import halograd as hg
+from halograd.data import ArrayDataset
+from halograd.errors import UserError
+from halograd.interchange import torch_module
+from halograd.kernels import get_backend
+from halograd.training.executor import Executor
+from tests.interchange.support import as_module, check_step, first, keep_operators, last, predicted, samples, torch
+
+pytestmark = pytest.mark.torch
+TITLES = list(torch_module.EXPORTERS)
+
+
+@pytest.fixture(autouse=True)
+def _exporters():
+    torch()
+    keep_operators()
+
+
+@pytest.fixture(params=TITLES)
+def exporter(request, monkeypatch) -> str:
+    """Leave only one of torch's exporters."""
+    monkeypatch.setattr(torch_module, "EXPORTERS", {request.param: torch_module.EXPORTERS[request.param]})
+    return request.param
+
+
+def _network(channels: int = 2):
+    """Return a module with batch norm, a buffer, and a weight under two names."""
+    nn = torch().nn
+    torch().manual_seed(1)
+    model = as_module(
+        lambda m, x: m.head(m.norm(m.conv((x - m.mean) / 2)).relu()),
+        conv=nn.Conv2d(channels, 4, 3, padding=1),
+        norm=nn.BatchNorm2d(4),
+        head=nn.Conv2d(4, 2, 1),
+    )
+    model.register_buffer("mean", torch().tensor([0.25, -0.5]).view(1, 2, 1, 1)[:, :channels])
+    model.again = model.conv
+    return model
+
+
+def _state(model) -> dict[str, np.ndarray]:
+    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def test_a_module_is_not_modified(exporter):
+    """Modes, running statistics, random numbers and methods are those from before the call; so after a refusal."""
+    model = _network().eval()
+    model.head.train()
+    seed = torch().random.get_rng_state()
+    before, attributes = _state(model), set(vars(model))
+    hg.from_torch(model, torch().zeros(1, 2, 4, 4))
+    model.function = lambda m, x: m.norm(m.conv(x)).sort(1)[0]
+    with pytest.raises(UserError, match=r"from_torch\(\): FunctionModule: expected a module of supported operations"):
+        hg.from_torch(model, torch().zeros(1, 2, 4, 4))
+    assert [one.training for one in (model, model.conv, model.norm, model.head)] == [False, False, False, True]
+    assert set(vars(model)) == attributes
+    assert torch().equal(seed, torch().random.get_rng_state())
+    for name, value in _state(model).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_a_step_is_that_of_torch(exporter):
+    """The buffer is not trained, and the layer with two names has the first."""
+    model = _network().double()
+    network = hg.from_torch(model, torch().zeros(1, 2, 6, 6).double())
+    assert list(network.parameters()) == [*("conv/w", "conv/b", "norm/gamma", "norm/beta", "head/w", "head/b")]
+    assert list(network.inputs) == ["x"] and list(network.outputs) == ["output"]
+    check_step(network, model, samples(6, 6, 2))
+
+
+def test_arguments_and_results_keep_their_names(exporter):
+    """Tensors by position or by name; results in a dict, in lists within it, and one that is an argument itself."""
+
+    class Two(torch().nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch().nn.Conv2d(1, 1, 1)
+
+        def forward(self, image, mask=None, scale=2.0):
+            y = self.conv(image)
+            return {"conv2d": y * mask, "deep": [y + 1, None, (y * scale).relu()], "mask": mask}
+
+    model, shape = Two().double(), (2, 1, 3, 3)
+    image, mask = torch().rand(shape).double(), torch().rand(shape).double()
+    want = model(image, mask)
+    for given in ((image, mask), {"mask": mask, "image": image}):
+        network = hg.from_torch(model, given)
+        assert set(network.inputs) == {"image", "mask"}
+        assert list(network.outputs) == ["conv2d", "deep_0", "deep_2", "mask_output"]
+    with (
+        hg.Communicator(MPI.COMM_SELF) as alone,
+        Executor(network, alone, get_backend("numpy"), 2, dtype="float64", trainable=False) as executor,
+    ):
+        executor.set_input("image", last(image))
+        executor.set_input("mask", last(mask))
+        executor.forward(training=False)
+        for name, tensor in {"conv2d": want["conv2d"], "deep_0": want["deep"][0], "deep_2": want["deep"][2]}.items():
+            found = executor.gather(network.names[network.outputs[name]])
+            np.testing.assert_allclose(found, last(tensor), rtol=1e-12, atol=1e-15)
+
+
+def test_other_extents_than_those_of_the_example(exporter):
+    """Sizes that forward() takes from its input follow the requested extents, which may be more than the example's."""
+    interpolate = torch().nn.functional.interpolate
+    model = as_module(
+        lambda m, x: interpolate(m.down(x), size=x.shape[-2:], mode="nearest"), down=torch().nn.Conv2d(1, 1, 2, 2)
+    ).double()
+    network = hg.from_torch(model, torch().zeros(1, 1, 4, 4).double(), {"x": (8, 12, 1)})
+    x = samples(8, 12, 1)
+    np.testing.assert_allclose(predicted(network, x)["output"], last(model(first(x))), rtol=1e-12, atol=1e-15)
+
+
+def test_what_is_refused():
+    """The message has the reasons of both exporters, or the argument to change."""
+    lib = torch()
+    x = lib.zeros(1, 2, 4, 4)
+    attention = as_module(lambda m, x: x @ m.conv(x).transpose(2, 3), conv=lib.nn.Conv2d(2, 2, 1))
+    with pytest.raises(UserError, match=r"by torch.export: .*node .*MatMul.*by TorchScript: .*node '/MatMul'"):
+        hg.from_torch(attention, x)
+    with pytest.raises(UserError, match=r"by torch.export: .*cannot export the module.*by TorchScript: "):
+        hg.from_torch(as_module(lambda m, x: m.conv(x).nonsense(), conv=lib.nn.Conv2d(2, 2, 1)), x)
+    model = _network().train()
+    model.norm.eval()
+    with pytest.raises(UserError, match="expected norms in training mode, got 'norm' in evaluation mode"):
+        hg.from_torch(model, x)
+    with pytest.raises(UserError, match=r"expected tensors \(N, C, \*spatial\), got ndarray of shape .* as 'x'"):
+        hg.from_torch(_network(), np.zeros((1, 2, 4, 4)))
+    with pytest.raises(UserError, match=r"arguments of forward\(\), got others: missing a required argument: 'x'"):
+        hg.from_torch(_network(), {"y": x})
+    with pytest.raises(UserError, match=r"shapes: expected inputs \(x\), got 'y'"):
+        hg.from_torch(_network(), x, {"y": (4, 4, 2)})
+    with pytest.raises(UserError, match=r"expected a torch.nn.Module, got function"):
+        hg.from_torch(test_what_is_refused, x)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    model, x = _network(), torch().zeros(1, 2, 4, 4)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(UserError, match="expected the library onnxscript, got none"):
+        hg.from_torch(model, x)
+
+
+def _with_loss(network: hg.Network) -> hg.Network:
+    (y,) = network.outputs.values()
+    loss = hg.MeanSquaredError()(y, hg.Input(y.shape, "target"))
+    return hg.Network({"prediction": y, "loss": loss})
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_trained_run_goes_back(comm, shared):
+    """Only rank 0 has the module. Logits of the run and of the module agree; the module with other names is refused."""
+    model = _network() if comm.rank == 0 else None
+    example = torch().zeros(1, 2, 8, 8) if comm.rank == 0 else None
+    network = _with_loss(hg.from_torch(model, example, comm=comm))
+    x, target = samples(8, 8, 2, name="a"), samples(8, 8, 2, name="t")
+    data = ArrayDataset({"x": x, "target": target})
+    strategy = {"height": 2} if comm.size > 1 else {}
+    out = shared / "run"
+    run = hg.fit(network, data, out, epochs=2, batch=2, validation=0, strategy=strategy, normalize=False, comm=comm)
+    run.apply(x, shared / "y.h5")
+    if comm.rank:
+        return
+    import h5py
+
+    with h5py.File(shared / "y.h5") as file:
+        ours = file["prediction"][:]
+    model.norm.num_batches_tracked += 7
+    before = _state(model)
+    assert hg.to_torch(run, model) is model
+    assert model.norm.num_batches_tracked == 7
+    assert not np.array_equal(before["conv.weight"], model.conv.weight.detach().numpy())
+    assert model.again.weight is model.conv.weight
+    np.testing.assert_array_equal(before["mean"], model.mean.numpy())
+    model.eval()
+    np.testing.assert_allclose(last(model(first(x).float())), ours, rtol=0, atol=1e-5)
+    other = copy.deepcopy(model)
+    hg.to_torch(out, other.double())  # the folder of the run, another dtype
+    np.testing.assert_array_equal(other.head.weight.detach().numpy(), model.head.weight.detach().numpy())
+    other.extra = torch().nn.Conv2d(1, 1, 1)
+    with pytest.raises(UserError, match=r"got no counterpart of extra.weight, extra.bias, .* pass strict=False"):
+        hg.to_torch(run, other)
+    hg.to_torch(run, other, strict=False)
+    del other.extra, other.head
+    with pytest.raises(UserError, match=r"parameters of the run that the module has, got no .* of head.weight"):
+        hg.to_torch(run, other)
+    other.head = torch().nn.Conv2d(4, 3, 1)
+    with pytest.raises(UserError, match=r"head.weight: expected shape \(3, 4, 1, 1\), got \(2, 4, 1, 1\) in the run"):
+        hg.to_torch(run, other)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_agree(comm, shared):
+    """An error of rank 0 is raised on all ranks; modules of ranks that differ stop a run."""
+    x = torch().zeros(1, 2, 8, 8)
+    with pytest.raises(UserError, match="expected norms in training mode"):
+        model = _network().train()
+        model.norm.eval()
+        hg.from_torch(model if comm.rank == 0 else None, x, comm=comm)
+    model = _network()
+    with torch().no_grad():
+        model.head.bias += comm.rank
+    data = ArrayDataset({"x": samples(8, 8, 2), "target": samples(8, 8, 2, name="t")})
+    network = _with_loss(hg.from_torch(model, x))
+    with pytest.raises(UserError, match=r"initial values from FunctionModule \w+ as on rank 0, got FunctionModule"):
+        hg.fit(network, data, shared / "run", epochs=1, batch=2, validation=0, strategy={"height": 2}, comm=comm)
+
+
+def test_layers_of_parts_and_transposed_weights_go_back():
+    """Arrays return to the module's order: scales per channel, dense layers after a flatten, at every position."""
+    nn = torch().nn
+    torch().manual_seed(2)
+    model = as_module(
+        lambda m, x: m.last(m.norm(m.scale * m.up(x)).flatten(1)),
+        up=nn.ConvTranspose2d(2, 3, 2, 2),
+        norm=nn.GroupNorm(1, 3),
+        last=nn.Linear(48, 5),
+    )
+    model.scale = nn.Parameter(torch().rand(1, 3, 1, 1))
+    network = hg.from_torch(model, torch().zeros(1, 2, 2, 2))
+    arrays = {name: 2.0 * array for name, array in network.initial_values().items()}
+    other = copy.deepcopy(model)
+    torch_module.fill_module(other, torch_module.state_for(network, arrays))
+    for name, value in _state(model).items():
+        np.testing.assert_array_equal(2 * value, _state(other)[name], err_msg=name)
