@@ -67,6 +67,7 @@ from ..layers import (
 )
 from ..layers.activation import inside
 from ..layers.padding import PadAxis, PadPole
+from ..layers.reshape import ReshapedMap
 from .onnx_writer import OnnxWriter
 
 __all__ = ["LAYERS", "first_axes"]
@@ -385,10 +386,12 @@ def _flatten(w: OnnxWriter, node: Node) -> str:
 
 
 def _reshape(w: OnnxWriter, node: Node) -> str:
-    """Export Reshape from our order: channels vary fastest."""
-    name, axes = w.name(node), len(node.shape) + 1
+    """Export Reshape in our order: channels vary fastest."""
+    (value,), name, axes, before = w.inputs(node), w.name(node), len(node.shape) + 1, len(node.inputs[0].shape) + 1
+    if before > 2:
+        value = w.add("Transpose", [value], f"{name}::apart", perm=[0, *range(2, before), 1])
     shape = w.numbers(f"{name}::shape", [0, *node.shape], np.int64)
-    value = w.add("Reshape", [*w.inputs(node), shape], f"{name}::last")
+    value = w.add("Reshape", [value, shape], f"{name}::last")
     return w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
 
 
@@ -549,6 +552,7 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     Concat: _concat,
     Flatten: _flatten,
     Reshape: _reshape,
+    ReshapedMap: _reshape,
     PixelShuffle: _pixels,
     PixelUnshuffle: _pixels,
     ChannelShuffle: _shuffle,

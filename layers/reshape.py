@@ -1,6 +1,6 @@
 """Layers that move elements without arithmetic: to another layout, shape, or order of channels.
 
-`Redistribute` changes only the layout. `Flatten` and `Reshape` convert between maps and vectors. `PixelShuffle` and
+`Redistribute` changes only the layout. `Flatten` and `Reshape` convert maps, tokens and vectors. `PixelShuffle` and
 `PixelUnshuffle` exchange channels and positions. `ChannelShuffle` permutes channels.
 """
 
@@ -19,10 +19,10 @@ from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 from ..lowering.operations import ExchangeSpec
 from ..lowering.views import View
-from .layer import Layer, Passes, Shape
+from .layer import Layer, Node, Passes, Shape
 from .padding import Copied
 
-__all__ = ["ChannelShuffle", "Flatten", "PixelShuffle", "PixelUnshuffle", "Redistribute", "Reshape"]
+__all__ = ["ChannelShuffle", "Flatten", "PixelShuffle", "PixelUnshuffle", "Redistribute", "Reshape", "ReshapedMap"]
 
 
 class Redistribute(Layer):
@@ -110,41 +110,51 @@ class Flatten(_WholeSamples):
 
 
 class Reshape(_WholeSamples):
-    """Conversion of a vector to a map, ``(N, F)`` -> ``(N, *spatial, C)``, in channels-last order: inverse of
+    """Conversion of samples to another shape with as many elements, in channels-last order: channels vary fastest.
+
+    A map ``(H, W, C)`` becomes tokens ``(H * W, C)`` by ``Reshape((-1, C))``, and tokens a map by ``Reshape((H, W,
+    C))``; positions and channels may be joined or split, too. A vector ``(F,)`` becomes a map; the inverse is
     :class:`Flatten`.
 
     Parameters
     ----------
     shape
-        Shape of one sample, ``(*spatial, C)``.
+        Shape of one sample, ``(*spatial, C)``. One of the extents may be -1: it follows from the number of elements.
 
     Notes
     -----
-    Before: whole samples, spread over all ranks; after: blocks cut in samples and space. Communication per process: the
-    elements that it owns after and not before; backward the same, reversed. The input cannot be a map: to change its
-    shape would bring whole samples together on a rank, as ``Reshape(shape)(Flatten()(x))`` does.
+    Communication per process: the rows of the first axis that changes which contain its elements, without those that it
+    owns; none if input and output are cut along that axis only, at the same elements. Vectors are whole samples, spread
+    over all ranks: the elements of its block of the map, which it does not own. Backward, the adjoint.
     """
 
     def __init__(self, shape: Sequence[int], name: str | None = None) -> None:
         super().__init__(name)
         self.shape = tuple(int(n) for n in shape)
-        if len(self.shape) < 2 or min(self.shape) < 1:
-            raise ValueError(f"Reshape: expected (*spatial, C), all at least 1, got {self.shape}; for (F,) use Flatten")
+        if not 2 <= len(self.shape) <= 4 or any(n < 1 and n != -1 for n in self.shape) or self.shape.count(-1) > 1:
+            raise ValueError(
+                f"Reshape: expected (*spatial, C) with 1 to 3 spatial axes, all at least 1, but one may be -1, got "
+                f"{self.shape}; for (F,) use Flatten"
+            )
+
+    def __call__(self, *inputs: Node) -> Node:
+        if len(inputs) != 1 or not isinstance(inputs[0], Node) or len(inputs[0].shape) == 1:
+            return super().__call__(*inputs)
+        return ReshapedMap(self.shape, self.name)(*inputs)
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        (shape,) = shapes
-        if len(shape) != 1:
+        (shape,), known = shapes, math.prod(n for n in self.shape if n > 0)
+        made = tuple(n if n > 0 else math.prod(shape) // known for n in self.shape)
+        if math.prod(made) != math.prod(shape):
             raise ValueError(
-                f"Reshape: expected samples of shape (F,), got {shape}; put Flatten before it, which collects whole "
-                "samples on a rank"
+                f"Reshape: expected {'a multiple of ' * (-1 in self.shape)}{known} elements for {self.shape}, got "
+                f"{' x '.join(map(str, shape))}"
             )
-        if math.prod(self.shape) != shape[0]:
-            raise ValueError(f"Reshape: expected {math.prod(self.shape)} elements for {self.shape}, got {shape[0]}")
-        return self.shape
+        return made
 
     def lower(self, context: Context) -> Lowered:
         value, blocks = context.inputs[0], context.output.layout.boxes
-        boxes = _whole(value.layout, self.shape)
+        boxes = _whole(value.layout, context.output.layout.shape[1:])
         shape = boxes[context.rank].shape
         x = context.gather(0, value.layout.boxes).run()
         context.move(context.exchange(boxes, blocks, x.view.reshape(*shape), context.y, kind="redistribute"))
@@ -154,6 +164,127 @@ class Reshape(_WholeSamples):
             context.move(context.exchange(blocks, boxes, context.dy, dx, kind="redistribute"))
 
         return Lowered(backward)
+
+
+class ReshapedMap(Copied):
+    """Conversion between maps of different shapes; axes at the beginning and end that both have do not change.
+
+    Between them, an output block reads an interval of elements in row-major order, and thus rows of the first axis.
+    """
+
+    def __init__(self, shape: Shape, name: str | None = None) -> None:
+        super().__init__(name)
+        self.shape = shape
+
+    @property
+    def kind(self) -> str:
+        return "Reshape"
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        return Reshape(self.shape).output_shape(*shapes)
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        shape, blocks = inputs[i].shape, output.boxes
+        first, last = _changed(shape, output.shape)
+        row = math.prod(shape[first + 1 : len(shape) - last])
+        within, end = output.shape[first : len(output.shape) - last], len(blocks.axes) - last
+        rows = tuple(_rows(ranges, within, row) for ranges in itertools.product(*blocks.axes[first:end]))
+        others = [((0, n),) for n in shape[first + 1 : len(shape) - last]]
+        return Blocks((*blocks.axes[:first], rows, *others, *blocks.axes[end:]), blocks.size)
+
+    def lower(self, context: Context) -> Lowered:
+        boxes, outside = context.needed(0), _changed(context.inputs[0].layout.shape, context.output.layout.shape)
+        x = context.gather(0, boxes).run()
+        if context.box.size:
+            moved = partial(_regrouped, outside, x.box, context.box, context.output.layout.shape)
+            kernel = context.kernel(partial(moved, False), x=x.view, y=context.y)
+            context.run(kernel, timing=self.timing(context, "forward"))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            if context.box.size:
+                kernel = context.kernel(partial(moved, True), x=context.dy, y=returned.view)
+                context.run(kernel, timing=self.timing(context, "backward_data"))
+            returned.run()
+
+        return Lowered(backward)
+
+
+def _changed(before: Shape, after: Shape) -> tuple[int, int]:
+    """Return the numbers of equal axes at the beginning and at the end; at least one axis of each lies between them.
+
+    >>> _changed((2, 6, 4, 3), (2, 24, 3)), _changed((2, 8, 3), (2, 8, 3)), _changed((2, 8, 3), (2, 4, 6))
+    ((1, 1), (2, 0), (1, 0))
+    """
+    most = min(len(before), len(after)) - 1
+    first = next((i for i in range(most) if before[i] != after[i]), most)
+    last = next((i for i in range(most - first) if before[-1 - i] != after[-1 - i]), most - first)
+    return first, last
+
+
+def _span(ranges: Sequence[Interval], extents: Shape) -> tuple[int, Interval]:
+    """Return the first axis along which a box has several elements, and the interval of its rows in row-major order.
+
+    >>> _span([(2, 3), (1, 3), (0, 1)], (4, 5, 2)), _span([(0, 2), (1, 3), (0, 1)], (4, 5, 2))
+    ((1, (22, 26)), (0, (0, 20)))
+    """
+    start, axis = 0, 0
+    for axis, (low, high) in enumerate(ranges):
+        inner = math.prod(extents[axis + 1 :])
+        if high - low > 1 or axis == len(ranges) - 1:
+            return axis, (start + low * inner, start + high * inner)
+        start += low * inner
+    raise AssertionError("a box has at least one axis")
+
+
+def _rows(ranges: Sequence[Interval], extents: Shape, row: int) -> Interval:
+    """Return the interval of rows with `row` elements that holds the elements of a box; an empty one if that is empty.
+    """
+    if any(high <= low for low, high in ranges):
+        return 0, 0
+    _, (low, high) = _span(ranges, extents)
+    return low // row, -(-high // row)
+
+
+@reads("x")
+@writes("y")
+def _regrouped(
+    outside: tuple[int, int],
+    read: Box,
+    made: Box,
+    shape: Shape,
+    back: bool,
+    environment: Any,
+    x: Any,
+    y: Any,
+) -> Callable[[], None]:
+    """Return the kernel that copies the elements of the box `made` from the box `read`, or with `back` into it.
+
+    In the latter case, the elements of `read` that are not in `made` become 0. `shape` is the global shape of the array
+    of `made`, and `outside` the numbers of equal axes at the beginning and at the end.
+    """
+    whole, block = (y, x) if back else (x, y)
+    (first, last), end = outside, len(shape) - outside[1]
+    ranges, extents = made.ranges[first:end], shape[first:end]
+    axis, (low, high) = _span(ranges, extents)
+    inner = extents[axis + 1 :]
+    origin = read.start[first] * math.prod(read.shape[first + 1 : len(read.shape) - last])
+    before, behind = block.shape[:first], block.shape[end:]
+    flat = whole.reshape(*before, -1, *behind)
+    rows = flat[(slice(None),) * first + (slice(low - origin, high - origin),)]
+    rows = rows.reshape(*before, -1, *inner, *behind)
+    part = rows[(slice(None),) * (first + 1) + tuple(slice(a, b) for a, b in ranges[axis + 1 :])]
+    own = block.reshape(*before, *block.shape[first + axis :])
+
+    def run() -> None:
+        if not back:
+            np.copyto(own, part)
+            return
+        if part.size < whole.size:
+            whole.fill(0)
+        np.copyto(part, own)
+
+    return run
 
 
 def _whole(vectors: Layout, shape: Shape) -> Blocks:

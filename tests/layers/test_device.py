@@ -108,6 +108,7 @@ LAYERS = {
     "pixel shuffle": (lambda: hg.PixelShuffle(2, "l"), SPATIAL),
     "pixel unshuffle": (lambda: hg.PixelUnshuffle(2, "l"), [(8, 6, 2)]),
     "reshape": (lambda: hg.Reshape((2, 3, 4), "l"), [(24,)]),
+    "tokens": (lambda: hg.Reshape((-1, 8), "l"), [(8, 6, 4)]),
     "weight norm": (lambda: hg.Conv(4, 3, padding=1, weight_norm=True, name="l"), SPATIAL),
     "resize": (lambda: hg.Resize(2, mode="bilinear", name="l"), SPATIAL),
     "response norm": (lambda: hg.LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),

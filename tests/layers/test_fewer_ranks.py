@@ -43,6 +43,7 @@ LAYERS = {
     "pixel shuffle": lambda: hg.PixelShuffle(2),
     "pixel unshuffle": lambda: lambda x: hg.PixelUnshuffle(2)(hg.Crop(((0, 0), (0, 1)))(x)),
     "reshape": lambda: lambda x: hg.Reshape((3, 10, 4))(hg.Flatten()(x)),
+    "tokens": lambda: lambda x: hg.Reshape((x.shape[1], x.shape[0], -1))(hg.Reshape((-1, x.shape[-1]))(x)),
     "flatten": hg.Flatten,
     "dense": lambda: lambda x: hg.Dense(3)(hg.Flatten()(x)),
     "add": lambda: lambda x: hg.Add("relu")(hg.ReLU()(x), x),

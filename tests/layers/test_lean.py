@@ -40,6 +40,7 @@ LAYERS = {
     "adaptive pools": lambda x: hg.AdaptiveAveragePool((3, 5))(hg.AdaptiveMaxPool((9, 8))(x)),
     "pixels": lambda x: hg.PixelUnshuffle(4)(hg.PixelShuffle(2)(x)),
     "reshape": lambda x: hg.Reshape((32, 64, 32))(hg.Flatten()(x)),
+    "tokens": lambda x: hg.Reshape((-1, 2 * x.shape[-1]))(x),
     "softmax": lambda x: hg.Softmax()(x),
     "log softmax": lambda x: hg.LogSoftmax()(x),
     "mish": lambda x: hg.Mish()(x),
