@@ -294,6 +294,8 @@ class Builder:
         self.path, self.graph, self.keeping = path, graph, keeping
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
+        #: Names of modules with weights, which layers without weights do not take.
+        self._owned = {one.name.rpartition(".")[0] for one in graph.constants.values() if one.origin != "number"}
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
 
@@ -425,7 +427,8 @@ class Builder:
         named = [one.name for one in weights if one is not None and "." in one.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
         wanted = named[0].rpartition(".")[0] if named else scope
-        candidates = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(2)))
+        first = [] if wanted in self._owned and not named else [wanted]
+        candidates = itertools.chain(first, (f"{wanted}_{i}" for i in itertools.count(2)))
         name = next(name for name in candidates if name not in self._names)
         self._names.add(name)
         return name

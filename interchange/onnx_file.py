@@ -39,6 +39,9 @@ _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLi
 #: Operators that only move the numbers of a weight.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
+#: Call of an instance norm with running statistics, in the notes of the new exporter.
+_TRACKED = r"instance_norm\.default\]\(args = \([^,]*,[^,]*,[^,]*, %"
+
 
 def read_onnx(
     path: Path,
@@ -140,6 +143,8 @@ class _Folding:
         #: Number of elements of constants: stored in the file, and computed.
         self.stored = self.computed = 0
         self.aliases: dict[str, str] = {}
+        #: Names of the inputs.
+        self.inputs: frozenset[str] = frozenset()
         #: Nodes that split a value into a sequence of parts.
         self.sequences: dict[str, Any] = {}
         #: Rows of the network's input per row of a value, by its name.
@@ -155,6 +160,7 @@ class _Folding:
                 tensor.ClearField("raw_data")
         self.weights = dict(self.constants)
         inputs, batch = self._inputs([one for one in file.input if one.name not in self.constants], shapes)
+        self.inputs = frozenset(inputs)
         self._walk(file.node)
         self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
         known = {name: found for name, kind in self.types.items() if (found := _shape_of(kind)) is not None}
@@ -237,6 +243,7 @@ class _Folding:
 
     def _walk(self, nodes: Iterable[Any]) -> None:
         for node in nodes:
+            self._check_traced(node)
             if node.op_type == "If":
                 self._branch(node)
             elif node.op_type == "Shape" and node.input[0] in self.types:
@@ -254,6 +261,21 @@ class _Folding:
                 self.types[node.output[0]] = self.types[node.input[0]]
             else:
                 self._operation(node)
+
+    def _check_traced(self, node: Any) -> None:
+        """Raise UserError where torch computes something else than the node, as the new exporter notes it."""
+        traced = next((one.value for one in node.metadata_props if one.key == "pkg.torch.onnx.fx_node"), "")
+        if node.op_type == "Identity" and "target=torch.ops.aten.detach." in traced:
+            source = self.aliases.get(node.input[0], node.input[0])
+            constant = self.constants.get(source)
+            if source not in self.inputs and not (constant is not None and constant.is_fixed):
+                raise self._refused(node, "a value without a gradient (detach): no layer stops gradients")
+        if node.op_type == "InstanceNormalization" and re.search(_TRACKED, traced):
+            raise self._refused(
+                node,
+                "an instance norm that evaluates with running statistics, which the file does not have: make it with "
+                "track_running_stats=False, or take a BatchNorm",
+            )
 
     def _branch(self, node: Any) -> None:
         """Process the branch that a constant selects."""

@@ -222,6 +222,39 @@ def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(n
         hg.onnx.load(path)
 
 
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("detached values", r"'node_detach' \(Identity\): .* got a value without a gradient \(detach\)"),
+        ("detached weights", r"'node_detach' \(Identity\): .* got a value without a gradient \(detach\)"),
+        ("running statistics of samples", r"\(Instance.*\): .* running statistics.*track_running_stats=False"),
+    ],
+)
+def test_what_only_the_notes_of_the_new_exporter_show_is_refused(name, message, tmp_path):
+    """The operators of these modules are those of other modules; training or evaluating them would differ."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+    make = {
+        "detached values": lambda m, x: m.d(m.c(x).detach()),
+        "detached weights": lambda m, x: m.d(functional.conv2d(x, m.c.weight.detach(), padding=1)),
+        "running statistics of samples": lambda m, x: m.d(m.n(m.c(x))),
+    }
+    norm = nn.InstanceNorm2d(4, track_running_stats=True)
+    module = as_module(make[name], c=nn.Conv2d(3, 4, 3, padding=1), d=nn.Conv2d(4, 2, 1), n=norm)
+    path = export(module, lib.zeros(2, 3, 6, 5), tmp_path / "m.onnx", "dynamo", training=True)
+    with pytest.raises(UserError, match=message):
+        hg.onnx.load(path)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_padding_of_a_convolution_leaves_its_name(exporter, tmp_path):
+    """A convolution with reflected rows keeps the name of its module; the rows are layers with other names."""
+    module = torch().nn.Sequential(torch().nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")).double()
+    network = hg.onnx.load(export(module, first(samples(*SHAPE)), tmp_path / "m.onnx", exporter, training=True))
+    assert list(network.parameters()) == ["0/w", "0/b"]
+    check_step(network, module, samples(*SHAPE))
+
+
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
     """A parameter that the exporter casts, transposes and reshapes is trained under its own name."""
