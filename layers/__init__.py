@@ -16,6 +16,7 @@ from .activation import (
     Softplus,
     Tanh,
 )
+from .attention import Attention, MultiHeadAttention
 from .batch_norm import BatchNorm
 from .composed import Crop, Sequential, Split
 from .convolution import Conv
@@ -55,6 +56,7 @@ __all__ = [
     "AdaptiveMaxPool",
     "Add",
     "Affine",
+    "Attention",
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
@@ -91,6 +93,7 @@ __all__ = [
     "MaxPool",
     "MeanSquaredError",
     "Mish",
+    "MultiHeadAttention",
     "Multiply",
     "Network",
     "Node",

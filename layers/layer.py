@@ -184,6 +184,10 @@ class Layer(TargetReader):
     inputs_taken: int | None = None
     #: Memory traffic of its kernels; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
+    #: Operations of the gradient of the inputs, relative to those of the forward pass.
+    backward_flops: float = 1.0
+    #: Whether its operations for the halo algorithms "pad" and "overlap" differ by more than boundary strips.
+    lowers_each_halo: bool = False
     #: Parameter of an activation that its own kernels compute.
     activation_alpha: float = 0.0
     #: Function that creates the layers that each call puts before it: padding that its own kernels do not compute.

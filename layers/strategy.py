@@ -73,6 +73,10 @@ class OptionsTable(Table):
     halo: Literal["auto", "pad", "overlap"] = "auto"
     """Time at which a convolution waits for its halo: before it computes (``"pad"``), or after its interior
     (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""
+    attention: Literal["auto", "gather", "ring"] = "auto"
+    """Time at which attention over whole samples gets the keys and values of other ranks: all before it computes
+    (``"gather"``), or block by block while it computes (``"ring"``: less memory, more kernels); ``"auto"`` follows
+    `halo`: a ring for ``"overlap"``."""
     statistics: Literal["local", "sample", "global"] = "global"
     """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
     recompute: Literal["none", "pointwise", "block"] = "none"

@@ -198,8 +198,8 @@ class RooflineTimes(KernelTimes):
     """Times from `Layer.flops` and bytes moved, on a machine that need not be available.
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
-    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have as many
-    operations as their forward. Bytes are those of the passes over inputs and output
+    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have
+    `Layer.backward_flops` as many operations as their forward. Bytes are those of the passes over inputs and output
     (:class:`~halograd.layers.layer.Passes`) and of the weights.
 
     Parameters
@@ -233,7 +233,8 @@ class RooflineTimes(KernelTimes):
         if has_filter and getattr(work.layer, "activation", None) is not None:
             mask = kernel(0, _MASK * y)
         if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
-            data = kernel(flops, passes.inputs(True, xs) + passes.data[1] * y + weights)
+            work_back = flops * work.layer.backward_flops
+            data = kernel(work_back, passes.inputs(True, xs) + passes.data[1] * y + weights)
         if has_filter:
             filter_ = kernel(flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)

@@ -235,6 +235,8 @@ def make_strategy(
             f"other parts{other_cuts(config, size, network, batch)}"
         )
     options: dict[str, Any] = {"halo": config.halo}
+    if config.attention != "auto":
+        options["attention"] = config.attention
     if config.statistics is not None:
         options["statistics"] = config.statistics
     if config.recompute == "pointwise":

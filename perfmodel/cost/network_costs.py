@@ -41,6 +41,7 @@ from ..machine import Machine
 from ..planners import Problem
 from .pricing import Pricing
 from .simulate import Training
+from .steps import faster
 from .timeline import price_layer
 from .wires import Ranks, Wires, middle_rank
 
@@ -362,8 +363,13 @@ class _Maker:
 
     def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
         """Return the time, sums of gradients, memory and halo algorithm of one candidate."""
-        step = _under(plain, dict(zip(AXES, parts)), self.ranks)
         trained = plain.name in self._trained
+
+        def under(step: Step) -> Step:
+            return _under(step, dict(zip(AXES, parts)), self.ranks)
+
+        chosen = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
+        step = under(chosen)
         alone = Alone(step, trained, self.pricing.overlaps)
         cost = price_layer(step, alone.forward, alone.backward() if trained else [], self.pricing)
         sums = update = 0.0

@@ -8,7 +8,7 @@ equal, its cost is equal in any program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ...program.program import Program, Segment, Step
 from .pricing import Pricing
 from .timeline import LayerCost, price_layer
 
-__all__ = ["PricedSteps", "price_replicated", "price_steps"]
+__all__ = ["PricedSteps", "faster", "price_replicated", "price_steps"]
 
 #: Per input, keys of `Value.gathered`.
 _Gathered = tuple[tuple[Any, ...], ...]
@@ -71,11 +71,27 @@ def _copied(value: Value) -> Value:
     return copy
 
 
+def faster(step: Step, pricing: Pricing, lower: Callable[[Step], Alone]) -> Step:
+    """Return the step with the faster halo algorithm, if its layer has operations of its own for each algorithm and the
+    faster one is to be chosen; else the step itself. `lower` lowers a step.
+    """
+    if not (pricing.best_halo and step.layer.lowers_each_halo and step.options.get("halo", "auto") == "auto"):
+        return step
+    steps = [replace(step, options={**step.options, "halo": halo}) for halo in ("pad", "overlap")]
+
+    def seconds(one: Step) -> float:
+        alone = lower(one)
+        return price_layer(one, alone.forward, alone.backward() if one.output.trainable else [], pricing).seconds
+
+    return min(steps, key=seconds)
+
+
 class _Known:
     """Layer under one cut; its costs are computed on demand."""
 
     def __init__(self, step: Step, gathered: _Gathered, pricing: Pricing) -> None:
-        self._step, self._before = step, gathered
+        self._before = gathered
+        self._step = faster(step, pricing, lambda one: Alone(_apart(one), True, pricing.overlaps, gathered))
         self._passes: dict[_Gathered | None, _Passes] = {}
         self._alone: Alone | None = self._lowered(pricing)
         self.gathered = _gathered(self._alone.step)

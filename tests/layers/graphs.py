@@ -77,7 +77,8 @@ class Centre(hg.Layer):
 class Graphs:
     """Generator of networks that depend only on the seed."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, attentions=1):
+        self.attentions = attentions
         self.rng = np.random.default_rng([1909, seed])
         self.axes = int(self.rng.choice([1, 2, 2, 2, 3]))
         self.batch = int(self.rng.integers(1, 4))
@@ -116,7 +117,7 @@ class Graphs:
         make = self.pick(
             self._conv, self._conv, self._conv, self._norm, self._pool, self._pool, self._transposed, self._resize,
             self._add, self._add, self._concat, self._dropout, self._pointwise, self._gate, self._centre, self._group,
-            self._adaptive, self._pixels,
+            self._adaptive, self._pixels, *[self._attention] * self.attentions,
         )  # fmt: skip
         try:
             return make(x, same, alike)
@@ -179,6 +180,17 @@ class Graphs:
     def _group(self, x, same, alike):
         return hg.GroupNorm(2, eps=0.1)(x)
 
+    def _attention(self, x, same, alike):
+        rule = self.pick(
+            {},
+            {},
+            {"window": self.per_axis(2, 3), "shift": self.per_axis(0, 1)},
+            {"neighborhood": self.per_axis(2, 3), "dilation": self.per_axis(1, 2), "periodic": self.pick(False, True)},
+        )
+        heads, bias = self.pick(1, 2), self.pick(None, "relative")
+        layer = hg.Attention(heads, bias=bias, dropout=self.pick(0.0, 0.0, 0.3), **rule)
+        return layer(x, self.pick(*same), self.pick(*same))
+
     def _gate(self, x, same, alike):
         return Gate(self.pick(0, 1, 2))(x, self.pick(*same))
 
@@ -211,7 +223,7 @@ class Graphs:
         layers = {}
         apart = self.pick(0.0, 0.3, 0.7)
         for name in network.layers:
-            own = {"halo": self.pick("pad", "overlap")}
+            own = {"halo": self.pick("pad", "overlap"), "attention": self.pick("auto", "gather", "ring")}
             if self.rng.random() < apart:
                 ranks = size if self.rng.random() < 0.6 else int(self.rng.integers(1, size + 1))
                 own |= random_parts(network.layers[name], ranks, self.rng)
