@@ -373,7 +373,9 @@ def _of_two(kind: str, w: OnnxWriter, node: Node) -> str:
 
 
 def _concat(w: OnnxWriter, node: Node) -> str:
-    return w.add("Concat", w.inputs(node), f"{w.name(node)}::y", axis=1)
+    layer: Any = node.layer
+    axis, channels = layer.along(node.shape), len(node.shape) - 1
+    return w.add("Concat", w.inputs(node), f"{w.name(node)}::y", axis=1 if axis == channels else axis + 2)
 
 
 def _flatten(w: OnnxWriter, node: Node) -> str:

@@ -113,8 +113,10 @@ def _flattens(node: Node) -> bool:
 def _keeps_places(node: Node) -> bool:
     """Return whether every output feature depends on the same feature of the inputs, or equally on all of them."""
     layer = node.layer
-    if isinstance(layer, (Concat, Slice)):
+    if isinstance(layer, Slice):
         return False
+    if isinstance(layer, Concat):
+        return layer.axis != "channel"
     if isinstance(layer, GroupNorm):
         return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
     if isinstance(layer, (Softmax, LogSoftmax, Redistribute, Flatten)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtensor import Blocks, Box, Interval, Layout
+from ..dtensor import Blocks, Box, Interval, Layout, axis_names
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context, Lowered
@@ -237,11 +237,18 @@ def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
 
 
 class Concat(Layer):
-    """Concatenation along the channels: inputs ``(N, *spatial, C_i)`` -> ``(N, *spatial, sum C_i)``.
+    """Concatenation along the channels: inputs ``(N, *spatial, C_i)`` -> ``(N, *spatial, sum C_i)``; or along a spatial
+    axis: ``(N, L_i, C)`` -> ``(N, sum L_i, C)``.
+
+    Parameters
+    ----------
+    axis
+        ``"channel"``, or ``"depth"``, ``"height"``, ``"width"`` (the axis of samples ``(L, C)``).
 
     Notes
     -----
-    Inputs and output have the same cut in samples and space. Communication: none, unless channels are cut.
+    Inputs and output have the same parts of each axis. Communication per process: the elements of its output that other
+    ranks own in an input, if the axis is cut; else none. Backward, the adjoint.
     """
 
     recomputation = "pointwise"
@@ -249,58 +256,75 @@ class Concat(Layer):
     passes = Passes()
     cuts_channels = "channelwise"
 
+    def __init__(self, name: str | None = None, *, axis: str = "channel") -> None:
+        super().__init__(name)
+        self.axis = axis
+
+    def along(self, shape: Shape) -> int:
+        """Return the index of the axis in samples of this shape. Raises ValueError if they lack it."""
+        names = axis_names(len(shape) + 1)[1:]
+        if self.axis not in names:
+            raise ValueError(f"Concat: axis: expected one of {', '.join(names)} for {shape}, got {self.axis!r}")
+        return names.index(self.axis)
+
     def output_shape(self, *shapes: Shape) -> Shape:
-        if not shapes or any(s[:-1] != shapes[0][:-1] for s in shapes):
+        axis = self.along(shapes[0]) if shapes else -1
+        if not shapes or any(_without(s, axis) != _without(shapes[0], axis) for s in shapes):
+            same = "spatial shape" if self.axis == "channel" else f"shape but for their {self.axis}"
             raise ValueError(
-                f"Concat: expected inputs of one spatial shape, got {_list(shapes)}; crop, pad or resize them first"
+                f"Concat: expected inputs of one {same}, got {_list(shapes)}; crop, pad or resize them first"
             )
-        return (*shapes[0][:-1], sum(s[-1] for s in shapes))
+        return (*shapes[0][:axis], sum(s[axis] for s in shapes), *shapes[0][axis + 1 :])
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        low, high = box.ranges[-1]
-        boxes, first = [], 0
-        for shape in shapes:
-            start = min(max(low - first, 0), shape[-1])
-            boxes.append(box.replace(box.ndim - 1, start, min(max(high - first, start), shape[-1])))
-            first += shape[-1]
-        return tuple(boxes)
+        axis = self.along(shapes[0])
+        parts = self._parts([shape[axis] for shape in shapes])
+        return tuple(box.replace(axis + 1, *part(*box.ranges[axis + 1])) for part in parts)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Return the boxes of `input_boxes` for one input, computed per axis."""
-        first, own = sum(layout.shape[-1] for layout in inputs[:i]), inputs[i].shape[-1]
+        axis = self.along(output.shape[1:]) + 1
+        changes: list[Callable[[int, int], Interval] | None] = [None] * len(output.shape)
+        changes[axis] = self._parts([layout.shape[axis] for layout in inputs])[i]
+        return output.boxes.map(*changes)
 
-        def channels(low: int, high: int) -> Interval:
+    @staticmethod
+    def _parts(extents: Sequence[int]) -> list[Callable[[int, int], Interval]]:
+        """Return, per input, the function from an interval of the output to that of the input."""
+
+        def part(first: int, own: int, low: int, high: int) -> Interval:
             start = min(max(low - first, 0), own)
             return start, min(max(high - first, start), own)
 
-        same = [lambda a, b: (a, b)] * (len(output.shape) - 1)
-        return output.boxes.map(*same, channels)
+        firsts = itertools.accumulate(extents[:-1], initial=0)
+        return [partial(part, first, own) for first, own in zip(firsts, extents)]
 
     def lower(self, context: Context) -> Lowered:
-        """Lower to copies between packed arrays and ranges of the channels of the output.
+        """Lower to copies between packed arrays and ranges of the output along the axis.
 
-        If channels are cut, the blocks of inputs and output differ: the inputs are gathered.
+        If the axis is cut, the blocks of inputs and output differ: the inputs are gathered.
         """
+        axis = self.along(context.shapes[0]) + 1
         boxes = [context.needed(i) for i in range(len(context.inputs))]
         inputs = [context.gather(i, blocks) for i, blocks in enumerate(boxes)]
-        firsts = list(itertools.accumulate((shape[-1] for shape in context.shapes[:-1]), initial=0))
+        firsts = list(itertools.accumulate((shape[axis - 1] for shape in context.shapes[:-1]), initial=0))
 
-        def channels(i: int, view: View) -> View:
-            """Return the channels of this rank that come from input `i`."""
-            box = inputs[i].box
-            first = firsts[i] + box.start[-1] - context.box.start[-1]
-            return view.part((0,) * (box.ndim - 1) + (first,), (*view.shape[:-1], box.shape[-1]))
+        def own(i: int, view: View) -> View:
+            """Return the part of this rank's output that comes from input `i`."""
+            box, start = inputs[i].box, [0] * len(view.shape)
+            start[axis] = firsts[i] + box.start[axis] - context.box.start[axis]
+            return view.part(start, (*view.shape[:axis], box.shape[axis], *view.shape[axis + 1 :]))
 
         for x in inputs:
             x.start()
         for x in inputs:
             x.finish()
-        pairs = [(x.view, channels(i, context.y)) for i, x in enumerate(inputs) if x.box.size]
+        pairs = [(x.view, own(i, context.y)) for i, x in enumerate(inputs) if x.box.size]
         context.copy(*pairs, timing=context.timing("forward"))
 
         def backward() -> None:
             returned = {i: context.return_gradient(i, b) for i, b in enumerate(boxes) if context.needs_gradient(i)}
-            pairs = [(channels(i, context.dy), some.view) for i, some in returned.items() if inputs[i].box.size]
+            pairs = [(own(i, context.dy), some.view) for i, some in returned.items() if inputs[i].box.size]
             context.copy(*pairs, timing=context.timing("backward_data"))
             for some in returned.values():
                 some.start()
@@ -308,6 +332,10 @@ class Concat(Layer):
                 some.finish()
 
         return Lowered(backward)
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _list(shapes: tuple[Shape, ...]) -> str:

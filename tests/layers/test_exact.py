@@ -293,6 +293,9 @@ for channels in [(3,), (1, 4), (2, 1, 3)]:
 for shape in [(9, 2), (6, 7, 6, 2), (5,)]:
     add("grids", f"sum {shape}", hg.Add, [shape, shape], gradient=False, batch=3)
     add("grids", f"concat {shape}", hg.Concat, [shape, shape], gradient=False, batch=3)
+for axis, extents in {"width": [(1, 2), (8, 2)], "height": [(5, 3, 2), (1, 3, 2), (2, 3, 2)]}.items():
+    make = partial(hg.Concat, "c", axis=axis)
+    add("channels", f"concat along {axis}", make, extents, axes=("sample", "height", "width", "channel"))
 make = lambda: lambda a, b: hg.Concat()(hg.Add("relu")(a, b), a)  # noqa: E731
 add("uneven", "concat of a sum", make, [SHAPE, SHAPE], gradient=False)
 CUT = {"axes": ("sample", "width", "channel"), "gradient": False}

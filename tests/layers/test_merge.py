@@ -71,6 +71,7 @@ def test_one_value_added_to_itself():
 
 def test_shapes_and_flops():
     assert Concat().output_shape((4, 5, 2), (4, 5, 3)) == (4, 5, 5)
+    assert Concat(axis="height").output_shape((4, 5, 2), (1, 5, 2)) == (5, 5, 2)
     assert Add().output_shape((4, 5, 2), (4, 5, 2)) == (4, 5, 2)
     assert Add().flops((4, 5, 2), (4, 5, 2), (4, 5, 2)) == 80
 
@@ -80,5 +81,7 @@ test_errors_name_what_is_wrong = refusals(
     (lambda: Add()(A, B), r"Add: expected inputs of one shape, got \(4, 4, 2\), \(5, 4, 2\); crop"),
     (lambda: Concat()(A, B), r"Concat: expected inputs of one spatial shape, got \(4, 4, 2\), \(5, 4, 2\)"),
     (lambda: Concat()(), r"Concat: .* got no input"),
+    (lambda: Concat(axis="width")(A, B), r"Concat: expected inputs of one shape but for their width, got \(4, 4, 2\)"),
+    (lambda: Concat(axis="depth")(A, B), r"Concat: axis: expected one of height, width, channel for .*, got 'depth'"),
     (lambda: Add("tan"), r"activation: expected None, one of relu, .* got 'tan'"),
 )

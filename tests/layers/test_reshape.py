@@ -6,7 +6,21 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor import axis_names
-from halograd.layers import Conv, Dense, Input, MeanSquaredError, Network, PixelShuffle, PixelUnshuffle, Reshape
+from halograd.layers import (
+    Concat,
+    Conv,
+    Dense,
+    Embedding,
+    GlobalAveragePool,
+    Input,
+    MeanSquaredError,
+    Network,
+    Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    Reshape,
+    Token,
+)
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.lowering.operations import Transfer
 from halograd.program.compiler import compile_program
@@ -75,6 +89,25 @@ def test_exact_from_an_image_to_tokens_and_back():
         return lambda x: last(Reshape((6, 5, 4))(each(tokens(Reshape((-1, 4))(first(x))))))
 
     check_layer(chain, (6, 5, 2), axes=AXES, gradient=False)
+
+
+@pytest.mark.mpi
+def test_exact_as_a_vision_transformer_does():
+    """A class token before tokens of patches, positions, tokens joined behind, and the class token as a vector."""
+
+    def chain():
+        patches, each, last = Conv(4, 2, 2, name="patches"), Conv(4, 3, padding=1, name="each"), Dense(3, name="last")
+        first, positions, pool = Token(name="first"), Embedding(name="positions"), GlobalAveragePool(name="pool")
+
+        def network(x):
+            tokens = Reshape((-1, 4), name="tokens")(patches(x))
+            tokens = positions(first(tokens))
+            tokens = Concat(name="both", axis="width")(each(tokens), tokens)
+            return last(pool(Pad([(0, 1 - tokens.shape[0])], name="one")(tokens)))
+
+        return network
+
+    check_layer(chain, (6, 4, 2), axes=AXES, gradient=False, batch=3)
 
 
 @pytest.mark.parametrize("cut", [{"sample": 4}, {"height": 4}, {"sample": 2, "height": 2}, {"height": 2, "channel": 2}])
