@@ -407,7 +407,8 @@ def _pixels(w: OnnxWriter, node: Node) -> str:
         split, order = [0, channels, *parts, *outside], [0, 1, *(i for a in range(d) for i in (2 + d + a, 2 + a))]
     else:
         split = [0, channels, *(n for extent in outside for n in (extent, layer.factor))]
-        order = [0, 1, *range(3, 2 + 2 * d, 2), *range(2, 2 + 2 * d, 2)]
+        cells, outer = list(range(3, 2 + 2 * d, 2)), list(range(2, 2 + 2 * d, 2))
+        order = [0, 1, *cells, *outer] if layer.order == "channel" else [0, *cells[::-1], 1, *outer]
     value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::apart")
     value = w.add("Transpose", [value], f"{name}::moved", perm=order)
     whole = w.numbers(f"{name}::shape", [0, node.shape[-1], *node.shape[:-1]], np.int64)

@@ -18,7 +18,7 @@ from .activation import (
 )
 from .attention import Attention, MultiHeadAttention
 from .batch_norm import BatchNorm
-from .composed import Crop, Sequential, Split
+from .composed import Crop, PatchEmbedding, PatchMerging, Sequential, Split
 from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
@@ -100,6 +100,8 @@ __all__ = [
     "PReLU",
     "Pad",
     "Parameter",
+    "PatchEmbedding",
+    "PatchMerging",
     "PixelShuffle",
     "PixelUnshuffle",
     "RMSNorm",

@@ -1,4 +1,4 @@
-"""Functions that create several layers in one call: sequences, splits of the channels, crops. They are no layers."""
+"""Functions that create several layers in one call: sequences, splits, crops, patches. They are no layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .convolution import Conv
+from .group_norm import LayerNorm
 from .layer import Node
 from .padding import Pad, Slice
+from .reshape import PixelUnshuffle
 
-__all__ = ["Crop", "Sequential", "Split"]
+__all__ = ["Crop", "PatchEmbedding", "PatchMerging", "Sequential", "Split"]
 
 
 class Sequential:
@@ -122,3 +125,69 @@ class Crop:
             raise ValueError(f"Crop: expected two nodes of as many axes, got {node.shape} and {like.shape}")
         more = [n - wanted for n, wanted in zip(node.shape[:-1], like.shape[:-1])]
         return [(n // 2, n - n // 2) for n in more]
+
+
+class PatchEmbedding:
+    """Embedding of patches: a convolution whose kernel is its stride (Dosovitskiy et al. 2021).
+
+    Parameters
+    ----------
+    patch
+        Extents of a patch, one number for all axes or one per axis.
+    channels
+        Number of channels of the embedding.
+    options
+        Further options of :class:`Conv`.
+
+    Examples
+    --------
+    >>> from halograd.layers import Input
+    >>> PatchEmbedding(4, 96)(Input((224, 224, 3))).shape
+    (56, 56, 96)
+    """
+
+    def __init__(self, patch: int | Sequence[int], channels: int, name: str | None = None, **options: Any) -> None:
+        self.layer = Conv(channels, patch, patch, name=name, **options)
+
+    def __call__(self, node: Node) -> Node:
+        """Return the embedded patches. Raises ValueError if patches do not divide the extents."""
+        size = self.layer.stencil.kernel
+        kernel = (size,) * (len(node.shape) - 1) if isinstance(size, int) else size
+        if any(n % k for n, k in zip(node.shape, kernel)):
+            raise ValueError(
+                f"PatchEmbedding: expected extents that are multiples of the patch {kernel}, got {node.shape[:-1]}; "
+                "pad them before"
+            )
+        return self.layer(node)
+
+
+class PatchMerging:
+    """Merging of 2 positions along each axis, as in Swin (Liu et al. 2021): their channels, normalized, projected.
+
+    Odd extents are padded with zeros at the end. The order of the channels is that of torchvision.
+
+    Parameters
+    ----------
+    channels
+        Number of channels of the output; None: twice those of the input.
+    name
+        Common name; the layers are named ``name.norm`` and ``name.reduction``.
+
+    Examples
+    --------
+    >>> from halograd.layers import Input
+    >>> PatchMerging()(Input((7, 6, 8))).shape
+    (4, 3, 16)
+    """
+
+    def __init__(self, channels: int | None = None, name: str | None = None) -> None:
+        self.channels, self.name = channels, name
+
+    def __call__(self, node: Node) -> Node:
+        """Return the merged positions."""
+        named = {part: self.name and f"{self.name}.{part}" for part in ("pad", "patches", "norm", "reduction")}
+        channels = self.channels or 2 * node.shape[-1]
+        if any(n % 2 for n in node.shape[:-1]):
+            node = Pad([(0, n % 2) for n in node.shape[:-1]], name=named["pad"])(node)
+        node = PixelUnshuffle(2, named["patches"], order="position")(node)
+        return Conv(channels, 1, bias=False, name=named["reduction"])(LayerNorm("channels", name=named["norm"])(node))

@@ -300,6 +300,8 @@ class _Pixels(Copied):
 
     #: Names of input and output.
     names = ("coarse", "fine")
+    #: Whether coarse channels are ordered by fine channel, or by position in the cell.
+    order = "channel"
 
     def __init__(self, factor: int, name: str | None = None) -> None:
         super().__init__(name)
@@ -316,7 +318,10 @@ class _Pixels(Copied):
     def lower(self, context: Context) -> Lowered:
         boxes, (read, made) = context.needed(0), self.names
         x = context.gather(0, boxes).run()
-        places = _places(**{read: x.box, made: context.box}, factor=self.factor) if context.box.size else []
+        sizes = {read: context.shapes[0][-1], made: context.output.layout.shape[-1]}
+        blocks = sizes["fine"] if self.order == "position" else None
+        boxes_of = {read: x.box, made: context.box}
+        places = _places(**boxes_of, factor=self.factor, blocks=blocks) if context.box.size else []
         pairs = places if made == "fine" else _turned(places)
         kernel = context.kernel(partial(_moving, pairs), x=x.view, y=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
@@ -361,6 +366,16 @@ class PixelUnshuffle(_Pixels):
 
     It is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of axes.
 
+    Parameters
+    ----------
+    factor
+        Positions per coarse position, along each axis.
+    order
+        ``"channel"``: the order of torch, the positions of one channel after the other. ``"position"``: all channels of
+        one position after the other, the position along the first axis fastest, as in Swin's patch merging::
+
+            y[.., h, w, (j * factor + i) * C + c] = x[.., h * factor + i, w * factor + j, c]
+
     Notes
     -----
     Communication per process: the fine positions of its coarse positions that another rank owns; none if the blocks
@@ -368,6 +383,12 @@ class PixelUnshuffle(_Pixels):
     """
 
     names = ("fine", "coarse")
+
+    def __init__(self, factor: int, name: str | None = None, *, order: str = "channel") -> None:
+        super().__init__(factor, name)
+        if order not in ("channel", "position"):
+            raise ValueError(f"{self.kind}: order: expected 'channel' or 'position', got {order!r}")
+        self.order = order
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -378,7 +399,11 @@ class PixelUnshuffle(_Pixels):
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         axes = len(output.shape) - 2
-        fine, channels = partial(_fine, self.factor), partial(_coarse, self.factor**axes)
+        fine = partial(_fine, self.factor)
+        if self.order == "position":
+            channels = partial(_within_block, inputs[i].shape[-1])
+        else:
+            channels = partial(_coarse, self.factor**axes)
         return output.boxes.map(partial(_fine, 1), *[fine] * axes, channels)
 
 
@@ -447,10 +472,20 @@ def _fine(factor: int, low: int, high: int) -> Interval:
     return (low * factor, high * factor) if high > low else (0, 0)
 
 
-def _places(fine: Box, coarse: Box, factor: int) -> list[tuple[Slices, Slices]]:
+def _within_block(size: int, low: int, high: int) -> Interval:
+    """Return the channels, of blocks of `size`, that an interval of channels of all blocks needs.
+
+    >>> _within_block(4, 5, 7), _within_block(4, 5, 9)
+    ((1, 3), (0, 4))
+    """
+    first, last = low // size, -(-high // size)
+    return (low - first * size, high - first * size) if last - first == 1 else (0, size * (high > low))
+
+
+def _places(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> list[tuple[Slices, Slices]]:
     """Return the slices of equal elements in arrays of a fine and a coarse box, per position in a cell.
 
-    Pure arithmetic.
+    With `blocks`, the number of fine channels, the coarse channels are ordered by position. Pure arithmetic.
     """
     axes, found = fine.ndim - 2, []
     for number, at in enumerate(itertools.product(range(factor), repeat=axes)):
@@ -458,9 +493,20 @@ def _places(fine: Box, coarse: Box, factor: int) -> list[tuple[Slices, Slices]]:
         for axis, phase in enumerate(at, start=1):
             pairs.append(_along(fine.ranges[axis], coarse.ranges[axis], factor, phase))
         # Along the channels the roles are swapped: the coarse map has more channels.
-        pairs.append(_along(coarse.ranges[-1], fine.ranges[-1], factor**axes, number)[::-1])
+        if blocks is None:
+            pairs.append(_along(coarse.ranges[-1], fine.ranges[-1], factor**axes, number)[::-1])
+        else:
+            block = sum(phase * factor**axis for axis, phase in enumerate(at))
+            pairs.append(_block(fine.ranges[-1], coarse.ranges[-1], block * blocks))
         found.append((tuple(a for a, _ in pairs), tuple(b for _, b in pairs)))
     return found
+
+
+def _block(fine: Interval, coarse: Interval, shift: int) -> tuple[slice, slice]:
+    """Return slices of the fine channels `c` and the coarse channels ``shift + c``, for all `c` in both."""
+    first = max(fine[0], coarse[0] - shift)
+    stop = max(first, min(fine[1], coarse[1] - shift))
+    return slice(first - fine[0], stop - fine[0]), slice(first + shift - coarse[0], stop + shift - coarse[0])
 
 
 def _turned(places: Sequence[tuple[Slices, Slices]]) -> list[tuple[Slices, Slices]]:

@@ -100,6 +100,7 @@ WRITTEN = {
     "sphere of vectors": (lambda: [hg.Pad(((0, 2), (1, 3)), hg.Sphere(poles=True, sign=(1, -1)))], (4, 6, 2)),
     "padded as a sphere": (lambda: [hg.Conv(3, 3, padding=1, padding_mode="sphere")], (4, 6, 2)),
     "roll": (lambda: [hg.Roll((3, -2))], IMAGE),
+    "patches": (lambda: [hg.PatchEmbedding((2, 1), 5), hg.PatchMerging()], IMAGE),
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),

@@ -106,6 +106,8 @@ SHUFFLES = {
     "unshuffle by 3": (lambda: hg.PixelUnshuffle(3, "p"), (9, 12, 2)),
     "unshuffle 1-D": (lambda: hg.PixelUnshuffle(2, "p"), (14, 3)),
     "unshuffle 3-D": (lambda: hg.PixelUnshuffle(2, "p"), (6, 4, 6, 2)),
+    "unshuffle by position": (lambda: hg.PixelUnshuffle(2, "p", order="position"), (10, 6, 3)),
+    "unshuffle by position 3-D": (lambda: hg.PixelUnshuffle(2, "p", order="position"), (6, 4, 6, 2)),
     "of channels": (lambda: hg.ChannelShuffle(3, "p"), (5, 4, 12)),
     "of channels 3-D": (lambda: hg.ChannelShuffle(2, "p"), (3, 2, 3, 4)),
     "of one": (lambda: hg.PixelShuffle(1, "p"), (5, 4, 3)),

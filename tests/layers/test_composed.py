@@ -89,6 +89,16 @@ class Called:
         return {}
 
 
+def test_patches_are_merged_by_named_layers():
+    network = hg.Network(hg.PatchMerging(name="m")(hg.Input((5, 6, 3), name="x")))
+    assert list(network.layers) == ["m.pad", "m.patches", "m.norm", "m.reduction"]
+    assert {name: spec.shape for name, spec in network.parameters().items()} == {
+        "m.norm/gamma": (12,),
+        "m.norm/beta": (12,),
+        "m.reduction/w": (6, 1, 1, 12),
+    }
+
+
 def test_examples():
     assert doctest.testmod(composed).failed == 0
 
@@ -108,5 +118,7 @@ test_refusals = refusals(
     (lambda x: hg.Crop(-1)(x), r"expected rows to remove from \(7, 6\), got"),
     (lambda x: hg.Crop()(x, hg.Input((8, 6, 1))), "use Pad to add some"),
     (lambda x: hg.Crop()(x, hg.Input((8, 1))), "expected two nodes of as many axes"),
+    (lambda x: hg.PatchEmbedding((7, 4), 2)(x), r"multiples of the patch \(7, 4\), got \(7, 6\)"),
+    (lambda x: hg.PixelUnshuffle(2, order="torch"), "order: expected 'channel' or 'position', got 'torch'"),
     call=lambda make: make(hg.Input(SHAPE)),
 )

@@ -264,7 +264,8 @@ for amounts in [((-2, -1), (0, -3)), ((-6, 4), (2, -5)), -1]:
 
 for name, (make, shape) in SHUFFLES.items():
     add("grids", f"shuffle {name}", make, shape, gradient=len(shape) == 3)
-    if name in ("shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3", "of channels"):  # blocks begin within a cell
+    within = ("shuffle", "shuffle by 3", "unshuffle", "unshuffle by position", "unshuffle by 3", "of channels")
+    if name in within:  # blocks begin within a cell
         add("channels", f"shuffle {name}", make, shape, axes=("height", "channel"), gradient=False)
         add("uneven, many ranks", f"shuffle {name}", make, shape, gradient=False)
 both = behind(partial(hg.PixelShuffle, 2), partial(hg.PixelUnshuffle, 2))

@@ -232,6 +232,15 @@ for name, function, own in [
     make, shape = SHUFFLES[name]
     add(f"shuffle {name}", make, [shape], lambda x, function=function, own=own: function(x, own))
 
+
+def merged(x):
+    """Return the positions of 2 x 2 cells as channels, in the order of torchvision's PatchMerging."""
+    rows = [x[..., i::2, j::2] for j in (0, 1) for i in (0, 1)]
+    return torch().cat(rows, 1)
+
+
+make, shape = SHUFFLES["unshuffle by position"]
+add("shuffle unshuffle by position", make, [shape], merged)
 add("sum", partial(hg.Add, name="a"), [SHAPE] * 3, lambda a, b, c: a + b + c)
 add("sum, relu", partial(hg.Add, "relu", name="a"), [SHAPE] * 2, lambda a, b: (a + b).relu())
 add("concat", partial(hg.Concat, "c"), [(5, 4, 2), (5, 4, 3)], lambda a, b: torch().cat((a, b), 1))
