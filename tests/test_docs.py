@@ -128,7 +128,7 @@ def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
     for name in ("onnx", "onnxscript", "safetensors"):
         pytest.importorskip(name, reason="needs what exchanges with torch: pip install 'halograd[oracle]'")
     monkeypatch.chdir(tmp_path)
-    x, target = np.zeros((4, 8, 8, 3)), np.zeros((4, 8, 8, 1), np.int32)
+    x, target = np.zeros((8, 8, 8, 3)), np.zeros((8, 8, 8, 1), np.int32)
     space: dict = {
         "model": torch.nn.Conv2d(3, 4, 1),
         "x": torch.zeros(1, 3, 8, 8),

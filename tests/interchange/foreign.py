@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,10 +66,11 @@ def _monai(kind: str, shape: tuple[int, ...], **options: Any) -> Made:
     return getattr(nets, kind)(**options), shape
 
 
-def _smp(kind: str, encoder: str = "resnet18", shape: tuple[int, ...] = (3, 64, 64), **options: Any) -> Made:
+def _smp(kind: str, encoder: str = "mobilenet_v2", extent: int = 64, **options: Any) -> Made:
     import segmentation_models_pytorch as smp
 
-    return getattr(smp, kind)(encoder, encoder_weights=None, in_channels=3, classes=3, **options), shape
+    made = getattr(smp, kind)(encoder, encoder_weights=None, in_channels=3, classes=3, **options)
+    return made, (3, extent, extent)
 
 
 def _swin() -> Made:
@@ -93,28 +96,26 @@ def _convnext() -> Made:
     return ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)], num_classes=5), (3, 32, 32)
 
 
+_ATTENTION_UNET: dict[str, Any] = {"in_channels": 1, "out_channels": 2, "channels": (4, 8, 16), "strides": (2, 2)}
+
 #: Functions that make a module and the shape of a sample, by the name in the table of docs/torch.md.
 NETWORKS: dict[str, Callable[[], Made]] = {
     "nnU-Net PlainConvUNet, 2-D": lambda: _nnunet("PlainConvUNet", 2),
     "nnU-Net PlainConvUNet, 3-D": lambda: _nnunet("PlainConvUNet", 3),
     "nnU-Net ResidualEncoderUNet, 2-D": lambda: _nnunet("ResidualEncoderUNet", 2),
     "nnU-Net ResidualEncoderUNet, 3-D": lambda: _nnunet("ResidualEncoderUNet", 3),
-    "MONAI BasicUNet": lambda: _monai(
+    "MONAI BasicUNet, 2-D": lambda: _monai(
         "BasicUNet", (1, 32, 32), spatial_dims=2, in_channels=1, out_channels=2, features=(4, 4, 8, 8, 16, 4)
     ),
-    "MONAI SegResNet": lambda: _monai(
-        "SegResNet", (1, 16, 16, 16), spatial_dims=3, in_channels=1, out_channels=2, init_filters=8
+    "MONAI BasicUNet, 3-D": lambda: _monai(
+        "BasicUNet", (1, 32, 32, 32), spatial_dims=3, in_channels=1, out_channels=2, features=(2, 2, 4, 4, 8, 2)
     ),
-    "MONAI AttentionUnet": lambda: _monai(
-        "AttentionUnet",
-        (1, 16, 16),
-        spatial_dims=2,
-        in_channels=1,
-        out_channels=2,
-        channels=(4, 8, 16),
-        strides=(2, 2),
+    "MONAI SegResNet, 3-D": lambda: _monai(
+        "SegResNet", (1, 16, 16, 16), spatial_dims=3, in_channels=1, out_channels=2, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1)
     ),
-    "MONAI UNETR": lambda: _monai(
+    "MONAI AttentionUnet, 2-D": lambda: _monai("AttentionUnet", (1, 16, 16), spatial_dims=2, **_ATTENTION_UNET),
+    "MONAI AttentionUnet, 3-D": lambda: _monai("AttentionUnet", (1, 16, 16, 16), spatial_dims=3, **_ATTENTION_UNET),
+    "MONAI UNETR, 2-D": lambda: _monai(
         "UNETR",
         (1, 32, 32),
         in_channels=1,
@@ -126,7 +127,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
         num_heads=2,
         spatial_dims=2,
     ),
-    "MONAI SwinUNETR": lambda: _monai(
+    "MONAI SwinUNETR, 2-D": lambda: _monai(
         "SwinUNETR",
         (1, 64, 64),
         in_channels=1,
@@ -174,6 +175,8 @@ def make(name: str) -> Made:
     for layer in module.modules():
         if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
             layer.p = 0.0
+        if hasattr(layer, "drop_prob"):
+            layer.drop_prob = 0.0
     return module.double(), shape
 
 
@@ -241,12 +244,15 @@ def main(wanted: list[str]) -> None:
         cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
         for name in NETWORKS:
             if not wanted or any(part.lower() in name.lower() for part in wanted):
+                begin = time.perf_counter()
                 try:
-                    text = "{:.0e} {:.0e}".format(*compared(name, comm, cut))
+                    cells = "{:.0e} | {:.0e}".format(*compared(name, comm, cut))
                 except UserError as error:
-                    text = str(error)
+                    nodes = re.findall(r"node '([^']*)' \((\w+)\)", str(error))
+                    cells = f"refused: node `{nodes[0][0]}` ({nodes[0][1]}) |" if nodes else f"refused: {error} |"
                 if comm.rank == 0:
-                    print(f"{name}: {text}", flush=True)
+                    print(f"| {name} | {cells} |", flush=True)
+                    print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
