@@ -1,8 +1,9 @@
 """Modules of torch as networks: an export by the exporter of torch that serves, which leaves no files, and its import.
 
 Both exporters write the module in training mode, with its parameters as they are. torch.export traces it without
-computing, stores which arrays are buffers, and refuses what it cannot follow, so it comes first; TorchScript's tracer
-runs the module on the example. The module is the same afterwards: modes, buffers, running statistics, random numbers.
+computing, stores which arrays are buffers, and refuses what it cannot follow. TorchScript's tracer runs the module on
+the example; its files say less of the module, so it is used only where torch.export fails, and not where a file of
+torch.export is refused. The module is the same afterwards: modes, buffers, running statistics, random numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = ["EXPORTERS", "ExportedModule", "export", "fill_module", "state_for"]
 
 #: Files with more bytes of weights are written in two parts: a message of Protocol Buffers has at most 2 GiB.
 _LARGE = 1 << 30
-#: Entries of nodes that name files of this machine, and are not read.
-_TRACES = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "namespace")
+#: Entry of nodes that names files of this machine, and is not read.
+_TRACE = "pkg.torch.onnx.stack_trace"
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,23 @@ def export(
                 with _traced(call):
                     exporter(call, Path(folder), shapes or {})
                 made = ExportedModule(type(module).__name__, _finished(Path(folder), call))
-            return made, made.network(shapes)
-        except UserError as error:
-            refused.append(f"by {title}: {error}")
+        except UserError:
+            raise
         except Exception as error:  # exporters raise errors of all types
-            refused.append(f"by {title}: it cannot export the module: {one_line(error)[:300]}")
+            refused.append(f"by {title}: {_reason(error)}")
+        else:
+            return made, made.network(shapes)
     raise UserError(
-        f"from_torch(): {type(module).__name__}: expected a module of supported operations, got, {'; '.join(refused)}"
+        f"from_torch(): {type(module).__name__}: expected a module that torch can export to ONNX, got errors: "
+        f"{'; '.join(refused)}"
     )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause of an exporter's error as one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {one_line(error)[:300]}"
 
 
 def _call_of(module: Any, example_inputs: Any) -> _Call:
@@ -217,8 +227,14 @@ def _traced(call: _Call) -> Iterator[None]:
 
 
 def _check_modes(module: Any) -> None:
-    """Raise UserError for a norm with running statistics that is in evaluation mode."""
+    """Raise UserError for a norm with running statistics that is in evaluation mode, or is no batch norm."""
+    torch = library("torch")
     for name, one in module.named_modules():
+        if isinstance(one, torch.nn.modules.instancenorm._InstanceNorm) and one.track_running_stats:
+            raise UserError(
+                f"from_torch(): expected instance norms of the statistics of each sample, got {name!r} with "
+                "track_running_stats=True; make it without"
+            )
         if getattr(one, "running_mean", None) is not None and not one.training:
             raise UserError(
                 f"from_torch(): expected norms in training mode, got {name!r} in evaluation mode; call train() on the "
@@ -266,15 +282,31 @@ def _by_torchscript(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int
         for name, tensor in call.tensors.items()
         if name in shapes and tuple(shapes[name]) != (*tensor.shape[2:], tensor.shape[1])
     }
-    torch.onnx.export(
-        call.module,
-        tuple(_at(tensor, None) for tensor in call.tensors.values()),
-        str(folder / "model.onnx"),
-        dynamo=False,
-        training=torch.onnx.TrainingMode.PRESERVE,
-        do_constant_folding=False,
-        input_names=names,
-        dynamic_axes=axes or None,
+    torch.onnx.register_custom_op_symbolic("aten::detach", _refuse_detach, _OPSET)
+    try:
+        torch.onnx.export(
+            call.module,
+            tuple(_at(tensor, None) for tensor in call.tensors.values()),
+            str(folder / "model.onnx"),
+            dynamo=False,
+            opset_version=_OPSET,
+            training=torch.onnx.TrainingMode.PRESERVE,
+            do_constant_folding=False,
+            input_names=names,
+            dynamic_axes=axes or None,
+        )
+    finally:
+        torch.onnx.unregister_custom_op_symbolic("aten::detach", _OPSET)
+
+
+#: Version of the operators that the old exporter writes.
+_OPSET = 18
+
+
+def _refuse_detach(graph: Any, value: Any) -> Any:
+    """Raise an error for ``detach()``, which the old exporter would write as no operation."""
+    raise UserError(
+        "from_torch(): expected gradients of all values, got detach() in forward(); detach no value that is trained"
     )
 
 
@@ -312,7 +344,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
             graph.node.append(onnx.helper.make_node("Identity", [output.name], [name], f"output {name}"))
             output.name = name
     for node in graph.node:
-        kept = [entry for entry in node.metadata_props if entry.key not in _TRACES]
+        kept = [entry for entry in node.metadata_props if entry.key != _TRACE]
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
     _store_buffers(graph, dict(call.module.named_buffers()))

@@ -111,7 +111,14 @@ NETWORKS: dict[str, Callable[[], Made]] = {
         "BasicUNet", (1, 32, 32, 32), spatial_dims=3, in_channels=1, out_channels=2, features=(2, 2, 4, 4, 8, 2)
     ),
     "MONAI SegResNet, 3-D": lambda: _monai(
-        "SegResNet", (1, 16, 16, 16), spatial_dims=3, in_channels=1, out_channels=2, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1)
+        "SegResNet",
+        (1, 16, 16, 16),
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=2,
+        init_filters=8,
+        blocks_down=(1, 1, 1),
+        blocks_up=(1, 1),
     ),
     "MONAI AttentionUnet, 2-D": lambda: _monai("AttentionUnet", (1, 16, 16), spatial_dims=2, **_ATTENTION_UNET),
     "MONAI AttentionUnet, 3-D": lambda: _monai("AttentionUnet", (1, 16, 16, 16), spatial_dims=3, **_ATTENTION_UNET),
