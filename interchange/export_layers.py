@@ -30,6 +30,7 @@ from ..layers import (
     ConvTranspose,
     Dense,
     Dropout,
+    Embedding,
     Flatten,
     GlobalAveragePool,
     GlobalMaxPool,
@@ -64,6 +65,7 @@ from ..layers import (
     Softplus,
     StochasticDepth,
     Tanh,
+    Token,
 )
 from ..layers.activation import inside
 from ..layers.padding import PadAxis, PadPole
@@ -322,13 +324,33 @@ def _numbers(w: OnnxWriter, node: Node) -> str:
 
 
 def _scale(w: OnnxWriter, node: Node) -> str:
-    name, shape = w.name(node), (node.shape[-1], *(1 for _ in node.shape[:-1]))
-    gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), shape))
-    made = w.add("Mul", [*w.inputs(node), gamma], f"{name}::y")
-    if w.parameter(node, "beta") is None:
-        return made
-    beta = w.weight(node, "bias", np.reshape(_of(w, node, "beta"), shape))
-    return w.add("Add", [made, beta], f"{name}::shifted")
+    layer: Any = node.layer
+    label = "weight" if layer.bias or layer.axes == ("channel",) else ""
+    made = w.add("Mul", [*w.inputs(node), _along(w, node, "gamma", label)], f"{w.name(node)}::y")
+    return w.add("Add", [made, _along(w, node, "beta", "bias")], f"{w.name(node)}::shifted") if layer.bias else made
+
+
+def _embedding(w: OnnxWriter, node: Node) -> str:
+    return w.add("Add", [*w.inputs(node), _along(w, node, "w", "")], f"{w.name(node)}::y")
+
+
+def _along(w: OnnxWriter, node: Node, key: str, label: str) -> str:
+    """Write an array per channel ``(C,)`` or with the axes of a sample, for values ``(N, C, *spatial)``."""
+    array, axes = _of(w, node, key), len(node.shape)
+    array = np.moveaxis(array.reshape((1,) * (axes - array.ndim) + array.shape), -1, 0)
+    if key in node.layer.state(node.inputs[0].shape):
+        return w.numbers(f"{w.name(node)}::{key}", array)
+    return w.weight(node, label, array)
+
+
+def _token(w: OnnxWriter, node: Node) -> str:
+    """Export Token as torch does: its positions, expanded over samples, before the others."""
+    name, (value,) = w.name(node), w.inputs(node)
+    rows = w.weight(node, "", np.moveaxis(_of(w, node, "w"), -1, 0)[None])
+    batch = w.add("Shape", [value], f"{name}::batch", start=0, end=1)
+    shape = w.add("Concat", [batch, w.numbers(f"{name}::ones", [1, 1], np.int64)], f"{name}::shape", axis=0)
+    every = w.add("Expand", [rows, shape], f"{name}::rows")
+    return w.add("Concat", [every, value], f"{name}::y", axis=2)
 
 
 def _prelu(w: OnnxWriter, node: Node) -> str:
@@ -545,6 +567,8 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     Clamp: _clip,
     Affine: _numbers,
     Scale: _scale,
+    Embedding: _embedding,
+    Token: _token,
     PReLU: _prelu,
     Dropout: _same,
     StochasticDepth: _same,

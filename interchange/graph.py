@@ -298,6 +298,8 @@ class Builder:
         self._owned = {one.name.rpartition(".")[0] for one in graph.constants.values() if one.origin != "number"}
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
+        #: Layers with one array, by its name.
+        self._arrays: dict[str, Layer] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -326,24 +328,16 @@ class Builder:
             raise NeedsPositions(value.pool)
         raise self.refused(op, "samples with spatial axes", "vectors")
 
-    def check_channels(self, op: OnnxNode, value: Activation, axis: int | None) -> None:
-        """Raise UserError for constants along another axis than the channels."""
-        channels = len(self.shape(op.inputs[0])) - 1 if value.last else 1
-        if axis not in (None, channels):
-            raise self.refused_constant(op.changed(kind=op.attributes["kind"]), f"numbers along axis {axis}")
+    def channels_at(self, op: OnnxNode, value: Activation) -> int:
+        """Return the axis of the channels of a value in ONNX, which is input 0 of an operation."""
+        return len(self.shape(op.inputs[0])) - 1 if value.last else 1
 
-    def refused_constant(self, op: OnnxNode, got: str = "") -> UserError:
-        """Return the error for a product or sum with an unsupported constant; `got` describes it."""
+    def refused_array(self, op: OnnxNode) -> UserError:
+        """Return the error for a sum or product with an array that may be a parameter or a buffer."""
         found = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
-        expected, what = "a number, a factor per channel, or one that depends on the data", "another constant factor"
-        if op.kind in ("Add", "Sub"):
-            expected, what = "a number, or a sum of two values that depend on the data", "an array of constants"
-        for one in found:
-            if one.origin == "unknown":
-                array = repr(one.name) if one.name else "an array without a name"
-                return self.refused(op, expected, f"{array}, a parameter or a buffer", TELL_BUFFERS)
-            got = f"the parameter {one.name!r} {one.shape}" if one.origin == "parameter" else got or f"{one.shape}"
-        return self.refused(op, expected, f"{what}: {got}" if got else what)
+        name = next((one.name for one in found if one.origin == "unknown"), "")
+        array = repr(name) if name else "an array without a name"
+        return self.refused(op, "an array that is trained or not", f"{array}, a parameter or a buffer", TELL_BUFFERS)
 
     def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
         """Return input `i`, which must be a constant; None if it is omitted."""
@@ -389,6 +383,36 @@ class Builder:
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
 
+    def array(self, op: OnnxNode, layer: Layer, node: Node, constant: OnnxConstant, last: bool) -> Node:
+        """Add a layer with one array of the file, which is added or multiplied; `last`: its channels come last there.
+
+        A trained layer has the name of the array. A second use of an array becomes another call of its layer.
+        """
+        if constant.is_fixed:
+            return self.add(op, layer, node)
+        before = self._arrays.get(constant.name) if constant.name else None
+        if before is None and any(constant.name in its for *_, its in self._owners.values()):
+            before = layer.changed(name="")  # the array of another kind of layer
+        if before is None:
+            layer.name, layer.stored_as = self.name(op.changed(scope=constant.name)), self._stored_as(constant, last)
+            self._arrays[constant.name] = layer
+            return self.add(op, layer, node)
+        alike = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
+        if not (before.name and alike):
+            raise self._refused_again(op, constant.name)
+        return before(node)
+
+    def _refused_again(self, op: OnnxNode, name: str) -> UserError:
+        remedy = "use a second parameter in its place"
+        return self.refused(op, "an array of its own", f"{name!r} again", remedy)
+
+    def _stored_as(self, constant: OnnxConstant, last: bool) -> tuple[Shape, bool] | None:
+        """Return the shape of an array in the file, and whether channels come last; None if its order was changed."""
+        stored = self.graph.constants.get(constant.name)
+        if stored is None or not np.array_equal(stored.read().reshape(-1), constant.read().reshape(-1)):
+            return None
+        return stored.shape, last
+
     def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
         """Raise UserError for weights that torch does not train, or may not train."""
         what = repr(weights.name) if weights.name else "numbers of the source"
@@ -410,6 +434,9 @@ class Builder:
         matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
         if not names:
             return None
+        again = next((name for name in names if name in self._arrays), None)
+        if again is not None:
+            raise self._refused_again(op, again)
         owner, before, its = self._owners.setdefault(matrices or names, (op, layer, names))
         if owner is op or not (matrices or op.module == names[0].rpartition(".")[0]):
             return None

@@ -35,6 +35,7 @@ from ..layers import (
     PReLU,
     Softmax,
 )
+from .extents import joined, numbers_along
 from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS
@@ -196,7 +197,11 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
 def _affine(build: Builder, op: OnnxNode) -> Activation:
     """Import products and sums with constants that are not trained."""
     value, given = build.value(op), [op.attributes[key] for key in ("factor", "shift")]
-    build.check_channels(op, value, op.attributes["axis"])
+    axis = op.attributes["axis"]
+    if axis not in (None, build.channels_at(op, value)):
+        for key, neutral in (("factor", 1.0), ("shift", 0.0)):
+            value = value if op.attributes[key] == neutral else numbers_along(build, op, value, key, axis)
+        return value
     if value.spatial:
         given = [n if isinstance(n, float) else permuted(np.asarray(n), value.spatial).tolist() for n in given]
     return value.of(build.add(op, Affine(*given), value.node))
@@ -265,7 +270,7 @@ def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
 
 def _add(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused_constant(op)
+        return joined(build, op)
     if len({build.shape(name) for name in op.inputs}) > 1:
         return _of_two(build, op, BroadcastAdd)
     values = _alike(build, op)
@@ -276,7 +281,7 @@ def _add(build: Builder, op: OnnxNode) -> Activation:
 def _subtract(build: Builder, op: OnnxNode) -> Activation:
     """Import Sub as a sum with the second value times -1."""
     if any(name in build.graph.constants for name in op.inputs):
-        return _add(build, op)
+        return joined(build, op)
     second, name = build.value(op, 1), f"{op.outputs[0]}::negative"
     build.values[name] = second.of(build.add(op, Affine(-1.0), second.node))
     build.graph.shapes[name] = build.shape(op.inputs[1])
@@ -285,13 +290,13 @@ def _subtract(build: Builder, op: OnnxNode) -> Activation:
 
 def _multiply(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused_constant(op)
+        return joined(build, op)
     return _of_two(build, op, Multiply)
 
 
 def _divide(build: Builder, op: OnnxNode) -> Activation:
     if op.inputs[1] in build.graph.constants:
-        raise build.refused_constant(op)
+        return joined(build, op)
     raise build.refused(op, "a constant divisor", "one that depends on the data")
 
 

@@ -76,11 +76,14 @@ class OnnxWriter:
         return name
 
     def weight(self, node: Node, label: str, values: Any) -> str:
-        """Add a parameter of a layer, ``layer.label``. Calls that need it in the same shape share it."""
+        """Add a parameter of a layer, ``layer.label``; without a label ``layer``. Calls share it if they need it in the
+        same shape.
+        """
         owner, array = self.network.owners[self.name(node)], np.ascontiguousarray(values, self.dtype)
-        name = f"{owner}.{label}"
-        written = self.weights.get(name, array)
-        return self.numbers(name if written.shape == array.shape else f"{self.name(node)}.{label}", array)
+        if not label and owner in {*self.network.inputs, *self.network.outputs}:
+            label = "weight"  # the name of a value
+        name, own = (f"{layer}.{label}".rstrip(".") for layer in (owner, self.name(node)))
+        return self.numbers(name if self.weights.get(name, array).shape == array.shape else own, array)
 
     def model(self, name: str) -> Any:
         """Return the complete, checked model."""

@@ -24,6 +24,7 @@ from ..layers import (
     Resize,
     Scale,
 )
+from .extents import along
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of
 
@@ -126,17 +127,16 @@ def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
 
 def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     """Import a learned factor per channel as a 1 x 1 convolution with as many groups as channels."""
-    value = build.value(op)
-    build.check_channels(op, value, op.attributes["axis"])
-    if value.spatial:
-        raise build.refused(op, "samples with spatial axes", "a flattened value")
-    if value.pooled:
-        value = build.with_positions(op)
-    scale, shift = build.constant(op, 1), build.constant(op, 2)
+    value, scale, shift = build.value(op), build.constant(op, 1), build.constant(op, 2)
     assert scale is not None
     for one in (scale, shift):
         if one is not None and one.origin == "unknown":
-            raise build.refused_constant(op.changed(kind="Mul" if one is scale else "Add"))
+            raise build.refused_array(op.changed(kind="Mul" if one is scale else "Add"))
+    if value.spatial or op.attributes["axis"] != build.channels_at(op, value):
+        value = along(build, op.changed(kind="Mul"), value, op.inputs[0], scale)
+        return value if shift is None else along(build, op.changed(kind="Add"), value, op.inputs[0], shift)
+    if value.pooled:
+        value = build.with_positions(op)
     channels = math.prod(scale.shape)
     if len(value.node.shape) == 1:
         vector = {"gamma": build.given(scale, np.ravel, (channels,))}

@@ -9,6 +9,8 @@ parameter of a layer          ours                        torch's
 ``b``, ``gamma``, ``beta``    ``(C,)``                    ``bias``, ``weight``, ``bias``
 ``mean``, ``var``             ``(C,)``                    ``running_mean``, ``running_var``
 ``slope`` of a PReLU          ``(1,)`` or ``(C,)``        ``weight``
+``w`` of an embedding         ``(*spatial, C)``           a parameter ``(1, C, *spatial)``, ``(1, L, C)``
+``w`` of tokens               ``(count, C)``              a parameter ``(1, count, C)``
 ``w``, `weight_norm`          as above                    ``parametrizations.weight.original1``
 ``g``, `weight_norm`          ``(K,)``                    ``parametrizations.weight.original0 (K, 1, ...)``
 ============================  ==========================  ================================
@@ -34,7 +36,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data.disk import atomic_path, one_line, reason_of, regular_size
-from ..layers import Dense, Network, Node
+from ..layers import Dense, Embedding, Network, Node, Parameter, Scale, Token
 from .feature_order import Order, feature_orders, torch_of_ours
 from .files import check_place, finite, library
 
@@ -159,15 +161,20 @@ class Arrangement:
         Order of the features by axis, for axes where torch may have another order.
     ones
         Number of trailing axes of extent 1 in torch's array.
+    stored
+        For arrays with the axes of a sample: torch's shape, and whether channels come last there.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     orders: Mapping[int, Order] = field(default_factory=dict)
     ones: int = 0
+    stored: tuple[tuple[int, ...], bool] | None = None
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
+        if self.stored is not None:
+            return self.stored[0]
         moved = self.shape if len(self.shape) < 3 else (self.shape[0], self.shape[-1], *self.shape[1:-1])
         return (*moved, *(1,) * self.ones)
 
@@ -175,13 +182,21 @@ class Arrangement:
         """Return our whole array in torch's order."""
         for axis, order in self.orders.items():
             array = array.take(torch_of_ours(order), axis)
-        array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
-        return np.ascontiguousarray(array.reshape(self.torch_shape))
+        if self.stored is not None:
+            array = array if self.stored[1] else np.moveaxis(array, -1, 0)
+        else:
+            array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
+        return np.array(array.reshape(self.torch_shape), order="C")
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Return torch's array in our order."""
-        array = array.reshape(array.shape[: array.ndim - self.ones])
-        array = array if array.ndim < 3 else np.moveaxis(array, 1, -1)
+        if self.stored is not None:
+            last = self.stored[1]
+            array = array.reshape(self.shape if last else (self.shape[-1], *self.shape[:-1]))
+            array = array if last else np.moveaxis(array, 0, -1)
+        else:
+            array = array.reshape(array.shape[: array.ndim - self.ones])
+            array = array if array.ndim < 3 else np.moveaxis(array, 1, -1)
         for axis, order in self.orders.items():
             array = array.take(np.argsort(torch_of_ours(order)), axis)
         return np.ascontiguousarray(array)
@@ -207,13 +222,33 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
         calls.setdefault(network.owners[name], []).append(node)
     for name, spec in {**network.parameters(), **network.state()}.items():
         layer, _, key = name.rpartition("/")
-        if layer not in fresh:
+        if layer not in fresh and not _is_constant(network.layers[layer]):
             every = [_orders_of(call, key, spec.shape, orders) for call in calls[layer]]
             _check_features(network, calls[layer], every, mixed)
-            keys = _torch_keys(calls[layer][0], key)
-            names = tuple(dict.fromkeys(f"{module}.{one}" for one in keys for module in modules(layer)))
-            found[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys))
+            keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
+            keys = ("", *keys) if stored is not None and len(network.own_parameters(layer)) == 1 else keys
+            names = tuple(dict.fromkeys(f"{module}.{one}".rstrip(".") for one in keys for module in modules(layer)))
+            found[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
     return found
+
+
+def _is_constant(node: Node) -> bool:
+    """Return whether the arrays of a layer are constants of the network, which files of weights do not have."""
+    return isinstance(node.layer, Embedding | Scale) and not node.layer.trained
+
+
+def _stored_as(node: Node, spec: Parameter) -> tuple[tuple[int, ...], bool] | None:
+    """Return torch's shape of an array with the axes of a sample, and whether channels come last there; else None.
+
+    By default images are channels first, and positions of a sequence before channels, as in transformers.
+    """
+    if node.layer.stored_as is not None:
+        return node.layer.stored_as
+    if not isinstance(node.layer, Embedding | Token) and not spec.spatial_axes:
+        return None
+    if len(spec.shape) < 3:
+        return (spec.shape if len(spec.shape) == 1 else (1, *spec.shape)), True
+    return (1, spec.shape[-1], *spec.shape[:-1]), False
 
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:

@@ -292,11 +292,16 @@ def test_a_kernel_that_is_no_parameter_is_refused(kind, exporter, tmp_path):
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_learned_summand_is_refused_by_name(exporter, tmp_path):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_weight_of_a_layer_that_is_added_too_is_refused_by_name(first, exporter, tmp_path):
     lib = torch()
-    module = as_module(lambda m, x: m.c(x) + m.c.bias[:, None, None], c=lib.nn.Conv2d(3, 4, 1))
-    path = export(module, lib.zeros(2, 3, 6, 5), tmp_path / "m.onnx", exporter, training=True)
-    with pytest.raises(UserError, match=r"\(Add\): .*got an array of constants: the parameter 'c.bias' \(4, 1, 1\)"):
+
+    def forward(m, x):
+        return m.c(x + m.c.bias[:, None, None]) if first else m.c(x) + m.c.bias[:, None, None]
+
+    module, x = as_module(forward, c=lib.nn.Conv2d(4, 4, 1)), lib.zeros(2, 4, 6, 5)
+    path = export(module, x, tmp_path / "m.onnx", exporter, training=True)
+    with pytest.raises(UserError, match=r"expected an array of its own, got 'c.bias' again; use a second parameter"):
         hg.onnx.load(path)
 
 

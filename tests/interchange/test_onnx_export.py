@@ -75,6 +75,15 @@ LAYERS = {
     "cubic": (lambda: [hg.Resize(scale=2, mode="bicubic")], IMAGE),
     "linear, corners aligned": (lambda: [hg.Resize(size=(5, 11), mode="bilinear", align_corners=True)], IMAGE),
     "scale": (lambda: [hg.Scale(0.3, bias=True), hg.Scale()], IMAGE),
+    "positions": (lambda: [hg.Embedding(name="pos"), hg.Embedding(("height", "width")), hg.Embedding(())], IMAGE),
+    "positions 1d": (lambda: [hg.Embedding(name="prediction")], (5, 4)),
+    "embedding of vectors": (lambda: [hg.Embedding(name="pos")], (4,)),
+    "masks": (lambda: [hg.Scale(axes=("width",)), hg.Scale(axes=(), bias=True)], IMAGE),
+    "masks 3d": (lambda: [hg.Scale(axes=("depth", "channel"), bias=True)], (2, 3, 2, 4)),
+    "constant arrays": (
+        lambda: [hg.Embedding(trained=False), hg.Scale(axes=("height", "width"), bias=True, trained=False)],
+        IMAGE,
+    ),
     "learned slopes": (lambda: [hg.PReLU(), hg.PReLU("channel")], IMAGE),
     "clamp": (lambda: [hg.Clamp(-0.5, 0.7), hg.Clamp(-np.inf, 0.5)], IMAGE),
     "sigmoid": (lambda: [hg.Sigmoid()], IMAGE),
@@ -104,6 +113,7 @@ WRITTEN = {
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),
+    "tokens": (lambda: [hg.Token(2), hg.Token(name="class")], (5, 4)),
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "joined rows": (lambda: [lambda x: hg.Concat(axis="width")(x, hg.ReLU()(x))], IMAGE),
     "tokens": (lambda: [hg.Reshape((-1, 4)), hg.Conv(6, 3), hg.Reshape((5, 2, -1))], (3, 4, 4)),
@@ -192,6 +202,7 @@ SHARED = {
     "dense": (lambda: hg.Dense(4, name="c"), (4,), {"c.weight", "c.bias"}),
     "group norm": (lambda: hg.GroupNorm(2, name="c"), IMAGE, {"c.weight", "c.bias"}),
     "slopes": (lambda: hg.PReLU("channel", name="c"), IMAGE, {"c.weight"}),
+    "positions": (lambda: hg.Embedding(name="c"), IMAGE, {"c"}),
 }
 
 

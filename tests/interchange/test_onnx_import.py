@@ -306,12 +306,6 @@ def _refused():
     return {
         r"'/1/Selu' \(Selu\): expected an operator that has a layer": nn.Sequential(nn.Conv2d(4, 4, 1), nn.SELU()),
         r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
-        r"\(Mul\): expected a number, a factor per channel, .* got another constant factor": as_module(
-            lambda m, x: lib.arange(8.0) * x
-        ),
-        r"\(Add\): expected a number, or a sum of two values .* got an array of constants": as_module(
-            lambda m, x: x + lib.arange(8.0)
-        ),
         r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
         r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": as_module(
             lambda m, x: x.transpose(2, 3)

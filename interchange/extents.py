@@ -1,0 +1,96 @@
+"""Import of sums and products of a value with an array: they become `Embedding` and `Scale`, trained or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..dtensor import axis_names
+from ..layers import Affine, Embedding, Layer, Scale
+from .graph import Activation, Builder, OnnxConstant, OnnxNode
+from .patterns import permuted
+
+__all__ = ["along", "joined", "numbers_along"]
+
+
+def joined(build: Builder, op: OnnxNode) -> Activation:
+    """Import Add, Sub, Mul or Div of a value and a constant array."""
+    first = op.inputs[0] in build.graph.constants
+    name, i = op.inputs[first], int(not first)
+    constant = build.constant(op, i)
+    assert constant is not None
+    if op.kind == "Div" and first:
+        raise build.refused(op, "a constant divisor", "one that depends on the data")
+    if constant.origin == "unknown":
+        raise build.refused_array(op)
+    inverted = op.kind == "Div" or (op.kind == "Sub" and not first)
+    if inverted and not constant.is_fixed:
+        raise build.refused(
+            op,
+            "a learned array that is added or multiplied",
+            f"the parameter {constant.name!r}",
+            "write x + p in place of x - p, and x * p in place of x / p",
+        )
+    value = build.value(op, int(first))
+    if op.kind == "Sub" and first:
+        value = value.of(build.add(op.part("negative"), Affine(-1.0), value.node))
+    change: Callable[[np.ndarray], np.ndarray] = np.asarray
+    if inverted:
+        change = np.negative if op.kind == "Sub" else np.reciprocal
+    return along(build, op, value, name, constant, change)
+
+
+def numbers_along(build: Builder, op: OnnxNode, value: Activation, key: str, axis: int) -> Activation:
+    """Import the factors or summands (`key`) of an `Affine` along an axis that is not that of the channels."""
+    numbers = np.asarray(op.attributes[key], np.float64)
+    extents = build.shape(op.inputs[0])
+    shape = (*(1 for _ in extents[:axis]), numbers.size, *(1 for _ in extents[axis + 1 :]))
+    if numbers.size == 1:
+        number = float(numbers.reshape(()))
+        made = Affine(number) if key == "factor" else Affine(1.0, number)
+        return value.of(build.add(op.part(key), made, value.node))
+    kind = "Mul" if key == "factor" else "Add"
+    constant = OnnxConstant.of(numbers.reshape(shape), origin="buffer")
+    return along(build, op.part(key).changed(kind=kind), value, op.inputs[0], constant)
+
+
+def along(
+    build: Builder,
+    op: OnnxNode,
+    value: Activation,
+    name: str,
+    constant: OnnxConstant,
+    change: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> Activation:
+    """Import the sum or product of a value, named `name` in the graph, with ``change(constant)``."""
+    extents, shape = build.shape(name), value.node.shape
+    full = (1,) * (len(extents) - len(constant.shape)) + constant.shape
+    if len(full) > len(extents) or full[0] != 1 or any(n not in (1, m) for n, m in zip(full, extents)):
+        raise build.refused(op, f"an array that is broadcast over samples of {extents[1:]}", f"{constant.shape}")
+    if value.pooled:  # (N, C, 1, 1) in ONNX
+        ours: tuple[int, ...] = full[1:2]
+    elif value.last or len(shape) == 1:
+        ours = full[1:]
+    else:
+        ours = (*full[2:], full[1])
+
+    def order(array: np.ndarray) -> np.ndarray:
+        array = array.reshape(full)[0]
+        if value.spatial and array.size > 1:
+            return change(permuted(array.reshape(-1), value.spatial)).reshape(ours)
+        if value.pooled or value.last or len(shape) == 1:
+            return change(array).reshape(ours)
+        return change(np.moveaxis(array, 0, -1))
+
+    names = axis_names(len(shape) + 1)[1:]
+    axes = tuple(axis for axis, n in zip(names, ours) if n > 1)
+    layer: Layer
+    if op.kind in ("Mul", "Div"):
+        key, layer = "gamma", Scale(axes=axes, trained=not constant.is_fixed)
+        ours = ours[-1:] if axes == ("channel",) else ours
+    else:
+        key, layer = "w", Embedding(axes, trained=not constant.is_fixed)
+    given = build.given(constant, lambda array: order(array).reshape(ours), ours)
+    last = value.last or len(shape) == 1
+    return value.of(build.array(op, layer.initialized(**{key: given}), value.node, constant, last))
