@@ -113,7 +113,7 @@ WRITTEN = {
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),
-    "tokens": (lambda: [hg.Token(2), hg.Token(name="class")], (5, 4)),
+    "class tokens": (lambda: [hg.Token(2), hg.Token(name="class")], (5, 4)),
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "joined rows": (lambda: [lambda x: hg.Concat(axis="width")(x, hg.ReLU()(x))], IMAGE),
     "tokens": (lambda: [hg.Reshape((-1, 4)), hg.Conv(6, 3), hg.Reshape((5, 2, -1))], (3, 4, 4)),
