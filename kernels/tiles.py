@@ -26,19 +26,23 @@ __all__ = ["Box", "TileGroup", "boxes", "extents_of", "span_of", "tile_groups"]
 Box = tuple[slice, ...]
 
 
-def boxes(shape: Sequence[int], most: int) -> list[Box]:
-    """Return boxes that cover `shape`, of at most `most` elements each, but at least 1; the last axes are cut last.
+def boxes(shape: Sequence[int], most: int, within: Box = ()) -> list[Box]:
+    """Return boxes that cover `shape`, or the box `within` it, of at most `most` elements each, but at least 1.
 
-    >>> boxes((2, 5), 3)
-    [(slice(0, 1, None), slice(0, 3, None)), (slice(0, 1, None), slice(3, 5, None)), \
-(slice(1, 2, None), slice(0, 3, None)), (slice(1, 2, None), slice(3, 5, None))]
+    The last axes are cut last. ::
+
+        boxes((3, 4), 8)     0 0 0 0
+                             0 0 0 0
+                             1 1 1 1
     """
+    within = within or tuple(slice(0, n) for n in shape)
     cuts: list[list[slice]] = []
-    for n in reversed(shape):
+    for axis in reversed(within):
+        n = axis.stop - axis.start
         extent = max(1, min(n, most))
         most //= extent
         extent = -(-n // -(-n // extent)) if n else 1  # equal boxes
-        cuts.append([slice(a, min(n, a + extent)) for a in range(0, n, extent)])
+        cuts.append([slice(a, min(axis.stop, a + extent)) for a in range(axis.start, axis.stop, extent)])
     return list(itertools.product(*reversed(cuts)))
 
 
@@ -78,6 +82,12 @@ class TileGroup:
         self.queries = tuple(len(a.queries) for a in axes)
         self.keys = tuple(len(a.keys) for a in axes)
         self.overlaps = any(a.count > 1 and len(a.keys) * a.keys.step > a.step for a in axes)
+
+    def within(self, samples: slice, key_heads: slice) -> Box:
+        """Return the box of the leading axes that has these samples and these heads of keys."""
+        first, count = self.heads.key_first, self.heads.count
+        start, stop = (max(0, min(h - first, count)) for h in (key_heads.start, key_heads.stop))
+        return (samples, *(slice(0, n) for n in self.lead[1:-1]), slice(start, stop))
 
     def of_queries(self, array: Any, heads: int, xp: Any = np) -> Any:
         """Return the view of an array ``(N, *S, heads * channels)``."""

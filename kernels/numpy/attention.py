@@ -4,13 +4,16 @@ Forward keeps for each query the maximum of its scores, the sum of their exponen
 by them, and scales both sums down where a later tile has a larger maximum (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018). Backward computes the probabilities again, from the logarithm of the sum (Dao et al.,
 "FlashAttention", 2022).
+
+A pass is computed in shares of samples or heads, which threads may compute at the same time.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,16 +24,52 @@ from ..memory import Scratch, nbytes_of, round_up
 from ..tiles import Box, TileGroup, boxes, extents_of, span_of, tile_groups
 from .pointwise import axis_counters, first_counter, mix64_inplace
 
-__all__ = ["NumpyAttention"]
+__all__ = ["NumpyAttention", "TileOperations"]
 
 #: Largest number of queries and of keys of a tile, and of scores that are computed at a time.
-QUERIES, KEYS, SCORES = 128, 512, 1 << 17
+QUERIES, KEYS, SCORES = 256, 512, 1 << 17
+#: Products of a pass (multiplications) below which threads are not worth their start.
+FEW = 1 << 22
+
+
+class TileOperations:
+    """Operations on tiles in NumPy. A backend replaces those that its library computes faster."""
+
+    def begin(self) -> None:
+        """Prepare for operations by the calling thread."""
+
+    def end(self) -> None:
+        """Finish the operations of the calling thread."""
+
+    def close(self) -> None:
+        """Free what the operations hold."""
+
+    def product(self, left: Any, right: Any, out: Any) -> None:
+        """Compute ``out = left right``, for matrices on the last two axes."""
+        np.matmul(left, right, out=out)
+
+    def add_product(self, left: Any, right: Any, out: Any, spare: Any) -> None:
+        """Compute ``out += left right``; `spare` is packed, and may be overwritten."""
+        self.product(left, right, spare)
+        np.add(out, spare, out=out)
+
+    def exponentials(self, scores: Any, subtracted: Any) -> None:
+        """Compute ``scores = exp(scores - subtracted)``, with a number per row."""
+        np.subtract(scores, subtracted, out=scores)
+        np.exp(scores, out=scores)
+
+    def softmax_gradient(self, gradient: Any, subtracted: Any, p: Any) -> None:
+        """Compute ``gradient = (gradient - subtracted) * p``, with a number per row."""
+        np.subtract(gradient, subtracted, out=gradient)
+        np.multiply(gradient, p, out=gradient)
 
 
 class _Tiles:
-    """Tiles of one part in the order of computation, with the views of its arrays."""
+    """Tiles of one group for a share of samples and heads, in the order of computation, with the views of arrays."""
 
-    def __init__(self, part: TileGroup, arrays: AttentionArrays, geometry: AttentionGeometry, mask: Any) -> None:
+    def __init__(
+        self, part: TileGroup, arrays: AttentionArrays, geometry: AttentionGeometry, mask: Any, share: Box
+    ) -> None:
         self.part, a = part, arrays
         heads, key_heads = (b - a for a, b in (geometry.heads, geometry.key_heads))
         self.of = {
@@ -40,56 +79,52 @@ class _Tiles:
         }
         keyed = {"k": a.k, "v": a.v, "dk": a.dk, "dv": a.dv}
         self.of.update({n: part.of_keys(array, key_heads) for n, array in keyed.items() if array is not None})
+        #: Biases of the pairs of a tile, as a view of the table, and as a packed array for the current queries.
         self.bias: Any = None
+        self.packed_bias: Any = None
         self.counters = None if mask is None else (part.of_queries(mask[0], heads), part.of_keys(mask[1], key_heads))
         self.blocked = part.blocked()
         self.rows, self.columns = boxes(part.queries, QUERIES), boxes(part.keys, KEYS)
-        largest = max(map(span_of, self.rows)) * max(map(span_of, self.columns))
-        self.leads = boxes(part.lead, SCORES // largest)
+        self.leads = boxes(part.lead, SCORES // (_largest(self.rows) * _largest(self.columns)), part.within(*share))
 
     def sizes(self) -> tuple[int, int, int]:
         """Return the largest number of tiles, of queries and of keys that are computed at a time."""
-        leads, rows, columns = (max(map(span_of, some)) for some in (self.leads, self.rows, self.columns))
-        return leads, rows, columns
+        return _largest(self.leads), _largest(self.rows), _largest(self.columns)
 
 
-class _Run:
-    """One pass over all tiles, forward or backward: `parts`, and buffers by name in scratch memory.
+class _Share:
+    """Forward or backward pass over all tiles of some samples and heads, with buffers by name in scratch memory.
 
-    Sizes of the buffers are those of the largest tile.
+    Buffers are as large as the largest tile needs.
     """
 
-    def __init__(self, arrays: AttentionArrays, geometry: AttentionGeometry, scratch: Scratch) -> None:
-        self.a, self.g, self.scratch = arrays, geometry, scratch
-        self.dtype = arrays.q.dtype
-        self._counters = None if geometry.dropout is None else _counters(arrays, geometry)
-        parts, self.covers = tile_groups(arrays.q.shape[0], geometry, arrays.bias is not None)
-        self.parts = [_Tiles(part, arrays, geometry, self._counters) for part in parts]
-        margins = [(0,) * len(geometry.reaches), *(t.part.margins() for t in self.parts)]
-        self.margins = tuple(map(max, zip(*margins)))
+    def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:
+        self.a, self.g, self.scratch, self.operations = whole.a, whole.g, whole.scratch, operations
+        self.dtype, self.margins, self.table_shape = whole.dtype, whole.margins, whole.table_shape
+        self.parts = [_Tiles(part, whole.a, whole.g, whole.counters, share) for part in whole.groups]
         self._buffers: dict[tuple[Any, ...], Any] = {}
         self._offsets: dict[str, int] = {}
-        self.nbytes = 0
-        self.workspace_bytes = sum(c.nbytes for c in self._counters or ())
-        d, e = (p[0].of[n].shape[-1] if (p := self.parts) else 1 for n in ("k", "v"))
-        most = [tuple(t.sizes()) for t in self.parts] or [(0, 0, 0)]
-        wide, long, square = (
+        self.end = begin
+        d, e = (self.parts[0].of[n].shape[-1] if self.parts else 1 for n in ("k", "v"))
+        most = [tiles.sizes() for tiles in self.parts] or [(0, 0, 0)]
+        row, column, score = (
             max(lead * f(rows, columns) for lead, rows, columns in most)
             for f in (lambda r, c: r, lambda r, c: c, lambda r, c: r * c)
         )
-        self._sizes = {"row": wide, "d_row": wide * d, "e_row": wide * e, "d_column": long * d, "e_column": long * e}
-        self._sizes["score"] = square
-        if arrays.bias is not None:
-            self.table = (arrays.bias.shape[0], *(n + 2 * m for n, m in zip(arrays.bias.shape[1:], self.margins)))
-            self._sizes["table"] = math.prod(self.table)
-            if any(self.margins):
-                self.reserve("table", "bias", dtype=arrays.bias.dtype)
+        pairs = max((t.part.heads.count * _largest(t.rows) * _largest(t.columns) for t in self.parts), default=0)
+        self._sizes = {"row": row, "d_row": row * d, "e_row": row * e, "d_column": column * d, "e_column": column * e}
+        self._sizes |= {"score": score, "pairs": pairs, "table": math.prod(self.table_shape)}
+        if self.a.bias is not None:
+            self.reserve("pairs", "bias")
+        if self.g.dropout is not None:
+            self.reserve("score", "hash", "hash2", dtype=np.uint64)
+            self.reserve("score", "dropped", dtype=np.bool_)
 
     def reserve(self, size: str, *names: str, dtype: Any = None) -> None:
         """Reserve buffers of one of the sizes."""
         for name in names:
-            self._offsets[name] = self.nbytes
-            self.nbytes += round_up(nbytes_of((self._sizes[size],), dtype or self.dtype))
+            self._offsets[name] = self.end
+            self.end += round_up(nbytes_of((self._sizes[size],), dtype or self.dtype))
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Return a reserved buffer as an array of this shape."""
@@ -99,37 +134,52 @@ class _Run:
             self._buffers[name, shape] = found
         return found
 
-    def bind(self) -> Callable[[], None]:
+    def bind(self, bias: Any) -> None:
+        """Take new views of the scratch memory; `bias` is the table with margins, or None."""
         self._buffers.clear()
-        bias = self.a.bias
-        if bias is None:
-            return self.run
-        padded = self.buffer("bias", self.table, bias.dtype) if any(self.margins) else bias
         for tiles in self.parts:
-            tiles.bias = tiles.part.of_bias(padded, self.g.heads[0], self.margins)
-        if padded is bias:
-            return self.run
+            tiles.bias = None if bias is None else tiles.part.of_bias(bias, self.g.heads[0], self.margins)
 
-        def run() -> None:
-            padded.fill(0)
-            np.copyto(self._inside(padded), bias)
-            self.run()
+    def run(self, first: np.uint64) -> None:
+        """Compute the share; `first` is the counter of dropout of the first element of all."""
+        self.operations.begin()
+        try:
+            # -inf minus a finite number and exponentials that are 0 are no faults.
+            with np.errstate(all="ignore"):
+                self.start()
+                for tiles in self.parts:
+                    for rows in tiles.rows if tiles.leads else ():
+                        self._pack_bias(tiles, rows)
+                        self.compute(tiles, rows, first)
+        finally:
+            self.operations.end()
 
-        return run
+    @property
+    def table(self) -> Any:
+        """Gradient of the table of biases with margins, or None."""
+        return None if self.a.dbias is None else self.buffer("table", self.table_shape, np.float64)
 
-    def _inside(self, table: Any) -> Any:
-        """Return a table with margins without them."""
-        return table[(slice(None), *(slice(m, n - m) for m, n in zip(self.margins, table.shape[1:])))]
+    def start(self) -> None:
+        """Prepare the run."""
 
-    def run(self) -> None:
+    def compute(self, tiles: _Tiles, rows: Box, first: np.uint64) -> None:
+        """Compute all tiles of a box of queries."""
         raise NotImplementedError
+
+    def _pack_bias(self, tiles: _Tiles, rows: Box) -> None:
+        """Copy the biases of a box of queries, if all its tiles have the same."""
+        if tiles.bias is None or len(tiles.columns) > 1:
+            return
+        view = tiles.bias[(slice(None), *rows, *tiles.columns[0])]
+        tiles.packed_bias = self.buffer("bias", view.shape)
+        np.copyto(tiles.packed_bias, view, casting="same_kind")
 
     # ------------------------------------------------------------------ tiles
     def copied(self, tiles: _Tiles, name: str, box: Box) -> Any:
-        """Return a box of a view as ``(*lead, positions, channels)``: the view itself with one axis, else a copy."""
+        """Return a box of a view as ``(*lead, positions, channels)``: a copy, or one tile of one axis as it is."""
         view = tiles.of[name][box]
         ndim = len(tiles.part.queries)
-        if ndim == 1:
+        if ndim == 1 and math.prod(view.shape[:-2]) == 1:
             return view
         buffer = self.buffer(name, view.shape)
         np.copyto(buffer, view)
@@ -145,12 +195,15 @@ class _Run:
     def scores(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, q: Any, k: Any) -> Any:
         """Return the scores of a tile with bias, -inf for pairs that are not allowed: ``(*lead, queries, keys)``."""
         s = self.buffer("s", (*extents_of(lead), q.shape[-2], k.shape[-2]))
-        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        self.operations.product(q, k.swapaxes(-1, -2), s)
         if tiles.bias is None and not tiles.blocked:
             return s
         by_axes = s.reshape(*extents_of(lead), *extents_of(rows), *extents_of(columns))
-        if tiles.bias is not None:
+        if len(tiles.columns) > 1 and tiles.bias is not None:
             np.add(by_axes, tiles.bias[(lead[-1], *rows, *columns)], out=by_axes, casting="same_kind")
+        elif tiles.bias is not None:
+            bias = tiles.packed_bias[lead[-1]]
+            np.add(s, bias.reshape(len(bias), *s.shape[-2:]), out=s)
         for blocked in tiles.blocked:
             np.copyto(by_axes, -np.inf, where=blocked[rows + columns])
         return s
@@ -171,10 +224,12 @@ class _Run:
         np.less(z, np.uint64(int(self.g.dropout.rate * 2**64)), out=out)
         return out.reshape(*extents_of(lead), span_of(rows), span_of(columns))
 
-    def _reserve_dropout(self) -> None:
-        if self.g.dropout is not None:
-            self.reserve("score", "hash", "hash2", dtype=np.uint64)
-            self.reserve("score", "dropped", dtype=np.bool_)
+    def ones(self, count: int) -> Any:
+        """Return a column of ones."""
+        found = self._buffers.get(("ones", count))
+        if found is None:
+            found = self._buffers["ones", count] = np.ones((count, 1), self.dtype)
+        return found
 
     def drop(self, p: Any, dropped: Any) -> None:
         """Apply dropout to an array of probabilities, or to their gradient."""
@@ -183,29 +238,21 @@ class _Run:
         np.copyto(p, 0, where=dropped)
 
 
-class _Forward(_Run):
+class _Forward(_Share):
     """Forward pass."""
 
-    def __init__(self, arrays: AttentionArrays, geometry: AttentionGeometry, scratch: Scratch) -> None:
-        super().__init__(arrays, geometry, scratch)
+    def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:
+        super().__init__(whole, share, operations, begin)
         self.reserve("d_row", "q")
         self.reserve("d_column", "k")
         self.reserve("e_column", "v")
         self.reserve("e_row", "sum", "weighted")
         self.reserve("row", "peak", "total", "new", "more")
         self.reserve("score", "s")
-        self._reserve_dropout()
 
-    def run(self) -> None:
-        a, first = self.a, np.uint64(0) if self.g.dropout is None else first_counter(self.g.dropout)
-        if not self.covers and not self.g.merge:
-            a.y.fill(0)
-            a.lse.fill(-np.inf)
-        # -inf minus a finite number and exponentials that are 0 are no faults.
-        with np.errstate(all="ignore"):
-            for tiles in self.parts:
-                for lead, rows in itertools.product(tiles.leads, tiles.rows):
-                    self._tile(tiles, lead, rows, first)
+    def compute(self, tiles: _Tiles, rows: Box, first: np.uint64) -> None:
+        for lead in tiles.leads:
+            self._tile(tiles, lead, rows, first)
 
     def _tile(self, tiles: _Tiles, lead: Box, rows: Box, first: np.uint64) -> None:
         q, shape = self.scaled(tiles, lead + rows), (*extents_of(lead), span_of(rows))
@@ -218,19 +265,22 @@ class _Forward(_Run):
             p = self.scores(tiles, lead, rows, columns, q, k)
             np.max(p, axis=-1, keepdims=True, out=new)
             np.maximum(new, peak, out=new)
-            np.subtract(p, new, out=p)
-            np.exp(p, out=p)
+            self.operations.exponentials(p, new)
             np.subtract(peak, new, out=peak)
             np.exp(peak, out=peak)
             np.multiply(total, peak, out=total)
             np.multiply(sums, peak, out=sums)
             np.copyto(peak, new)
-            np.add(total, np.sum(p, axis=-1, keepdims=True, out=more), out=total)
+            # A product with ones is several times faster than np.sum along short rows.
+            ones = self.ones(p.shape[-1])
+            np.matmul(p.reshape(-1, p.shape[-1]), ones, out=more.reshape(-1, 1))
+            np.add(total, more, out=total)
             if self.g.dropout is not None:
                 self.drop(p, self.dropped(tiles, lead, rows, columns, first))
-            weighted = self.buffer("weighted", sums.shape)
-            np.matmul(p, v, out=weighted)
-            np.add(sums, weighted, out=sums)
+            self.operations.add_product(p, v, sums, self.buffer("weighted", sums.shape))
+        # A NaN may be lost in an exponential, not in the maximum.
+        np.multiply(peak, 0, out=more)
+        np.add(total, more, out=total)
         # A query with keys has a total of at least 1: that of the largest score.
         np.maximum(total, 1, out=more)
         np.divide(sums, more, out=sums)
@@ -255,84 +305,63 @@ class _Forward(_Run):
         np.copyto(sums.reshape(y.shape), y)
 
 
-class _Backward(_Run):
+class _Backward(_Share):
     """Backward pass."""
 
-    def __init__(self, arrays: AttentionArrays, geometry: AttentionGeometry, scratch: Scratch) -> None:
-        super().__init__(arrays, geometry, scratch)
+    def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:
+        super().__init__(whole, share, operations, begin)
         self.reserve("d_row", "q", "dq", "dq_part")
         self.reserve("e_row", "y", "dy")
         self.reserve("d_column", "k", "dk")
         self.reserve("e_column", "v", "dv")
         self.reserve("row", "lse", "delta")
         self.reserve("score", "s", "ds")
-        self._reserve_dropout()
-        if arrays.dbias is not None:
-            # Sums over all tiles of a part, before they are distributed over the table.
-            pairs = [t.part.heads.count * max(map(span_of, t.rows)) * max(map(span_of, t.columns)) for t in self.parts]
-            self._sizes["pairs"] = max(pairs, default=0)
+        if self.a.dbias is not None:
+            # Sums over all tiles of a group, before they are distributed over the table.
             self.reserve("pairs", "pairs", "more_pairs", dtype=np.float64)
             self.reserve("table", "table", dtype=np.float64)
 
-    def run(self) -> None:
-        a, first = self.a, np.uint64(0) if self.g.dropout is None else first_counter(self.g.dropout)
-        a.dk.fill(0)
-        a.dv.fill(0)
-        if not self.covers and not self.g.merge:
-            a.dq.fill(0)
-        table = None if a.dbias is None else self.buffer("table", self.table, np.float64)
-        if table is not None:
-            table.fill(0)
-        with np.errstate(all="ignore"):
-            for tiles in self.parts:
-                for rows in tiles.rows:
-                    self._rows(tiles, rows, first, table)
-        if table is None:
-            return
-        if self.g.merge:
-            np.add(a.dbias, self._inside(table), out=a.dbias, casting="same_kind")
-        else:
-            np.copyto(a.dbias, self._inside(table), casting="same_kind")
+    def start(self) -> None:
+        if self.table is not None:
+            self.table.fill(0)
 
-    def _rows(self, tiles: _Tiles, rows: Box, first: np.uint64, table: Any) -> None:
-        """Compute all tiles of a box of queries."""
+    def compute(self, tiles: _Tiles, rows: Box, first: np.uint64) -> None:
         # With one box of keys, the gradients of scores of all tiles are summed before they go to the table.
-        whole = len(tiles.columns) == 1
-        if table is not None and whole:
+        whole = self.table is not None and len(tiles.columns) == 1
+        if whole:
             self._pairs(tiles, rows, tiles.columns[0]).fill(0)
         for lead in tiles.leads:
-            self._tile(tiles, lead, rows, first, table)
-        if table is not None and whole:
-            self._distribute(tiles, rows, tiles.columns[0], table)
+            self._tile(tiles, lead, rows, first)
+        if whole:
+            self._distribute(tiles, rows, tiles.columns[0])
 
     def _pairs(self, tiles: _Tiles, rows: Box, columns: Box, name: str = "pairs") -> Any:
         shape = (tiles.part.heads.count, span_of(rows), span_of(columns))
         return self.buffer(name, shape, np.float64)
 
-    def _tile(self, tiles: _Tiles, lead: Box, rows: Box, first: np.uint64, table: Any) -> None:
+    def _tile(self, tiles: _Tiles, lead: Box, rows: Box, first: np.uint64) -> None:
         q, dy, delta, lse = self._begin(tiles, lead, rows)
         dq, part = self.buffer("dq", q.shape), self.buffer("dq_part", q.shape)
         for i, columns in enumerate(tiles.columns):
             k, v = self.copied(tiles, "k", lead + columns), self.copied(tiles, "v", lead + columns)
             p = self.scores(tiles, lead, rows, columns, q, k)
-            np.subtract(p, lse, out=p)
-            np.exp(p, out=p)
+            self.operations.exponentials(p, lse)
             ds = self.buffer("ds", p.shape)
-            np.matmul(dy, v.swapaxes(-1, -2), out=ds)
+            self.operations.product(dy, v.swapaxes(-1, -2), ds)
             dropped = None if self.g.dropout is None else self.dropped(tiles, lead, rows, columns, first)
             if dropped is not None:
                 self.drop(ds, dropped)
-            np.subtract(ds, delta, out=ds)
-            np.multiply(ds, p, out=ds)
+            self.operations.softmax_gradient(ds, delta, p)
             if dropped is not None:
                 self.drop(p, dropped)
             self._add(tiles, "dv", lead, columns, p, dy)
             self._add(tiles, "dk", lead, columns, ds, q)
-            np.matmul(ds, k, out=part if i else dq)
             if i:
-                np.add(dq, part, out=dq)
-            if table is not None:
-                self._sum_pairs(tiles, lead, rows, columns, ds, table)
+                self.operations.add_product(ds, k, dq, part)
+            else:
+                self.operations.product(ds, k, dq)
+            if self.table is not None:
+                self._sum_pairs(tiles, lead, rows, columns, ds)
         np.multiply(dq, self.dtype.type(self.g.scale), out=dq)
         target = tiles.of["dq"][lead + rows]
         if self.g.merge:
@@ -359,8 +388,11 @@ class _Backward(_Run):
     def _add(self, tiles: _Tiles, name: str, lead: Box, columns: Box, left: Any, right: Any) -> None:
         """Add ``left^T right`` to a gradient of keys or values."""
         target = tiles.of[name][lead + columns]
-        found = self.buffer(name, (*extents_of(lead), left.shape[-1], right.shape[-1]))
-        np.matmul(left.swapaxes(-1, -2), right, out=found)
+        found, left = self.buffer(name, (*extents_of(lead), left.shape[-1], right.shape[-1])), left.swapaxes(-1, -2)
+        if target.shape == found.shape and not tiles.part.overlaps:
+            self.operations.add_product(left, right, target, found)
+            return
+        self.operations.product(left, right, found)
         found = found.reshape(target.shape)
         if not tiles.part.overlaps:
             np.add(target, found, out=target)
@@ -370,7 +402,7 @@ class _Backward(_Run):
             one = target[(slice(None), *index)]
             np.add(one, found[(slice(None), *index)], out=one)
 
-    def _sum_pairs(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, ds: Any, table: Any) -> None:
+    def _sum_pairs(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, ds: Any) -> None:
         pairs, more = (self._pairs(tiles, rows, columns, name)[lead[-1]] for name in ("pairs", "more_pairs"))
         np.sum(ds, axis=tuple(range(len(lead) - 1)), dtype=np.float64, out=more)
         if len(tiles.columns) == 1:
@@ -378,16 +410,114 @@ class _Backward(_Run):
             return
         self._pairs(tiles, rows, columns).fill(0)
         np.copyto(pairs, more)
-        self._distribute(tiles, rows, columns, table)
+        self._distribute(tiles, rows, columns)
 
-    def _distribute(self, tiles: _Tiles, rows: Box, columns: Box, table: Any) -> None:
+    def _distribute(self, tiles: _Tiles, rows: Box, columns: Box) -> None:
         """Add the sums of the pairs of a box of queries and a box of keys to the table."""
         pairs = self._pairs(tiles, rows, columns)
         pairs = pairs.reshape(len(pairs), *extents_of(rows), *extents_of(columns))
         for index in np.ndindex(*extents_of(rows)):
             query = [i + box.start for i, box in zip(index, rows)]
-            window = tiles.part.windows_of(table, self.g.heads[0], self.margins, query, columns)
+            window = tiles.part.windows_of(self.table, self.g.heads[0], self.margins, query, columns)
             np.add(window, pairs[(slice(None), *index)], out=window)
+
+
+class _Pass:
+    """All shares of a forward or backward pass: `kernel` computes them.
+
+    Parameters
+    ----------
+    kind
+        Class of the shares.
+    operations
+        Operations of each share. Shares with operations of their own may run at the same time.
+    """
+
+    def __init__(
+        self,
+        kind: type[_Share],
+        arrays: AttentionArrays,
+        geometry: AttentionGeometry,
+        scratch: Scratch,
+        operations: Sequence[TileOperations],
+    ) -> None:
+        self.a, self.g, self.scratch, self.dtype = arrays, geometry, scratch, arrays.q.dtype
+        self.counters = None if geometry.dropout is None else _counters(arrays, geometry)
+        self.groups, self._covers = tile_groups(arrays.q.shape[0], geometry, arrays.bias is not None)
+        margins = [(0,) * len(geometry.reaches), *(part.margins() for part in self.groups)]
+        self.margins = tuple(map(max, zip(*margins)))
+        bias = arrays.bias
+        extents = zip(() if bias is None else bias.shape[1:], self.margins)
+        self.table_shape = () if bias is None else (bias.shape[0], *(n + 2 * m for n, m in extents))
+        self._padded = bias is not None and any(self.margins)
+        self._bias_bytes = round_up(nbytes_of(self.table_shape, bias.dtype)) if self._padded else 0
+        self._shares: list[_Share] = []
+        self.nbytes = self._bias_bytes
+        self._operations = operations
+        for share, some in zip(self._cut(len(operations)), operations):
+            self._shares.append(kind(self, share, some, self.nbytes))
+            self.nbytes = self._shares[-1].end
+
+    def _cut(self, count: int) -> list[Box]:
+        """Return shares of samples and heads of keys, as equal as possible."""
+        samples, heads = self.a.q.shape[0], self.g.key_heads[1] - self.g.key_heads[0]
+        products = sum(math.prod((*part.lead, *part.queries, *part.keys)) for part in self.groups)
+        if count > 1 and products * self.a.q.shape[-1] // (self.g.heads[1] - self.g.heads[0]) < FEW:
+            count = 1
+        axis = 0 if -(-samples // count) * heads <= -(-heads // count) * samples else 1
+        n = (samples, heads)[axis]
+        edges = [n * i // count for i in range(count + 1)]
+        pieces = [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
+        return [(piece, slice(0, heads)) if axis == 0 else (slice(0, samples), piece) for piece in pieces]
+
+    def kernel(self, impl: str, together: Callable[[Sequence[Callable[[], None]]], None]) -> Kernel:
+        """Return the kernel; `together` is a function that calls several functions, and returns after all have."""
+
+        def bind() -> Callable[[], None]:
+            bias = self.a.bias
+            if self._padded:
+                bias = self.scratch.view(self.table_shape, bias.dtype)
+            for share in self._shares:
+                share.bind(bias)
+            return lambda: self._run(bias, together)
+
+        def close() -> None:
+            for some in self._operations:
+                some.close()
+
+        kept = sum(c.nbytes for c in self.counters or ())
+        return ScratchKernel(bind, self.scratch, self.nbytes, impl, kept, close)
+
+    def _run(self, bias: Any, together: Callable[[Sequence[Callable[[], None]]], None]) -> None:
+        a, merge = self.a, self.g.merge
+        first = np.uint64(0) if self.g.dropout is None else first_counter(self.g.dropout)
+        if self._padded:
+            bias.fill(0)
+            np.copyto(self._inside(bias), a.bias)
+        if a.dk is not None:
+            a.dk.fill(0)
+            a.dv.fill(0)
+        if not self._covers and not merge:
+            (a.y if a.dq is None else a.dq).fill(0)
+            if a.dq is None:
+                a.lse.fill(-np.inf)
+        together([partial(share.run, first) for share in self._shares])
+        if a.dbias is not None:
+            tables = [share.table for share in self._shares]
+            if not merge:
+                a.dbias.fill(0)
+            for table in tables[1:]:
+                np.add(tables[0], table, out=tables[0])
+            for table in tables[:1]:
+                np.add(a.dbias, self._inside(table), out=a.dbias, casting="same_kind")
+
+    def _inside(self, table: Any) -> Any:
+        """Return a table with margins without them."""
+        return table[(slice(None), *(slice(m, n - m) for m, n in zip(self.margins, table.shape[1:])))]
+
+
+def _largest(some: Sequence[Box]) -> int:
+    return max(map(span_of, some), default=0)
 
 
 def _rows(array: Any, ndim: int) -> Any:
@@ -416,10 +546,20 @@ class NumpyAttention(Attentions):
     scratch: Scratch
 
     def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
-        return self._attention(_Forward(arrays, geometry, self.scratch))
+        return self._attention(_Forward, arrays, geometry)
 
     def _attention_backward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
-        return self._attention(_Backward(arrays, geometry, self.scratch))
+        return self._attention(_Backward, arrays, geometry)
 
-    def _attention(self, run: _Run) -> Kernel:
-        return ScratchKernel(run.bind, self.scratch, run.nbytes, "numpy:attention", run.workspace_bytes)
+    def _attention(self, kind: type[_Share], arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
+        whole = _Pass(kind, arrays, geometry, self.scratch, self._tile_operations())
+        return whole.kernel(f"{self.name}:attention", self._together)
+
+    def _tile_operations(self) -> Sequence[TileOperations]:
+        """Return the operations of each share of a pass."""
+        return [TileOperations()]
+
+    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Make several calls, at the same time if the backend has threads of its own."""
+        for call in calls:
+            call()

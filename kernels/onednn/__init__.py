@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -14,8 +15,10 @@ from ..fused import FusedActivation
 from ..geometry import Geometry
 from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute, chain
 from ..numpy import BlasLimit, NumpyBackend
+from ..numpy.attention import TileOperations
 from . import conv, matmul, pointwise
 from .abi import Abi, open_library
+from .attention import OnednnTileOperations
 from .conv import ConvChoice
 from .faults import FAULTS
 from .norm import OnednnBatchNorm
@@ -84,6 +87,8 @@ class OnednnBackend(NumpyBackend):
         self._choice = ConvChoice(autotune, threads)
         # One thread pool per process: NumPy's own pool would compete with oneDNN's for the same cores.
         self._blas = BlasLimit(1)
+        # Attention runs on threads of Python, so that NumPy's parts of it run on several threads, too.
+        self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
     def open(cls, options: BackendOptions) -> OnednnBackend:
@@ -95,6 +100,9 @@ class OnednnBackend(NumpyBackend):
         return self._engine.workspace_bytes + self._engine.scratch.nbytes
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
         self._engine.close()
         self._blas.close()
 
@@ -198,6 +206,22 @@ class OnednnBackend(NumpyBackend):
                 f"{error}; use float32"
             ) from None
 
+    # ------------------------------------------------------------------ attention
+    def _tile_operations(self) -> Sequence[TileOperations]:
+        return [OnednnTileOperations(self._engine) for _ in range(self.threads)]
+
+    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
+        if len(calls) > 1 and self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads - 1, "halograd-attention")
+        others = [] if self._pool is None else [self._pool.submit(call) for call in calls[1:]]
+        try:
+            for call in calls[:1]:
+                call()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
     # ------------------------------------------------------------------ all other kernels
     def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
         """Return oneDNN's kernel `fast`, or NumPy's kernel `plain` where oneDNN has no fast one (see DELEGATED).
@@ -261,9 +285,7 @@ class OnednnBackend(NumpyBackend):
             partial(super().added, made, y, residual, activation),
         )
 
-    def _rectified_sum(
-        self, made: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None
-    ) -> Kernel:
+    def _rectified_sum(self, made: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         """Return a kernel for the sum with a fused ReLU. It runs after `made`, the kernel that writes `y`, if that is
         given.
         """

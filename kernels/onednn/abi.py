@@ -203,6 +203,7 @@ class Abi:
         self.attr_post_operations = call("dnnl_primitive_attr_set_post_ops", c_void_p, c_void_p)
         self.post_operations = create("dnnl_post_ops_create")
         self.append_eltwise = call("dnnl_post_ops_append_eltwise", c_void_p, c_int, c_float, c_float)
+        self.append_sum = call("dnnl_post_ops_append_sum", c_void_p, c_float, c_int, c_int)
         self.append_binary = call("dnnl_post_ops_append_binary", c_void_p, c_int, c_void_p)
         self.primitive = create("dnnl_primitive_create", c_void_p)
         self.next_implementation = call("dnnl_primitive_desc_next_impl", c_void_p)

@@ -156,7 +156,8 @@ class PrimitiveList:
     def attributes(self, *operations: tuple[Any, ...]) -> int:
         """Return attributes that fuse these operations after the primitive.
 
-        Each is ``("eltwise", algorithm, alpha, beta)`` or ``("binary", algorithm, descriptor)``.
+        Each is ``("eltwise", algorithm, alpha, beta)``, ``("binary", algorithm, descriptor)`` or, to add what the
+        output holds, ``("sum", 1.0, 0, 0)``.
         """
         attr = self.own("primitive_attr", self.abi.attributes())
         if operations:

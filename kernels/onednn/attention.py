@@ -1,0 +1,134 @@
+"""Operations on tiles of attention in oneDNN.
+
+The tiles of an attention have few shapes: a primitive is made at the first operation of a shape, and from then on runs
+on the memory of each operation. Operations without a fast primitive are those of NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..numpy.attention import TileOperations
+from . import abi as c
+from .abi import Argument, DnnlError
+from .program import OnednnEngine, PrimitiveList, ReferenceOnly
+
+__all__ = ["OnednnTileOperations"]
+
+_SUM = ("sum", 1.0, 0, 0)
+_EXP = ("eltwise", c.EXP, 0.0, 0.0)
+
+
+class OnednnTileOperations(TileOperations):
+    """Operations of one thread at a time, each on one thread."""
+
+    def __init__(self, engine: OnednnEngine) -> None:
+        self._engine, self._abi = engine, engine.abi
+        self._list = PrimitiveList(engine)
+        self._stream = self._list.own("stream", engine.abi.cpu_stream(engine.handle))
+        self._made: dict[Any, Callable[..., None] | None] = {}
+
+    def begin(self) -> None:
+        # oneDNN's products choose their threads when they run.
+        self._abi.set_threads(1)
+
+    def end(self) -> None:
+        self._abi.set_threads(self._engine.threads)
+
+    def close(self) -> None:
+        self._made.clear()
+        self._list.close()
+
+    def product(self, left: Any, right: Any, out: Any) -> None:
+        if not self._multiply(left, right, out):
+            super().product(left, right, out)
+
+    def add_product(self, left: Any, right: Any, out: Any, spare: Any) -> None:
+        if not self._multiply(left, right, out, _SUM):
+            super().add_product(left, right, out, spare)
+
+    def exponentials(self, scores: Any, subtracted: Any) -> None:
+        if not self._binary(scores, subtracted, _EXP):
+            super().exponentials(scores, subtracted)
+
+    def softmax_gradient(self, gradient: Any, subtracted: Any, p: Any) -> None:
+        if not self._binary(gradient, subtracted, ("binary", c.BINARY_MULTIPLY), p):
+            super().softmax_gradient(gradient, subtracted, p)
+
+    def _multiply(self, left: Any, right: Any, out: Any, *operations: tuple[Any, ...]) -> bool:
+        arrays = (left, right, out)
+        key = ("product", operations, *((a.shape, a.strides) for a in arrays))
+
+        def make() -> Callable[..., None]:
+            descs = [self._list.desc(*_joined(a)) for a in arrays]
+            attributes = self._list.attributes(*operations)
+            pd = self._list.descriptor("matmul", descs[0], descs[1], None, descs[2], attributes=attributes)
+            return self._primitive(pd, {c.SRC: descs[0], c.WEIGHTS: descs[1], c.DST: descs[2]})
+
+        return self._call(key, make, arrays)
+
+    def _binary(self, array: Any, subtracted: Any, operation: tuple[Any, ...], *more: Any) -> bool:
+        """Compute ``array = operation(array - subtracted)`` in place, on packed arrays; False if oneDNN cannot."""
+        key = (operation, array.shape)
+
+        def make() -> Callable[..., None]:
+            rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
+            whole, column = (self._list.desc((rows, n), np.float32, (n, 1)) for n in (columns, 1))
+            attributes = self._list.attributes((*operation, whole) if more else operation)
+            pd = self._list.descriptor("binary", c.BINARY_SUBTRACT, whole, column, whole, attributes=attributes)
+            extra = {c.POST_OPERATION | c.SRC_1: whole} if more else {}
+            return self._primitive(pd, {c.SRC: whole, c.SRC_1: column, c.DST: whole, **extra})
+
+        return self._call(key, make, (array, subtracted, array, *more))
+
+    def _call(self, key: Any, make: Callable[[], Callable[..., None]], arrays: Sequence[Any]) -> bool:
+        if key not in self._made:
+            try:
+                self._made[key] = make()
+            except ReferenceOnly:
+                self._made[key] = None
+        run = self._made[key]
+        if run is None:
+            return False
+        run(*arrays)
+        return True
+
+    def _primitive(self, descriptor: int, arguments: dict[int, int]) -> Callable[..., None]:
+        """Return a function that runs a primitive on arrays, in the order of its arguments."""
+        pad = self._abi.argument_desc(descriptor, c.SCRATCHPAD)
+        if pad and self._abi.desc_size(pad):
+            raise ReferenceOnly("expected a primitive without a scratchpad, which tiles have no memory for")
+        own, abi = self._list.own, self._abi
+        primitive = own("primitive", abi.primitive(descriptor))
+        memories = [own("memory", abi.memory(desc, self._engine.handle, None)) for desc in arguments.values()]
+        table = (Argument * len(memories))(*(Argument(i, m) for i, m in zip(arguments, memories)))
+        execute, stream, count, address, set_data = (
+            *(abi.execute, self._stream, len(table), ctypes.addressof(table), abi.set_data),
+        )
+
+        def run(*arrays: Any, keep: Any = table) -> None:
+            for memory, array in zip(memories, arrays):
+                set_data(memory, array.__array_interface__["data"][0])
+            status = execute(primitive, stream, count, address)
+            if status:
+                raise DnnlError("dnnl_primitive_execute", status)
+
+        return run
+
+
+def _joined(array: Any) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
+    """Return shape, dtype and strides [elements] of matrices, with as few leading axes as possible."""
+    axes = [(n, s // array.itemsize) for n, s in zip(array.shape, array.strides)]
+    lead: list[tuple[int, int]] = []
+    for n, stride in axes[:-2]:
+        if lead and lead[-1][1] == n * stride:
+            lead[-1] = (lead[-1][0] * n, stride)
+        elif n > 1:
+            lead.append((n, stride))
+    shape, strides = zip(*lead, *axes[-2:])
+    return shape, array.dtype, strides
