@@ -75,8 +75,8 @@ class OptionsTable(Table):
     (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""
     attention: Literal["auto", "gather", "ring"] = "auto"
     """Time at which attention over whole samples gets the keys and values of other ranks: all before it computes
-    (``"gather"``), or block by block while it computes (``"ring"``: less memory, more kernels); ``"auto"`` follows
-    `halo`: a ring for ``"overlap"``."""
+    (``"gather"``), or block by block while it computes (``"ring"``: hidden messages, more and smaller
+    kernels); ``"auto"`` follows `halo`: a ring for ``"overlap"``."""
     statistics: Literal["local", "sample", "global"] = "global"
     """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
     recompute: Literal["none", "pointwise", "block"] = "none"

@@ -140,7 +140,19 @@ class Simulation:
             self._outline = outline(network, strategy, self._target(self._rank))
             steps = price_steps(network, self._outline, pricing)
             self._outline.backward, self.costs, self._gathered = steps.backward, steps.costs, steps.gathered
+            self.strategy = self._with_algorithms()
         self.steps = {step.name: step for step in self._outline.steps}
+
+    def _with_algorithms(self) -> Strategy:
+        """Return the strategy with the halo algorithms that were chosen for layers with operations of their own for
+        each, so that memory and traffic are those of the same operations as the time.
+        """
+        layers = dict(self.strategy.layers)
+        for step in self._outline.steps if self.pricing.best_halo else ():
+            algorithm = self.costs[step.name].halo_algorithm if step.layer.lowers_each_halo else ""
+            if algorithm:
+                layers[step.name] = {**layers.get(step.name, {}), "halo": algorithm}
+        return replace(self.strategy, layers=layers) if layers != self.strategy.layers else self.strategy
 
     def _target(self, rank: int) -> Target:
         return Target(self.batch, self.ranks, rank, as_dtype(self.training.dtype), overlaps=self.pricing.overlaps)
