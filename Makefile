@@ -13,7 +13,7 @@ VENV ?= .venv
 # EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own. With EXTRAS=mpich,test,lint,docs pip
 # installs these tools with the rest, which takes less time than a call for each.
 EXTRAS ?= mpich,test
-TOOLS := lint docs oracle peers nvrtc
+TOOLS := lint docs oracle oracle-zoo peers nvrtc
 comma := ,
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -24,7 +24,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +53,7 @@ $(addprefix $(VENV)/.stamp-,$(TOOLS)): $(VENV)/.stamp-%: $(VENV)/.stamp-base
 
 venv: $(call stamp,base)
 oracle: $(call stamp,oracle)
+oracle-zoo: $(call stamp,oracle-zoo)
 nvrtc: $(call stamp,nvrtc)
 peers: $(call stamp,peers)
 lint-tools: $(call stamp,lint)

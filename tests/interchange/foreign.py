@@ -27,7 +27,7 @@ from halograd.training.executor import Executor
 from halograd.training.root import on_root
 from tests.interchange.support import first, last, samples
 
-__all__ = ["NETWORKS", "compared", "make"]
+__all__ = ["NETWORKS", "compared", "let_torchvision_load", "make"]
 
 Made = tuple[Any, tuple[int, ...]]
 
@@ -158,7 +158,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 }
 
 
-def _let_torchvision_load() -> None:
+def let_torchvision_load() -> None:
     """Declare the operator that torchvision's import needs, and which it lacks beside torch's build without CUDA."""
     import torch
 
@@ -176,7 +176,7 @@ def make(name: str) -> Made:
     """Return a module in float64 without dropout, and the shape of its samples. Initial values are always the same."""
     import torch
 
-    _let_torchvision_load()
+    let_torchvision_load()
     torch.manual_seed(1)
     module, shape = NETWORKS[name]()
     for layer in module.modules():

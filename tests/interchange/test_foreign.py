@@ -1,0 +1,47 @@
+"""Networks of other projects: each row of the table in docs/torch.md says what `hg.from_torch` makes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+import halograd as hg
+from halograd.errors import UserError
+from tests.interchange.foreign import NETWORKS, compared, let_torchvision_load
+from tests.interchange.support import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NEEDS = ("torchvision", "monai", "timm", "segmentation_models_pytorch", "dynamic_network_architectures")
+
+pytestmark = pytest.mark.torch
+
+
+def _rows() -> dict[str, tuple[str, str]]:
+    """Return the cells of the table by network."""
+    text = (ROOT / "docs" / "torch.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| ((?:nnU-Net|MONAI|smp|torchvision) [^|]*) \| ([^|]*) \| ?([^|]*)\|$", text, flags=re.M)
+    return {name: (outputs, step.strip()) for name, outputs, step in found}
+
+
+def test_the_table_has_all_networks():
+    assert list(_rows()) == list(NETWORKS)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_another_project(name):
+    """Outputs in evaluation and a step of SGD are those of torch in float64, or the node of the table is refused."""
+    torch()
+    let_torchvision_load()
+    for package in NEEDS:
+        pytest.importorskip(package, reason=f"needs {package}: pip install 'halograd[oracle-zoo]'")
+    outputs, step = _rows()[name]
+    with hg.Communicator(MPI.COMM_SELF) as alone:
+        if not outputs.startswith("refused"):
+            assert max(compared(name, alone, {})) < 1e-10 and float(outputs) < 1e-10 and float(step) < 1e-10
+            return
+        node, kind = re.findall(r"`(.*)` \((\w+)\)", outputs)[0]
+        with pytest.raises(UserError, match=rf"{re.escape(repr(node))} \({kind}\)"):
+            compared(name, alone, {})
