@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -91,6 +92,7 @@ def along(
         ours = ours[-1:] if axes == ("channel",) else ours
     else:
         key, layer = "w", Embedding(axes, trained=not constant.is_fixed)
+    if constant.is_fixed:
+        constant = replace(constant, name="")  # its numbers may be changed, so it is not the array of that name
     given = build.given(constant, lambda array: order(array).reshape(ours), ours)
-    last = value.last or len(shape) == 1
-    return value.of(build.array(op, layer.initialized(**{key: given}), value.node, constant, last))
+    return value.of(build.array(op, layer.initialized(**{key: given}), value.node, constant))

@@ -383,8 +383,8 @@ class Builder:
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
 
-    def array(self, op: OnnxNode, layer: Layer, node: Node, constant: OnnxConstant, last: bool) -> Node:
-        """Add a layer with one array of the file, which is added or multiplied; `last`: its channels come last there.
+    def array(self, op: OnnxNode, layer: Layer, node: Node, constant: OnnxConstant) -> Node:
+        """Add a layer with one array of the file, which is added or multiplied.
 
         A trained layer has the name of the array. A second use of an array becomes another call of its layer.
         """
@@ -394,7 +394,7 @@ class Builder:
         if before is None and any(constant.name in its for *_, its in self._owners.values()):
             before = layer.changed(name="")  # the array of another kind of layer
         if before is None:
-            layer.name, layer.stored_as = self.name(op.changed(scope=constant.name)), self._stored_as(constant, last)
+            layer.name = self.name(op.changed(scope=constant.name))
             self._arrays[constant.name] = layer
             return self.add(op, layer, node)
         alike = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
@@ -405,13 +405,6 @@ class Builder:
     def _refused_again(self, op: OnnxNode, name: str) -> UserError:
         remedy = "use a second parameter in its place"
         return self.refused(op, "an array of its own", f"{name!r} again", remedy)
-
-    def _stored_as(self, constant: OnnxConstant, last: bool) -> tuple[Shape, bool] | None:
-        """Return the shape of an array in the file, and whether channels come last; None if its order was changed."""
-        stored = self.graph.constants.get(constant.name)
-        if stored is None or not np.array_equal(stored.read().reshape(-1), constant.read().reshape(-1)):
-            return None
-        return stored.shape, last
 
     def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
         """Raise UserError for weights that torch does not train, or may not train."""

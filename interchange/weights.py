@@ -24,10 +24,11 @@ Layers keep their names in torch. Layers of some of our models get torchvision's
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data.disk import atomic_path, one_line, reason_of, regular_size
-from ..layers import Dense, Embedding, Network, Node, Parameter, Scale, Token
+from ..layers import Dense, Embedding, GivenValues, Network, Node, Parameter, Scale, Token
+from ..layers.parameter import ForeignArray
 from .feature_order import Order, feature_orders, torch_of_ours
 from .files import check_place, finite, library
 
@@ -163,6 +165,8 @@ class Arrangement:
         Number of trailing axes of extent 1 in torch's array.
     stored
         For arrays with the axes of a sample: torch's shape, and whether channels come last there.
+    foreign
+        The array of torch from which the parameter was read, if the other attributes do not describe it.
     """
 
     names: tuple[str, ...]
@@ -170,9 +174,12 @@ class Arrangement:
     orders: Mapping[int, Order] = field(default_factory=dict)
     ones: int = 0
     stored: tuple[tuple[int, ...], bool] | None = None
+    foreign: ForeignArray | None = None
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
+        if self.foreign is not None:
+            return self.foreign.shape
         if self.stored is not None:
             return self.stored[0]
         moved = self.shape if len(self.shape) < 3 else (self.shape[0], self.shape[-1], *self.shape[1:-1])
@@ -180,6 +187,10 @@ class Arrangement:
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Return our whole array in torch's order."""
+        if self.foreign is not None:
+            found = np.empty(array.size, array.dtype)
+            found[self.foreign.positions().reshape(-1)] = array.reshape(-1)
+            return found.reshape(self.foreign.shape)
         for axis, order in self.orders.items():
             array = array.take(torch_of_ours(order), axis)
         if self.stored is not None:
@@ -190,6 +201,8 @@ class Arrangement:
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Return torch's array in our order."""
+        if self.foreign is not None:
+            return np.ascontiguousarray(self.foreign.order(array))
         if self.stored is not None:
             last = self.stored[1]
             array = array.reshape(self.shape if last else (self.shape[-1], *self.shape[:-1]))
@@ -228,7 +241,12 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
             keys = ("", *keys) if stored is not None and len(network.own_parameters(layer)) == 1 else keys
             names = tuple(dict.fromkeys(f"{module}.{one}".rstrip(".") for one in keys for module in modules(layer)))
-            found[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
+            one = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
+            foreign = spec.init.foreign if isinstance(spec.init, GivenValues) else None
+            fits = foreign is not None and math.prod(foreign.shape) == spec.size
+            if foreign is not None and fits and (stored is not None or foreign.shape != one.torch_shape):
+                one = replace(one, names=tuple(dict.fromkeys((foreign.name, *names))), foreign=foreign)
+            found[name] = one
     return found
 
 
@@ -242,8 +260,6 @@ def _stored_as(node: Node, spec: Parameter) -> tuple[tuple[int, ...], bool] | No
 
     By default images are channels first, and positions of a sequence before channels, as in transformers.
     """
-    if node.layer.stored_as is not None:
-        return node.layer.stored_as
     if not isinstance(node.layer, Embedding | Token) and not spec.spatial_axes:
         return None
     if len(spec.shape) < 3:

@@ -201,8 +201,6 @@ class Layer(TargetReader):
     recomputation: str = "never"
     #: Given initial values of parameters and states, by their short names; the others are drawn.
     given_values: Mapping[str, GivenValues] = MappingProxyType({})
-    #: For a layer with one array that was read from a file: its shape there, and whether its channels come last.
-    stored_as: tuple[Shape, bool] | None = None
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name

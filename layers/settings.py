@@ -20,7 +20,7 @@ from .network import Network
 __all__ = ["difference", "fingerprint", "settings_of"]
 
 #: Attributes that are no settings: an activation after it is its own layer, and checkpoints hold parameters.
-_NAMES = ("name", "behind", "given_values", "stored_as")
+_NAMES = ("name", "behind", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, after the layer's name and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
