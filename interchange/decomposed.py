@@ -5,11 +5,14 @@ See :mod:`halograd.interchange.patterns`: a rule replaces the operations that it
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from .graph import Graph, OnnxConstant, OnnxNode
 
-__all__ = ["DECOMPOSED"]
+__all__ = ["DECOMPOSED", "per_channel"]
 
 #: Operators that only change the number of axes.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
@@ -170,5 +173,133 @@ def _expanded(graph: Graph, op: OnnxNode) -> None:
         graph.leave_out(op, value)
 
 
+def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
+    """Return whether a constant has one number per channel of a value (N, C, *spatial)."""
+    constant = graph.constants.get(name)
+    if constant is None:
+        return False
+    shape = (1,) * (axes - len(constant.shape)) + constant.shape
+    return len(shape) == axes and shape[1] == channels and math.prod(shape) == channels
+
+
+def _softplus_by_parts(graph: Graph, op: OnnxNode) -> None:
+    """Recognize log(1 + exp(x))."""
+    added = graph.maker(op.inputs[0]) if op.kind == "Log" else None
+    if added is None or added.kind != "Add":
+        return
+    value, number = _operands(graph, added)
+    power = graph.maker(value) if number == 1 else None
+    if power is not None and power.kind == "Exp" and _only_read_within(graph, [power, added, op]):
+        graph.replace([power, added, op], op.changed(kind="Softplus", inputs=power.inputs, attributes={}))
+
+
+def _only_read_within(graph: Graph, chain: Sequence[OnnxNode]) -> bool:
+    """Return whether no other operation, and no output, reads the values before the last of these operations."""
+    made = {name for op in chain[:-1] for name in op.outputs}
+    readers = [op for op in graph.operations if made & set(op.inputs)]
+    return not made & set(graph.outputs) and all(any(op is one for one in chain) for op in readers)
+
+
+class _NormByParts:
+    """Search for the operators of a norm, backwards from its last one.
+
+    Attributes
+    ----------
+    chain
+        Operators found so far.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.chain: list[OnnxNode] = []
+
+    def maker(self, name: str, *kinds: str) -> OnnxNode | None:
+        """Return the operation of one of these kinds that computes a value, and append it to the chain."""
+        op = self.graph.maker(name)
+        if op is None or op.kind not in kinds:
+            return None
+        if not any(op is one for one in self.chain):
+            self.chain.append(op)
+        return op
+
+    def divided(self, op: OnnxNode) -> tuple[str, str] | None:
+        """Return numerator and denominator of a quotient, or of a product with a reciprocal."""
+        if op.kind == "Div":
+            return op.inputs[0], op.inputs[1]
+        for value, factor in (op.inputs, op.inputs[::-1]) if op.kind == "Mul" else ():
+            inverse = self.graph.maker(factor)
+            if inverse is not None and inverse.kind == "Reciprocal":
+                self.chain.append(inverse)
+                return value, inverse.inputs[0]
+            if inverse is not None and inverse.kind == "Div" and _number(self.graph, inverse.inputs[0]) == 1:
+                self.chain.append(inverse)
+                return value, inverse.inputs[1]
+        return None
+
+    def viewed(self, name: str) -> str:
+        """Return the value that axes of extent 1 and broadcasts to the same extents make of another."""
+        op, count = self.graph.maker(name), math.prod(self.graph.shapes[name])
+        while op is not None and op.kind in (*_VIEWS, "Expand") and math.prod(self.graph.shapes[op.inputs[0]]) == count:
+            self.chain.append(op)
+            name, op = op.inputs[0], self.graph.maker(op.inputs[0])
+        return name
+
+    def deviation(self, name: str) -> tuple[str, float, list[int]] | None:
+        """Return x, eps and axes for the value ``sqrt(mean(x ** 2, axes) + eps)``."""
+        root = self.maker(name, "Sqrt")
+        added = root and self.maker(root.inputs[0], "Add")
+        value, eps = _operands(self.graph, added) if added else ("", None)
+        mean = None if eps is None else self.maker(self.viewed(value), "ReduceMean")
+        square = mean and self.maker(mean.inputs[0], "Mul", "Pow")
+        if eps is None or not mean or not square:
+            return None
+        x, other = square.inputs
+        kept = [1 if axis in _axes(self.graph, mean) else n for axis, n in enumerate(self.graph.shapes[x])]
+        if self.graph.shapes[value] != tuple(kept):
+            return None
+        squares = _number(self.graph, other) == 2 if square.kind == "Pow" else other == x
+        return (x, eps, _axes(self.graph, mean)) if squares else None
+
+    def centered(self, name: str, axes: list[int]) -> str:
+        """Return x for the value ``x - mean(x, axes)``, else an empty name."""
+        difference = self.maker(name, "Sub")
+        mean = difference and self.maker(difference.inputs[1], "ReduceMean")
+        if not difference or not mean or not mean.attributes.get("keepdims", 1):
+            return ""
+        return mean.inputs[0] if mean.inputs[0] == difference.inputs[0] and _axes(self.graph, mean) == axes else ""
+
+
+def _norm_by_parts(graph: Graph, op: OnnxNode) -> None:
+    """Recognize (x - mean) / sqrt(mean((x - mean) ** 2) + eps), and x / sqrt(mean(x ** 2) + eps), over channels or
+    over space, with the factor and the summand per channel after it.
+    """
+    search = _NormByParts(graph)
+    sides = search.divided(op)
+    below = sides and search.deviation(sides[1])
+    if not sides or not below:
+        return
+    value, (inner, eps, axes) = sides[0], below
+    outer = search.centered(inner, axes)
+    x, rank = outer or inner, len(graph.shapes[inner])
+    fits = value == inner or (outer and search.centered(value, axes) == x)
+    chain = [*search.chain, op]
+    if not fits or not _only_read_within(graph, chain) or axes not in ([1], list(range(2, rank)) if outer else [1]):
+        return
+    affine = ["", ""]
+    for i, kind in enumerate(("Mul", "Add") if outer else ()):
+        after = graph.only_reader(chain[-1].outputs[0])
+        other = next((n for n in after.inputs if n != chain[-1].outputs[0]), "") if after is not None else ""
+        if after is None or after.kind != kind or not per_channel(graph, other, rank, graph.shapes[x][1]):
+            break
+        if graph.constants[other].origin != "parameter":
+            break
+        chain.append(after)
+        affine[i] = other
+    attributes = {"epsilon": eps, "axis": 1, "centered": bool(outer)}
+    kind = "NormOverChannels" if axes == [1] else "InstanceNormalization"
+    new = chain[-1].changed(kind=kind, inputs=(x, *affine) if outer else (x,), attributes=attributes)
+    graph.replace(chain, new)
+
+
 #: These rules run before scalars are joined and factors of 1 are removed.
-DECOMPOSED = (_local_response_norm, _limits, _stacked, _expanded, _softplus)
+DECOMPOSED = (_local_response_norm, _limits, _stacked, _expanded, _softplus, _softplus_by_parts, _norm_by_parts)

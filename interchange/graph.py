@@ -62,6 +62,8 @@ class OnnxConstant:
         ``"number"`` for sizes and single numbers.
     made_of
         Names of the parameters from which it is computed by more than a change of shape or type.
+    lengths
+        Lengths of the filters, if these are directions (weight norm).
     stored
         Shape of the array `name` in the file.
     order
@@ -74,6 +76,7 @@ class OnnxConstant:
     name: str = ""
     origin: str = "number"
     made_of: tuple[str, ...] = ()
+    lengths: OnnxConstant | None = None
     stored: Shape | None = None
     order: Callable[[np.ndarray], np.ndarray] | None = None
 
@@ -263,6 +266,11 @@ class NeedsPositions(Exception):
         self.pool = pool
 
 
+def _module_of(name: str) -> str:
+    """Return the module of a parameter, ``"net.0"`` for ``"net.0.parametrizations.weight.original1"``."""
+    return re.sub(r"(^|\.)parametrizations\.\w+$", "", name.rpartition(".")[0])
+
+
 @contextmanager
 def following(path: Path, op: OnnxNode) -> Iterator[None]:
     """Convert errors of malformed attributes and constants of an operation into a UserError that names it."""
@@ -295,7 +303,7 @@ class Builder:
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
         #: Names of modules with weights, which layers without weights do not take.
-        self._owned = {one.name.rpartition(".")[0] for one in graph.constants.values() if one.origin != "number"}
+        self._owned = {_module_of(one.name) for one in graph.constants.values() if one.origin != "number"}
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
         #: Layers with one array, by its name.
@@ -446,7 +454,7 @@ class Builder:
         """Return a unique name: that of the weights, else of the module, else of the node."""
         named = [one.name for one in weights if one is not None and "." in one.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
-        wanted = named[0].rpartition(".")[0] if named else scope
+        wanted = _module_of(named[0]) if named and _module_of(named[0]) else scope
         first = [] if wanted in self._owned and not named else [wanted]
         candidates = itertools.chain(first, (f"{wanted}_{i}" for i in itertools.count(2)))
         name = next(name for name in candidates if name not in self._names)

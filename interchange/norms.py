@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm, Scale
+from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm, RMSNorm, Scale
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of, permuted
 
@@ -121,10 +121,23 @@ def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
     return _made(build, op, lambda *more: LayerNorm(kind, _eps(op), *more), value, 1)
 
 
+def _norm_over_channels(build: Builder, op: OnnxNode) -> Activation:
+    """Import a norm over the channels of each position, which `patterns` recognizes in its arithmetic."""
+    value = build.value(op)
+    if op.attributes["axis"] != (len(build.shape(op.inputs[0])) - 1 if value.last else 1) or value.spatial:
+        raise build.refused(op, "a norm over the channels", f"axis {op.attributes['axis']}")
+    if value.pooled:
+        value = build.with_positions(op)
+    if not op.attributes["centered"]:
+        return value.of(build.add(op, RMSNorm(_eps(op), affine=False), value.node))
+    return _made(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
+
+
 NORMS: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "BatchNormalization": _batch_norm,
     "GroupNormalization": _group_norm,
     "GroupNorm": _group_norm,
     "InstanceNormalization": _instance_norm,
     "LayerNormalization": _layer_norm,
+    "NormOverChannels": _norm_over_channels,
 }

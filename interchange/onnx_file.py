@@ -39,6 +39,8 @@ _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLi
 #: Operators that only move the numbers of a weight.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
+#: Directions and lengths of torch's weight norms, by the last part of their names.
+_LENGTHS = {"original1": "v", "original0": "g", "weight_v": "v", "weight_g": "g"}
 #: Call of an instance norm with running statistics, in the notes of the new exporter.
 _TRACKED = r"instance_norm\.default\]\(args = \([^,]*,[^,]*,[^,]*, %"
 
@@ -143,6 +145,8 @@ class _Folding:
         #: Number of elements of constants: stored in the file, and computed.
         self.stored = self.computed = 0
         self.aliases: dict[str, str] = {}
+        #: Nodes that compute constants, by output.
+        self.computing: dict[str, Any] = {}
         #: Names of the inputs.
         self.inputs: frozenset[str] = frozenset()
         #: Nodes that split a value into a sequence of parts.
@@ -328,6 +332,7 @@ class _Folding:
     def _constant(self, node: Any) -> None:
         """Compute a node of constants: a large result when needed, others now."""
         self._check_computable(node)
+        self.computing |= dict.fromkeys(node.output, node)
         sources = [self.constants[name] for name in node.input if name]
         moved = node.op_type in _SAME and bool(sources)
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
@@ -370,6 +375,49 @@ class _Folding:
         moved = node.input[0]
         return lambda array: self._computed(node, {moved: array if before is None else before(array)})[0]
 
+    def _weight_norm(self, node: Any, name: str) -> OnnxConstant | None:
+        """Return the directions of the weights `name`, with their lengths, if they are torch's weight norm of two
+        parameters, with one length per filter; else None.
+
+        The function of the two parameters decides, computed for other values, not its operators.
+        """
+        if node.op_type not in ("Conv", "Gemm", "MatMul"):
+            return None
+        moved = node.op_type != "Conv" and not any(one.name == "transB" and one.i for one in node.attribute)
+        found = {_LENGTHS.get(one.rpartition(".")[2]): self.constants.get(one) for one in self.constants[name].made_of}
+        v, g = found.get("v"), found.get("g")
+        if len(found) != 2 or v is None or g is None or g.shape != (v.shape[0], *(1 for _ in v.shape[1:])):
+            return None
+        draw = np.random.default_rng(0)
+        tried = {one.name: draw.uniform(0.5, 2, one.shape).astype(one.dtype) for one in (v, g)}
+        directions, lengths = (tried[one.name].astype(np.float64) for one in (v, g))
+        norms = np.sqrt(np.sum(directions**2, axis=tuple(range(1, directions.ndim)), keepdims=True))
+        try:
+            weights = self._replayed(name, dict(tried))
+        except (KeyError, UserError):
+            return None
+        wanted = lengths * directions / norms
+        wanted = wanted.T if moved else wanted
+        if weights.shape != wanted.shape or not np.allclose(weights, wanted, rtol=1e-4, atol=0):
+            return None
+        if not moved:
+            return replace(v, lengths=g)
+        read = v.read
+        return replace(
+            v, lengths=g, shape=v.shape[::-1], read=lambda: read().T, stored=v.shape, order=lambda array: array.T
+        )
+
+    def _replayed(self, name: str, values: dict[str, np.ndarray]) -> np.ndarray:
+        """Return a constant as the file computes it from other values of the parameters; completes `values`."""
+        if name not in values:
+            node = self.computing.get(name)
+            if node is None:
+                values[name] = self.constants[name].read()
+            else:
+                inputs = {one: self._replayed(one, values) for one in node.input if one}
+                values |= dict(zip(node.output, self._computed(node, inputs)))
+        return values[name]
+
     def _computed(self, node: Any, others: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
         """Return the outputs of a node of constants, with the arrays `others` in place of some of them."""
         helper, reference = self.onnx.helper, library("onnx.reference")
@@ -389,6 +437,10 @@ class _Folding:
         inputs = tuple(self.aliases.get(name, name) for name in node.input)
         for name in inputs:
             if name in self.constants and self.constants[name].made_of:
+                normed = self._weight_norm(node, name)
+                if normed is not None:
+                    self._keep(name, normed)
+                    continue
                 names = self.constants[name].made_of
                 raise UserError(
                     f"{self.path}: node {_title(node)!r} ({node.op_type}): expected parameters as they are trained, "

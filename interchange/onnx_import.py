@@ -16,6 +16,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
+from ..dtensor import axis_names
 from ..layers import (
     ELU,
     Add,
@@ -32,7 +33,9 @@ from ..layers import (
     LogSoftmax,
     Multiply,
     Network,
+    Pad,
     PReLU,
+    Resize,
     Softmax,
 )
 from .extents import joined, numbers_along
@@ -152,6 +155,17 @@ def _celu(build: Builder, op: OnnxNode) -> Activation:
     if alpha != 1:
         node = build.add(op.part("value"), Affine(alpha), node)
     return value.of(node)
+
+
+def _selu(build: Builder, op: OnnxNode) -> Activation:
+    """Import Selu, a multiple of an ELU. Without attributes its numbers are those of torch."""
+    value = build.value(op)
+    alpha, gamma = (op.attributes.get(key, number) for key, number in zip(("alpha", "gamma"), _SELU))
+    node = build.add(op.part("elu"), ELU(alpha), value.node)
+    return value.of(build.add(op, Affine(gamma), node))
+
+
+_SELU = 1.6732632423543772, 1.0507009873554805
 
 
 def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
@@ -307,28 +321,51 @@ def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
         raise build.refused(op, "values in one order of axes", "channels first and last, or flattened, side by side")
     if len(small.node.shape) == 1 and len(large.node.shape) > 1 and not small.pooled:
         raise build.refused(op, "a value (N, C, 1, 1)", "one of two axes")
+    whole = tuple(max(pair) for pair in zip(large.node.shape, small.node.shape))
+    if len(small.node.shape) == len(large.node.shape) > 1 and whole[:-1] != large.node.shape[:-1]:
+        # Both are broadcast, (H, 1) and (1, W).
+        repeated = Resize(size=whole[:-1], mode="nearest")
+        large = large.of(build.add(op.part("positions"), repeated, large.node))
     return large.of(build.add(op, kind(), large.node, small.node))
-
-
-_CIRCULAR = (
-    "for circular padding take F.pad(..., mode='circular') and export with dynamo=True, or put hg.Pad(amounts, "
-    "'circular') in its place"
-)
 
 
 def _concat(build: Builder, op: OnnxNode) -> Activation:
     if len(op.inputs) == 1:
         return build.value(op)
-    values = _alike(build, op)
-    axes = len(build.shape(op.inputs[0]))
+    shape, axis = build.shape(op.outputs[0]), op.attributes["axis"]
+    if not -len(shape) <= axis < len(shape):
+        raise build.refused(op, f"one of {len(shape)} axes", f"axis {axis}")
+    axis %= len(shape)
+    zeros = [name in build.graph.constants and build.graph.constants[name].is_all(0) for name in op.inputs]
+    values = _alike(build, op.changed(inputs=tuple(name for name, zero in zip(op.inputs, zeros) if not zero)))
     if values[0].spatial:
         raise build.refused(op, "samples with spatial axes", "flattened values")
-    if op.attributes["axis"] % axes != (axes - 1 if values[0].last else 1):
-        makers = (build.graph.maker(name) for name in op.inputs)
-        sliced = {one.inputs[0] for one in makers if one is not None and one.kind == "Slice"}
-        remedy = _CIRCULAR if len(sliced) == 1 and sliced <= set(op.inputs) else ""
-        raise build.refused(op, "values that are joined along the channels", f"axis {op.attributes['axis']}", remedy)
+    if axis == 0:
+        raise build.refused(op, "values that are joined along the channels or in space", "the axis of samples")
+    if axis != (len(shape) - 1 if values[0].last else 1):
+        return _joined_in_space(build, op, axis)
+    if any(zeros):
+        raise build.refused(op, "values that depend on the data", "zeros", "begin with more channels")
     return values[0].of(build.add(op, Concat(), *(value.node for value in values)))
+
+
+def _joined_in_space(build: Builder, op: OnnxNode, axis: int) -> Activation:
+    """Import a concatenation along a spatial axis; zeros at its ends become padding."""
+    values = {i: build.value(op, i) for i, name in enumerate(op.inputs) if name not in build.graph.constants}
+    values = {i: build.with_positions(op, i) if value.pooled else value for i, value in values.items()}
+    first, last, value = min(values), max(values), next(iter(values.values()))
+    if list(values) != list(range(first, last + 1)):
+        raise build.refused(op, "zeros at the ends", "zeros between values", "pad one of the values")
+    place = axis - (1 if value.last else 2)
+    node, rows = value.node, [build.shape(name)[axis] for name in op.inputs]
+    if len(values) > 1:
+        layer = Concat(axis=axis_names(len(node.shape) + 1)[1 + place])
+        node = build.add(op, layer, *(one.node for one in values.values()))
+    if len(values) < len(rows):
+        amounts = [(0, 0)] * (len(node.shape) - 1)
+        amounts[place] = sum(rows[:first]), sum(rows[last + 1 :])
+        node = build.add(op.part("zeros"), Pad(tuple(amounts)), node)
+    return value.of(node)
 
 
 # -- dense layers ----------------------------------------------------------------------------------
@@ -360,18 +397,22 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
         matrix = array if transposed else array.T
         return permuted(matrix, value.spatial) if value.spatial else matrix
 
-    layer: Layer = Dense(units, bias=bias is not None)
+    normed = weights.lengths is not None
+    layer: Layer = Dense(units, bias=bias is not None, weight_norm=normed)
     if len(value.node.shape) > 1:
         ones = (1,) * (len(value.node.shape) - 1)
-        layer = Conv(units, ones, bias=bias is not None)
+        layer = Conv(units, ones, bias=bias is not None, weight_norm=normed)
         given = {
             "w": build.given(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
         }
     else:
         given = {"w": build.given(weights, order, (units, features))}
+    if weights.lengths is not None:
+        given["g"] = build.given(weights.lengths, np.ravel, (units,))
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (units,))
-    node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=(weights, bias))
+    arrays = (weights, weights.lengths, bias)
+    node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=arrays)
     return Activation(node, value.last, value.pooled, value.pool)
 
 
@@ -381,6 +422,7 @@ OPERATORS: dict[str, Operator] = {
     **{kind: _activation(kind) for kind in ACTIVATIONS},
     "HardSigmoid": _hard_sigmoid,
     "Celu": _celu,
+    "Selu": _selu,
     "Clip": _clip,
     "PRelu": _prelu,
     "Dropout": _dropout,

@@ -66,7 +66,8 @@ class Origins:
         last = name.rpartition(".")[2]
         if kind:
             return kind
-        if last.endswith(("weight", "bias")) or self.is_ours:
+        normed = last in ("original0", "original1", "weight_g", "weight_v")
+        if normed or last.endswith(("weight", "bias")) or self.is_ours:
             return "parameter"
         return "buffer" if last in ("running_mean", "running_var", "num_batches_tracked") else "unknown"
 

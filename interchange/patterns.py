@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..layers import ELU, GELU, HardSigmoid, HardSwish, Layer, LeakyReLU, Mish, ReLU, Sigmoid, SiLU, Softplus, Tanh
-from .decomposed import DECOMPOSED
+from .decomposed import DECOMPOSED, per_channel
 from .graph import Graph, OnnxNode, following
+from .spatial import SPATIAL
 
 __all__ = ["ACTIVATIONS", "RULES", "activation_of", "is_hard_sigmoid", "permuted", "recognize"]
 
@@ -152,15 +153,6 @@ def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
     """Return whether the parameters of a norm are ones and zeros."""
     scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
     return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
-
-
-def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
-    """Return whether a constant has one number per channel of a value (N, C, *spatial)."""
-    constant = graph.constants.get(name)
-    if constant is None:
-        return False
-    shape = (1,) * (axes - len(constant.shape)) + constant.shape
-    return len(shape) == axes and shape[1] == channels and math.prod(shape) == channels
 
 
 def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
@@ -395,6 +387,7 @@ def _activation_behind(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]]
 
 #: The order matters: a factor after a norm belongs to the norm.
 RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
+    *SPATIAL,
     *DECOMPOSED,
     _nothing,
     _same_by_strides,

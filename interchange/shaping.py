@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..layers import ChannelShuffle, Flatten, Pad, PixelShuffle, PixelUnshuffle, Slice
+from ..layers import AveragePool, ChannelShuffle, Concat, Flatten, Pad, PixelShuffle, PixelUnshuffle, Roll, Slice
 from .graph import Activation, Builder, OnnxNode, Shape
 
 __all__ = ["SHAPING"]
@@ -89,25 +89,31 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _slice(build: Builder, op: OnnxNode) -> Activation:
-    """Import a slice of the channels, or of rows at the ends of a spatial axis, with step 1."""
-    value, shape = build.with_positions(op), build.shape(op.inputs[0])
+    """Import a slice of the channels, or of rows at the ends of a spatial axis; steps in space are poolings."""
+    value, shape = build.samples(op), build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
-    steps = build.numbers(op, 4) or ()
+    steps = [int(step) for step in build.numbers(op, 4) or [1] * len(axes)]
     if any(step < 0 for step in steps):
         raise build.refused(op, "a step of 1", f"{steps}, a flip", "flip the samples in the data: no layer does it")
-    if any(step != 1 for step in steps):
-        raise build.refused(op, "a step of 1", f"{steps}", "take every second row by a pooling")
-    ranges = [(0, n) for n in shape]
-    for axis, start, end in zip(axes, starts, ends):
+    ranges, strides = [(0, n) for n in shape], [1] * len(shape)
+    for axis, start, end, step in zip(axes, starts, ends, steps):
         low, high, _ = slice(int(start), int(end)).indices(shape[axis])
-        ranges[axis] = low, high
-    return _part(build, op, value, ranges)
+        ranges[axis], strides[axis] = (low, low + (high - 1 - low) // step * step + 1), step
+    if strides[:2] != [1, 1]:
+        remedy = "select channels by their numbers, x[:, [0, 2, 4]]"
+        raise build.refused(op, "a step of 1 along samples and channels", f"{steps}", remedy)
+    value = _part(build, op, value, ranges)
+    if set(strides) == {1}:
+        return value
+    return value.of(build.add(op.part("step"), AveragePool((1,) * (len(shape) - 2), strides[2:]), value.node))
 
 
 def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
     """Return the part of a value in these ranges of ``(N, C, *spatial)``."""
     samples, (first, last), *spatial = ranges
+    if value.pooled and any(n != (0, 1) for n in spatial):
+        value = build.with_positions(op)
     shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
     if samples != (0, shape[0]):
         raise build.refused(op, "all samples", f"those from {samples[0]} to {samples[1]}")
@@ -122,7 +128,7 @@ def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[in
 
 def _split(build: Builder, op: OnnxNode) -> list[Activation]:
     """Import a split into ranges of the channels."""
-    value, shape = build.with_positions(op), build.shape(op.inputs[0])
+    value, shape = build.samples(op), build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
     if axis != 1:
         raise build.refused(op, "parts of the channels, axis 1", f"axis {axis}")
@@ -155,6 +161,39 @@ def _shuffle(build: Builder, op: OnnxNode) -> Activation:
     return value.of(build.add(op, ChannelShuffle(op.attributes["groups"]), value.node))
 
 
+def _roll(build: Builder, op: OnnxNode) -> Activation:
+    """Import a circular shift, which `patterns` recognizes in slices that are joined in another order."""
+    value, axis = build.value(op), op.attributes["axis"]
+    first = 1 if value.last else 2
+    if value.pooled or value.spatial or not first <= axis < first + len(value.node.shape) - 1:
+        raise build.refused(op, "rows along a spatial axis", f"axis {axis}")
+    shifts = [0] * (len(value.node.shape) - 1)
+    shifts[axis - first] = op.attributes["shift"]
+    return value.of(build.add(op, Roll(shifts), value.node))
+
+
+def _gather(build: Builder, op: OnnxNode) -> Activation:
+    """Import a selection of channels by constant numbers."""
+    value, shape = build.samples(op), build.shape(op.inputs[0])
+    chosen, axis = build.constant(op, 1), op.attributes.get("axis", 0) % len(shape)
+    if chosen is None or len(chosen.shape) != 1 or axis != 1:
+        raise build.refused(op, "channels by their numbers, x[:, [2, 0, 1]]", f"an index along axis {axis}")
+    parts: list[tuple[int, int]] = []
+    for i in (int(n) % shape[1] for n in chosen.read().reshape(-1)):
+        joined = parts and parts[-1][1] == i
+        parts = [*parts[:-1], (parts[-1][0], i + 1)] if joined else [*parts, (i, i + 1)]
+    nodes = [build.add(op.part("channels"), Slice(a, b), value.node) for a, b in parts]
+    return value.of(build.add(op, Concat(), *nodes) if len(nodes) > 1 else nodes[0])
+
+
+def _tile(build: Builder, op: OnnxNode) -> Activation:
+    """Import repeated channels; `patterns` makes an Expand of a value of one position that is repeated."""
+    value, times = build.samples(op), [int(n) for n in build.numbers(op, 1) or ()]
+    if [n for i, n in enumerate(times) if i != 1] != [1] * (len(times) - 1):
+        raise build.refused(op, "repeated channels, or values of one position", f"{times}", "enlarge it by a Resize")
+    return value.of(build.add(op, Concat(), *[value.node] * times[1]) if times[1] > 1 else value.node)
+
+
 SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -168,4 +207,7 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "PixelUnshuffle": partial(_pixels, kind=PixelUnshuffle),
     "Slice": _slice,
     "Split": _split,
+    "Roll": _roll,
+    "Gather": _gather,
+    "Tile": _tile,
 }

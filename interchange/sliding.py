@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..layers import (
+    Affine,
     AveragePool,
     Conv,
     ConvTranspose,
@@ -58,6 +59,8 @@ def _weights_first(array: np.ndarray) -> np.ndarray:
 def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | None) -> dict[str, GivenValues]:
     first, inner, *kernel = weights.shape
     given = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
+    if weights.lengths is not None:
+        given["g"] = build.given(weights.lengths, np.ravel, (first,))
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (math.prod(bias.shape),))
     return given
@@ -86,9 +89,10 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
         bias=bias is not None,
         groups=groups,
         activation=activation_of(op),
+        weight_norm=weights.lengths is not None,
     )
     layer = layer.initialized(**_with_weights(build, weights, bias))
-    return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
+    return value.of(build.add(op, layer, value.node, weights=(weights, weights.lengths, bias)))
 
 
 def _conv_of_vectors(
@@ -99,10 +103,13 @@ def _conv_of_vectors(
         build.with_positions(op)
     units, features = weights.shape[:2]
     given = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
+    if weights.lengths is not None:
+        given["g"] = build.given(weights.lengths, np.ravel, (units,))
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (units,))
-    layer = Dense(units, bias=bias is not None).initialized(**given)
-    node, activation = build.add(op, layer, value.node, weights=(weights, bias)), activation_of(op)
+    layer = Dense(units, bias=bias is not None, weight_norm=weights.lengths is not None).initialized(**given)
+    node = build.add(op, layer, value.node, weights=(weights, weights.lengths, bias))
+    activation = activation_of(op)
     if activation is not None:
         node = build.add(op.changed(name=f"{op.name}.activation", scope=""), activation, node)
     return value.of(node)
@@ -232,9 +239,12 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
     shape = build.shape(op.inputs[0])
     axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))
     spatial = list(range(1, len(shape) - 1)) if value.last else list(range(2, len(shape)))
-    if axes != spatial or not axes:
-        raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}")
     keeps = op.attributes.get("keepdims", 1)
+    if axes and set(axes) < set(spatial) and keeps:
+        return _along_axes(build, op, axes, MaxPool if kind is GlobalMaxPool else AveragePool)
+    if axes != spatial or not axes:
+        remedy = "keep the axis (keepdim=True)" if axes and set(axes) < set(spatial) else ""
+        raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}", remedy)
     if not value.last and keeps:
         return _global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)
     if value.last and keeps:
@@ -242,8 +252,23 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
     return Activation(build.add(op, kind(), value.node))
 
 
+def _along_axes(build: Builder, op: OnnxNode, axes: list[int], make: Callable[..., Layer]) -> Activation:
+    """Import the mean, or the maximum, along some of the spatial axes: a pooling with one window along these."""
+    value = build.value(op)
+    if value.pooled:
+        value = build.with_positions(op)
+    extents, first = value.node.shape[:-1], 1 if value.last else 2
+    window = tuple(n if first + i in axes else 1 for i, n in enumerate(extents))
+    return value.of(build.add(op, make(window, 1), value.node))
+
+
 def _reduce_sum(build: Builder, op: OnnxNode) -> Activation:
-    raise build.refused(op, "a mean over space, or a sum of values that are stacked", "another sum")
+    """Import the sum over space: the mean times the number of positions."""
+    shape = build.shape(op.inputs[0])
+    axes = [axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape))]
+    mean = _reduce(build, op.part("mean"), "sum", GlobalAveragePool)
+    count = float(math.prod(shape[axis] for axis in axes))
+    return mean.of(build.add(op, Affine(count), mean.node))
 
 
 def _expand(build: Builder, op: OnnxNode) -> Activation:

@@ -28,7 +28,39 @@ def _functions():
     def gate(m, y):
         return lib.sigmoid(m.d(y).mean((2, 3)))[:, :, None, None]
 
+    def norm(m, y, axes, centered=True):
+        u = y - y.mean(axes, keepdim=True) if centered else y
+        return u / lib.sqrt(u.pow(2).mean(axes, keepdim=True) + 1e-3)
+
     return {
+        "selu": (lambda m, y: functional.selu(y), ["ELU", "Affine"]),
+        "softplus by its parts": (lambda m, y: lib.log(1 + lib.exp(y)), ["Softplus"]),
+        "norm over channels": (lambda m, y: norm(m, y, 1), ["LayerNorm"]),
+        "norm over space": (lambda m, y: norm(m, y, (2, 3)), ["InstanceNorm"]),
+        "root mean square": (lambda m, y: norm(m, y, 1, False), ["RMSNorm"]),
+        "norm by variance": (
+            lambda m, y: (y - y.mean(1, keepdim=True)) * lib.rsqrt(y.var(1, keepdim=True, unbiased=False) + 1e-3),
+            ["LayerNorm"],
+        ),
+        "circular padding": (lambda m, y: functional.pad(y, (1, 2, 2, 0), mode="circular"), None),
+        "repeated rows": (lambda m, y: lib.cat([y[:, :, :1], y, y[:, :, -1:]], 2)[:, :, :-2], None),
+        "roll": (lambda m, y: lib.roll(y, (1, -2), (2, 3)), ["Roll", "Roll"]),
+        "rows that are joined": (lambda m, y: lib.cat([y[:, :, 3:], lib.tanh(y[:, :, 1:4])], 2), None),
+        "zeros that are joined": (lambda m, y: lib.cat([lib.zeros_like(y[:, :, :2]), y[:, :, 2:]], 2), None),
+        "every second row": (lambda m, y: functional.pad(y[:, :, 1::2, ::2], (1, 1, 1, 2)), None),
+        "mean along one axis": (lambda m, y: y + y.mean(3, keepdim=True), ["AveragePool", "BroadcastAdd"]),
+        "mean along each axis": (
+            lambda m, y: y * (y.mean(3, keepdim=True) + y.amax(2, keepdim=True)),
+            ["AveragePool", "Resize", "MaxPool", "BroadcastAdd", "Multiply"],
+        ),
+        "sum over space": (lambda m, y: y * (y.sum((2, 3), keepdim=True) / 30), None),
+        "channels by numbers": (lambda m, y: y[:, [2, 3, 0, 1]], ["Slice", "Slice", "Concat"]),
+        "one channel": (lambda m, y: y * y[:, 2].unsqueeze(1), ["Slice", "Multiply"]),
+        "repeated channels": (lambda m, y: y.repeat(1, 2, 1, 1), ["Concat"]),
+        "repeated over space": (lambda m, y: y + m.d(y).mean((2, 3)).view(2, 4, 1, 1).repeat(1, 1, 6, 5), None),
+        "halves of a gate": (
+            lambda m, y: y[:, :2] * (lambda g: g[:, :2] + g[:, 2:])(m.d(y).mean((2, 3)).view(2, 4, 1, 1)), None
+        ),
         "largest over space": (lambda m, y: y.amax((2, 3)), ["GlobalMaxPool"]),
         "attention of channels": (attention, None),
         "clamp": (lambda m, y: y.clamp(-0.3, 0.4), ["Clamp"]),
@@ -60,7 +92,13 @@ def _module(name):
     layers = {"c": nn.Conv2d(3, 4, 3, padding=1)}
     if name in ("attention of channels", "gate that is expanded", "summand that is expanded", "expanded"):
         layers["d"] = nn.Conv2d(4, 4, 1)
+    if name in ("repeated over space", "halves of a gate"):
+        layers["d"] = nn.Conv2d(4, 4, 1)
     return as_module(lambda m, x: function(m, m.c(x)), **layers).double()
+
+
+#: Functions whose results have other extents, or that are one layer by the old exporter only.
+APART = ["largest over space", "circular padding"]
 
 
 def _check(name, module, exporter, folder):
@@ -80,17 +118,17 @@ def test_functions_in_several_operators_are_those_of_torch(name, tmp_path):
     _check(name, _module(name), "old", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["largest over space", "softplus, steep"])
+@pytest.mark.parametrize("name", [*APART, "softplus, steep"])
 def test_functions_of_the_new_exporter(name, tmp_path):
     _check(name, _module(name), "dynamo", tmp_path)
 
 
 def test_all_functions_of_the_new_exporter_in_one_file(tmp_path):
-    names = [name for name in NAMES if name != "largest over space"]
+    names = [name for name in NAMES if name not in APART]
     network = _check("", together(*map(_module, names)), "dynamo", tmp_path)
     kinds = [node.layer.kind for node in network.layers.values()]
-    assert kinds.count("Clamp") == 5 and kinds.count("LocalResponseNorm") == kinds.count("Softplus") == 2
-    assert kinds.count("Add") == 4 and kinds.count("GlobalMaxPool") == 1
+    assert kinds.count("Clamp") == 5 and kinds.count("LocalResponseNorm") == 2 and kinds.count("Softplus") == 3
+    assert kinds.count("Roll") == kinds.count("LayerNorm") == 2 and kinds.count("GlobalMaxPool") == 1
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -100,4 +138,15 @@ def test_local_response_norm_of_signals(exporter, tmp_path):
     module, x = lib.nn.Sequential(lib.nn.Conv1d(3, 4, 3), norm).double(), samples(7, 3)
     network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
     assert [node.layer.kind for node in network.layers.values()] == ["Conv", "LocalResponseNorm"]
+    check_step(network, module, x)
+
+
+@pytest.mark.parametrize("mode, size", [("linear", 11), ("nearest-exact", 10), ("nearest", 5)])
+def test_interpolation_that_the_new_exporter_takes_apart(mode, size, tmp_path):
+    """Gathered rows, and their weighted sums, become one layer."""
+    lib = torch()
+    resize = as_module(lambda m, x: lib.nn.functional.interpolate(x, size=size, mode=mode))
+    module, x = lib.nn.Sequential(lib.nn.Conv1d(3, 4, 3), resize).double(), samples(9, 3)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "dynamo", training=True))
+    assert [node.layer.kind for node in network.layers.values()] == ["Conv", "Resize"]
     check_step(network, module, x)

@@ -172,13 +172,14 @@ def _computed():
 
     originals = r"'parametrizations.weight.original1', '.*0'.*remove_parametrizations"
     return {
-        "weight norm": (lambda: parametrizations.weight_norm(conv()), originals),
-        "older weight norm": (lambda: nn.utils.weight_norm(conv()), "'weight_v', 'weight_g'.*remove_parametrizations"),
-        "of a linear layer": (
-            lambda: nn.Sequential(
-                nn.AdaptiveAvgPool2d(1), nn.Flatten(), parametrizations.weight_norm(nn.Linear(3, 4))
-            ),
-            r"'2.parametrizations.weight.original1'",
+        "weight norm": (lambda: parametrizations.weight_norm(conv(), dim=1), originals),
+        "older weight norm": (
+            lambda: nn.utils.weight_norm(conv(), dim=None),
+            "'weight_v', 'weight_g'.*remove_parametrizations",
+        ),
+        "weight norm, transposed": (
+            lambda: parametrizations.weight_norm(nn.ConvTranspose2d(3, 4, 2)),
+            r"'parametrizations.weight.original1'",
         ),
         "spectral norm": (
             lambda: parametrizations.spectral_norm(conv()).eval(),
@@ -210,8 +211,27 @@ def test_weights_that_torch_computes_are_refused(name, exporter, tmp_path):
     if exporter == "dynamo" and not module.training:
         options = {"optimize": False}
     export(module, torch().zeros(2, 3, 6, 5), path, exporter, **options)
-    with pytest.raises(UserError, match=rf"node '.*' \((Conv|Gemm)\): expected parameters .*computed from {message}"):
+    message = rf"node '.*' \(Conv(Transpose)?\): expected parameters .*computed from {message}"
+    with pytest.raises(UserError, match=message):
         hg.onnx.load(path, buffers=[key for key, _ in module.named_buffers()])
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_weight_norm_stays_weight_norm(exporter, tmp_path):
+    """Directions and lengths of torch's weight norms, of both forms, are parameters and trained as there."""
+    lib = torch()
+    nn, normed = lib.nn, lib.nn.utils.parametrizations.weight_norm
+    module = nn.Sequential(
+        normed(nn.Conv2d(3, 4, 3, padding=1)),
+        nn.utils.weight_norm(nn.Conv2d(4, 4, 3, groups=2)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        normed(nn.Linear(4, 5, bias=False)),
+    ).double()
+    x = samples(*SHAPE)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    assert sorted(network.parameters()) == ["0/b", "0/g", "0/w", "1/b", "1/g", "1/w", "4/g", "4/w"]
+    check_step(network, module, x)
 
 
 @pytest.mark.parametrize("name", ["weight norm", "standardized"])

@@ -304,7 +304,9 @@ def _refused():
         return m.linear(x[:, :, 1:7, :4].flatten(1)) + m.linear(x[:, :, :4, 1:7].flatten(1))
 
     return {
-        r"'/1/Selu' \(Selu\): expected an operator that has a layer": nn.Sequential(nn.Conv2d(4, 4, 1), nn.SELU()),
+        r"'/1/Erf' \(Erf\): expected an operator that has a layer": nn.Sequential(
+            nn.Conv2d(4, 4, 1), as_module(lambda m, x: lib.erf(x))
+        ),
         r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
         r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
         r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": as_module(
@@ -314,13 +316,13 @@ def _refused():
             lambda m, x: x.reshape(2, 2, 16, 8)
         ),
         r"expected outputs with spatial axes or of dense layers, got '.*', which is flattened": nn.Flatten(),
-        r"\(Slice\): expected a step of 1, got \[2\]; take every second row by a pooling": as_module(
-            lambda m, x: x[:, :, ::2]
+        r"\(Slice\): expected a step of 1 along samples and channels, got \[2\]; select channels by": as_module(
+            lambda m, x: x[:, ::2]
         ),
         r"\(Slice\): expected a step of 1, got \[-1\], a flip; flip the samples": as_module(lambda m, x: x.flip(3)),
         r"\(MatMul\): expected .*, got attention; put convolutions or gates in its place": as_module(tokens),
-        r"\(Concat\): .* joined along the channels, got axis 2; .*dynamo=True, or put hg.Pad\(": as_module(
-            lambda m, x: functional.pad(x, (1, 1, 2, 2), mode="circular")
+        r"\(Tile\): expected repeated channels, or values of one position, got \[1, 1, 2, 1\]": as_module(
+            lambda m, x: x.repeat(1, 1, 2, 1)
         ),
         r"\(Unsqueeze\): expected the samples 2 at axis 0, got a new axis .*; a stack can be added up": as_module(
             lambda m, x: lib.stack([x, lib.relu(x)]).amax(0)
@@ -330,12 +332,12 @@ def _refused():
         ),
         r"\(Max\): expected an operator that has a layer": as_module(lambda m, x: lib.maximum(x, lib.relu(-x))),
         r"\(Div\): expected a constant divisor, got one that depends": as_module(lambda m, x: x / (1 + lib.relu(x))),
-        r"\(ReduceSum\): expected a mean over space, or a sum of values that are stacked": as_module(
-            lambda m, x: x.sum((2, 3), keepdim=True)
+        r"\(ReduceSum\): expected a sum over space, axes \[2, 3\], got axes \[2\]; keep the axis": as_module(
+            lambda m, x: x.sum(2)
         ),
         r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": as_module(lambda m, x: x.mean(1)),
-        r"\(Concat\): expected values that are joined along the channels, got axis 2": as_module(
-            lambda m, x: lib.cat([x, x], 2)
+        r"\(Concat\): expected values that are joined along the channels or in space, got the axis of": as_module(
+            lambda m, x: lib.cat([x, x], 0)
         ),
         r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
         r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": as_module(
@@ -374,7 +376,7 @@ def test_extents_that_strides_do_not_divide_are_refused_with_what_does(exporter,
 
 def test_what_the_new_exporter_takes_apart_is_named(tmp_path):
     lib = torch()
-    module = as_module(lambda m, x: lib.nn.functional.interpolate(x, size=(13, 15), mode="nearest-exact"))
+    module = as_module(lambda m, x: lib.nn.functional.adaptive_avg_pool2d(x, (3, 5)))
     path = export(module, lib.zeros(2, 3, 8, 8), tmp_path / "m.onnx", "dynamo", training=True)
     with pytest.raises(UserError, match=r"\(Transpose\): expected channels .*; an interpolation .* put hg\.Resize"):
         hg.onnx.load(path)
