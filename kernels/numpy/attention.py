@@ -27,7 +27,7 @@ from .pointwise import axis_counters, first_counter, mix64_inplace
 __all__ = ["NumpyAttention", "TileOperations"]
 
 #: Largest number of queries and of keys of a tile, and of scores that are computed at a time.
-QUERIES, KEYS, SCORES = 256, 512, 1 << 17
+QUERIES, KEYS, SCORES = 384, 768, 1 << 18
 #: Products of a pass (multiplications) below which threads are not worth their start.
 FEW = 1 << 22
 
@@ -54,12 +54,12 @@ class TileOperations:
         np.add(out, spare, out=out)
 
     def exponentials(self, scores: Any, subtracted: Any) -> None:
-        """Compute ``scores = exp(scores - subtracted)``, with a number per row."""
+        """Compute ``scores = exp(scores - subtracted)``, with a number per row, or per column of a single matrix."""
         np.subtract(scores, subtracted, out=scores)
         np.exp(scores, out=scores)
 
     def softmax_gradient(self, gradient: Any, subtracted: Any, p: Any) -> None:
-        """Compute ``gradient = (gradient - subtracted) * p``, with a number per row."""
+        """Compute ``gradient = (gradient - subtracted) * p``, with the numbers of :meth:`exponentials`."""
         np.subtract(gradient, subtracted, out=gradient)
         np.multiply(gradient, p, out=gradient)
 
@@ -85,6 +85,9 @@ class _Tiles:
         self.counters = None if mask is None else (part.of_queries(mask[0], heads), part.of_keys(mask[1], key_heads))
         self.blocked = part.blocked()
         self.rows, self.columns = boxes(part.queries, QUERIES), boxes(part.keys, KEYS)
+        #: Whether backward computes scores with a row per key, as the gradients of keys and values need them. Single
+        #: products are faster then; many small ones are not.
+        self.by_key = False
         self.leads = boxes(part.lead, SCORES // (_largest(self.rows) * _largest(self.columns)), part.within(*share))
 
     def sizes(self) -> tuple[int, int, int]:
@@ -171,6 +174,8 @@ class _Share:
         if tiles.bias is None or len(tiles.columns) > 1:
             return
         view = tiles.bias[(slice(None), *rows, *tiles.columns[0])]
+        if tiles.by_key:
+            view = _exchanged(view, len(rows))
         tiles.packed_bias = self.buffer("bias", view.shape)
         np.copyto(tiles.packed_bias, view, casting="same_kind")
 
@@ -193,17 +198,24 @@ class _Share:
         return _rows(buffer, len(tiles.part.queries))
 
     def scores(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, q: Any, k: Any) -> Any:
-        """Return the scores of a tile with bias, -inf for pairs that are not allowed: ``(*lead, queries, keys)``."""
-        s = self.buffer("s", (*extents_of(lead), q.shape[-2], k.shape[-2]))
-        self.operations.product(q, k.swapaxes(-1, -2), s)
+        """Return the scores of a tile with bias, -inf for pairs that are not allowed: ``(*lead, queries, keys)``.
+
+        With `tiles.by_key` they are ``(*lead, keys, queries)``.
+        """
+        left, right = (k, q) if tiles.by_key else (q, k)
+        s = self.buffer("s", (*extents_of(lead), left.shape[-2], right.shape[-2]))
+        self.operations.product(left, right.swapaxes(-1, -2), s)
         if tiles.bias is None and not tiles.blocked:
             return s
-        by_axes = s.reshape(*extents_of(lead), *extents_of(rows), *extents_of(columns))
-        if len(tiles.columns) > 1 and tiles.bias is not None:
-            np.add(by_axes, tiles.bias[(lead[-1], *rows, *columns)], out=by_axes, casting="same_kind")
-        elif tiles.bias is not None:
+        if len(tiles.columns) == 1 and tiles.bias is not None:
             bias = tiles.packed_bias[lead[-1]]
             np.add(s, bias.reshape(len(bias), *s.shape[-2:]), out=s)
+        first, second = (columns, rows) if tiles.by_key else (rows, columns)
+        by_axes = s.reshape(*extents_of(lead), *extents_of(first), *extents_of(second))
+        if tiles.by_key:
+            by_axes = _exchanged(by_axes, len(rows))
+        if len(tiles.columns) > 1 and tiles.bias is not None:
+            np.add(by_axes, tiles.bias[(lead[-1], *rows, *columns)], out=by_axes, casting="same_kind")
         for blocked in tiles.blocked:
             np.copyto(by_axes, -np.inf, where=blocked[rows + columns])
         return s
@@ -224,12 +236,14 @@ class _Share:
         np.less(z, np.uint64(int(self.g.dropout.rate * 2**64)), out=out)
         return out.reshape(*extents_of(lead), span_of(rows), span_of(columns))
 
-    def ones(self, count: int) -> Any:
-        """Return a column of ones."""
-        found = self._buffers.get(("ones", count))
-        if found is None:
-            found = self._buffers["ones", count] = np.ones((count, 1), self.dtype)
-        return found
+    def sum_rows(self, array: Any, out: Any) -> None:
+        """Write the sum of each row of a packed array."""
+        count = array.shape[-1]
+        ones = self._buffers.get(("ones", count))
+        if ones is None:
+            ones = self._buffers["ones", count] = np.ones((count, 1), self.dtype)
+        # A product with ones is several times faster than np.sum along short rows.
+        np.matmul(array.reshape(-1, count), ones, out=out.reshape(-1, 1))
 
     def drop(self, p: Any, dropped: Any) -> None:
         """Apply dropout to an array of probabilities, or to their gradient."""
@@ -271,9 +285,7 @@ class _Forward(_Share):
             np.multiply(total, peak, out=total)
             np.multiply(sums, peak, out=sums)
             np.copyto(peak, new)
-            # A product with ones is several times faster than np.sum along short rows.
-            ones = self.ones(p.shape[-1])
-            np.matmul(p.reshape(-1, p.shape[-1]), ones, out=more.reshape(-1, 1))
+            self.sum_rows(p, more)
             np.add(total, more, out=total)
             if self.g.dropout is not None:
                 self.drop(p, self.dropped(tiles, lead, rows, columns, first))
@@ -310,6 +322,8 @@ class _Backward(_Share):
 
     def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:
         super().__init__(whole, share, operations, begin)
+        for tiles in self.parts:
+            tiles.by_key = _largest(tiles.leads) == 1
         self.reserve("d_row", "q", "dq", "dq_part")
         self.reserve("e_row", "y", "dy")
         self.reserve("d_column", "k", "dk")
@@ -347,21 +361,24 @@ class _Backward(_Share):
             p = self.scores(tiles, lead, rows, columns, q, k)
             self.operations.exponentials(p, lse)
             ds = self.buffer("ds", p.shape)
-            self.operations.product(dy, v.swapaxes(-1, -2), ds)
-            dropped = None if self.g.dropout is None else self.dropped(tiles, lead, rows, columns, first)
-            if dropped is not None:
+            left, right = (v, dy) if tiles.by_key else (dy, v)
+            self.operations.product(left, right.swapaxes(-1, -2), ds)
+            by_key, by_query = (1, -1) if tiles.by_key else (-1, 1)
+            dropped = None
+            if self.g.dropout is not None:
+                dropped = _turned(self.dropped(tiles, lead, rows, columns, first), by_query)
                 self.drop(ds, dropped)
             self.operations.softmax_gradient(ds, delta, p)
             if dropped is not None:
                 self.drop(p, dropped)
-            self._add(tiles, "dv", lead, columns, p, dy)
-            self._add(tiles, "dk", lead, columns, ds, q)
+            self._add(tiles, "dv", lead, columns, _turned(p, by_key), dy)
+            self._add(tiles, "dk", lead, columns, _turned(ds, by_key), q)
             if i:
-                self.operations.add_product(ds, k, dq, part)
+                self.operations.add_product(_turned(ds, by_query), k, dq, part)
             else:
-                self.operations.product(ds, k, dq)
+                self.operations.product(_turned(ds, by_query), k, dq)
             if self.table is not None:
-                self._sum_pairs(tiles, lead, rows, columns, ds)
+                self._sum_pairs(tiles, lead, rows, columns, _turned(ds, by_query))
         np.multiply(dq, self.dtype.type(self.g.scale), out=dq)
         target = tiles.of["dq"][lead + rows]
         if self.g.merge:
@@ -379,16 +396,18 @@ class _Backward(_Share):
         np.copyto(dy, tiles.of["dy"][box])
         np.multiply(tiles.of["y"][box], dy, out=y)
         delta, lse = self.buffer("delta", (*shape, 1)), self.buffer("lse", (*shape, 1))
-        np.sum(_rows(y, ndim), axis=-1, keepdims=True, out=delta)
+        self.sum_rows(y, delta)
         view = tiles.of["lse"][box]
         np.copyto(lse.reshape(view.shape), view)
         np.copyto(lse, np.inf, where=lse == -np.inf)
+        if tiles.by_key:
+            delta, lse = delta.swapaxes(-1, -2), lse.swapaxes(-1, -2)
         return self.scaled(tiles, box), _rows(dy, ndim), delta, lse
 
     def _add(self, tiles: _Tiles, name: str, lead: Box, columns: Box, left: Any, right: Any) -> None:
-        """Add ``left^T right`` to a gradient of keys or values."""
+        """Add ``left right`` to a gradient of keys or values."""
         target = tiles.of[name][lead + columns]
-        found, left = self.buffer(name, (*extents_of(lead), left.shape[-1], right.shape[-1])), left.swapaxes(-1, -2)
+        found = self.buffer(name, (*extents_of(lead), left.shape[-2], right.shape[-1]))
         if target.shape == found.shape and not tiles.part.overlaps:
             self.operations.add_product(left, right, target, found)
             return
@@ -518,6 +537,17 @@ class _Pass:
 
 def _largest(some: Sequence[Box]) -> int:
     return max(map(span_of, some), default=0)
+
+
+def _turned(array: Any, order: int) -> Any:
+    """Return matrices as they are (1), or transposed (-1)."""
+    return array if order == 1 else array.swapaxes(-1, -2)
+
+
+def _exchanged(array: Any, ndim: int) -> Any:
+    """Return an array with the last `ndim` axes and the `ndim` axes before them exchanged."""
+    before = array.ndim - 2 * ndim
+    return array.transpose(*range(before), *range(before + ndim, array.ndim), *range(before, before + ndim))
 
 
 def _rows(array: Any, ndim: int) -> Any:

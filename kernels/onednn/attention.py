@@ -62,7 +62,7 @@ class OnednnTileOperations(TileOperations):
 
     def _multiply(self, left: Any, right: Any, out: Any, *operations: tuple[Any, ...]) -> bool:
         arrays = (left, right, out)
-        key = ("product", operations, *((a.shape, a.strides) for a in arrays))
+        key = (operations, left.shape, left.strides, right.shape, right.strides, out.strides)
 
         def make() -> Callable[..., None]:
             descs = [self._list.desc(*_joined(a)) for a in arrays]
@@ -74,15 +74,17 @@ class OnednnTileOperations(TileOperations):
 
     def _binary(self, array: Any, subtracted: Any, operation: tuple[Any, ...], *more: Any) -> bool:
         """Compute ``array = operation(array - subtracted)`` in place, on packed arrays; False if oneDNN cannot."""
-        key = (operation, array.shape)
+        key = (operation, array.shape, subtracted.shape[-1])
 
         def make() -> Callable[..., None]:
             rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
-            whole, column = (self._list.desc((rows, n), np.float32, (n, 1)) for n in (columns, 1))
+            # One number per row, or for a single matrix per column.
+            shape = (rows, 1) if subtracted.shape[-1] == 1 else (1, columns)
+            whole, numbers = (self._list.desc(s, np.float32, (s[1], 1)) for s in ((rows, columns), shape))
             attributes = self._list.attributes((*operation, whole) if more else operation)
-            pd = self._list.descriptor("binary", c.BINARY_SUBTRACT, whole, column, whole, attributes=attributes)
+            pd = self._list.descriptor("binary", c.BINARY_SUBTRACT, whole, numbers, whole, attributes=attributes)
             extra = {c.POST_OPERATION | c.SRC_1: whole} if more else {}
-            return self._primitive(pd, {c.SRC: whole, c.SRC_1: column, c.DST: whole, **extra})
+            return self._primitive(pd, {c.SRC: whole, c.SRC_1: numbers, c.DST: whole, **extra})
 
         return self._call(key, make, (array, subtracted, array, *more))
 

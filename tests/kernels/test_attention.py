@@ -334,7 +334,7 @@ def test_scratch_memory_does_not_grow_with_the_square(typed):
     case = Case((Everywhere(4096, 4096),), heads=1, samples=1, d=8, e=8)
     x = case.draw(typed)
     for kernel in kernels(typed, x, outputs(typed, x, 1), case.geometry()):
-        assert kernel.scratch_bytes < 4 << 20
+        assert kernel.scratch_bytes < 8 << 20
 
 
 def test_nan_reaches_the_queries_that_read_it(typed):
