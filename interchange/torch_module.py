@@ -24,7 +24,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data.disk import one_line
+from ..data.disk import atomic_path, one_line
 from ..layers import Network
 from ..layers.parameter import GivenValues
 from .files import Buffer, library
@@ -54,6 +54,19 @@ class ExportedModule:
 
     name: str
     contents: Mapping[str, Buffer]
+
+    def write(self, path: Path) -> None:
+        """Write the model to `path`, and large weights beside it; older files are replaced. Local.
+
+        Raises
+        ------
+        DataError
+            If the files cannot be written.
+        """
+        first = next(iter(self.contents))
+        for name, content in reversed(list(self.contents.items())):  # the model last: it is complete if it is there
+            with atomic_path(path if name == first else path.with_name(name), len(content)) as partial:
+                partial.write_bytes(content)
 
     def network(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
         """Build the network for samples of these shapes, ``(*spatial, C)``. Local. Raises UserError."""

@@ -16,6 +16,7 @@ from halograd.errors import UserError
 from halograd.user_code import SCRIPT, describe, load
 
 from ..layers import Network
+from .foreign import FOREIGN, build_foreign
 
 __all__ = ["build_own", "call_own", "give", "is_made", "load_function", "options_of_own", "source_of"]
 
@@ -34,6 +35,12 @@ def is_made(where: str) -> bool:
     return where in _MADE
 
 
+def foreign_kind(where: str) -> str:
+    """Return ``torch`` or ``onnx`` for the source ``torch:FILE.py:FUNCTION`` or ``onnx:FILE``, else an empty text."""
+    kind = where.partition(":")[0]
+    return kind if kind in FOREIGN else ""
+
+
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
     """Return the network that a function of the user builds from options. Local; every rank calls it.
 
@@ -45,6 +52,9 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
     """
     if where in _MADE:
         return _MADE[where]
+    if foreign_kind(where):
+        kind, _, place = where.partition(":")
+        return build_foreign(kind, place, given)
     function = load_function(where)
     options = _checked(function, given)
     try:
@@ -60,7 +70,9 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
 
 def options_of_own(where: str) -> tuple[str, ...]:
     """Return the names of the options of a user's function; empty for a network that a script has registered."""
-    return () if is_made(where) else tuple(inspect.signature(load_function(where)).parameters)
+    if is_made(where) or foreign_kind(where):
+        return ()
+    return tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
@@ -103,6 +115,9 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 def source_of(where: str) -> tuple[str, str]:
     """Return the location of a function and a checksum of its file, which a run records as its source. Local."""
+    kind, _, place = where.partition(":")
+    if foreign_kind(where):  # a kept file may be moved with its run
+        return kind, f"{zlib.crc32(Path(place).read_bytes()):08x}" if kind == "onnx" else ""
     script = where.startswith(f"{SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""

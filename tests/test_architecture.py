@@ -31,10 +31,10 @@ BELOW: dict[str, set[str]] = {
     "lowering": {"device", "comm", "kernels", "dtensor"},
     "layers": {"device", "comm", "kernels", "dtensor", "lowering"},
     "program": {"device", "comm", "kernels", "dtensor", "lowering", "layers"},
-    "models": {"device", "comm", "kernels", "dtensor", "layers"},
+    "models": {"device", "comm", "kernels", "dtensor", "layers", "data", "interchange"},
     "data": {"device", "comm", "kernels", "dtensor", "layers"},
     "perfmodel": {"device", "comm", "kernels", "dtensor", "lowering", "layers", "program", "models"},
-    "interchange": {"device", "comm", "kernels", "dtensor", "layers", "models", "data"},
+    "interchange": {"device", "comm", "kernels", "dtensor", "layers", "data"},
     "training": {
         *("device", "comm", "kernels", "dtensor", "lowering", "layers", "program", "models", "data", "perfmodel"),
         "interchange",

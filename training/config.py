@@ -64,10 +64,14 @@ def _size(text: str) -> str:
     return text
 
 
+#: Keys of ``[model]`` of which one is required.
+_SOURCES = ("name", "file", "torch", "onnx")
+
+
 class ModelConfig(Table):
     """``[model]``: a network, and the options of the function that builds it, which `halograd.models.build` checks.
 
-    One of `name` and `file` is required. Paths are relative to the working folder.
+    One of `name`, `file`, `torch` and `onnx` is required. Paths are relative to the working folder.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -75,26 +79,44 @@ class ModelConfig(Table):
     """Name of a model of halograd."""
     file: FilePath | None = None
     """``"net.py:build"`` or ``"package.module:build"``: a function that returns a network."""
+    torch: FilePath | None = None
+    """``"net.py:make"`` or ``"package.module:make"``: a function that returns a ``torch.nn.Module`` and an example of
+    its inputs. A run keeps it as ``model.onnx`` in its folder, and needs torch only once. ``loss`` goes with it:
+    ``"SoftmaxCrossEntropy"``, ``"MeanSquaredError"``, ``"AbsoluteError"``, ``"Huber"`` or
+    ``"BinaryCrossEntropyWithLogits"`` of a single output and the input ``target``; or ``"FILE.py:FUNCTION"``, a
+    function from the network to one with a loss."""
+    onnx: FilePath | None = None
+    """An ONNX file (:func:`halograd.onnx.load`), with ``loss`` as for `torch`."""
 
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
-        if self.name is None and self.file is None:
+        given = [key for key in _SOURCES if getattr(self, key) is not None]
+        if not given:
             raise ValueError('name: expected a model, or file = "net.py:build", got neither')
-        if self.name is not None and self.file is not None:
-            raise ValueError("file: expected no name beside it, got one; remove one of them")
-        if self.file is not None and ":" not in self.file:
-            raise ValueError(f'file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(self.file)}')
+        if len(given) > 1 and given != ["torch", "onnx"]:
+            raise ValueError(f"{given[1]}: expected no {given[0]} beside it, got one; remove one of them")
+        for key in ("file", "torch"):
+            value = getattr(self, key)
+            if value is not None and ":" not in value:
+                raise ValueError(f'{key}: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(value)}')
+        extra = self.model_extra or {}
+        if given[0] in ("torch", "onnx") and not isinstance(extra.get("loss"), str):
+            raise ValueError(f'loss: expected a loss with {given[0]}, "SoftmaxCrossEntropy" or another, got none')
+        if given == ["onnx"] and len(extra) > 1:
+            raise ValueError(f"{min(set(extra) - {'loss'})}: expected no option but loss beside onnx, got one")
         return self
 
     @property
     def source(self) -> str:
         """Name of a model, or of a file with a network, for `halograd.models.build`."""
-        return self.name or self.file or ""
+        foreign = next((f"{key}:{value}" for key in ("onnx", "torch") if (value := getattr(self, key))), "")
+        return self.name or self.file or foreign
 
     @property
     def options(self) -> dict[str, Any]:
         """All other keys: options of the model."""
-        return dict(self.model_extra or {})
+        extra = self.model_extra or {}
+        return dict(extra) if self.onnx is None else {"loss": extra["loss"]}
 
 
 class DataConfig(Table):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -30,6 +31,7 @@ from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
 from .directory import RunLock, checkpoint_of, make_folder
 from .evaluation import Evaluation, describe, evaluate_parts, gather_samples
+from .kept_model import keep_model, kept_model
 from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
 from .monitors import BestScore, Callback, LossWatch, SamplePredictions, is_defined
 from .pass_loss import STOP
@@ -111,6 +113,8 @@ def train(
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl", folder))
         found = _checkpoint_of(ranks, folder, resume, stack)
+        keep = keep_model if found is None else kept_model
+        config = on_root(ranks.mpi, partial(keep, config, directory))
         progress = TrainingProgress() if found is None else found.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None

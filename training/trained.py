@@ -28,6 +28,7 @@ from .config import Config, check_config, load_config
 from .directory import checkpoint_of
 from .each_file import check_folder, write_each
 from .evaluation import Evaluation, check_predictions, describe, evaluate_parts, write_predictions
+from .kept_model import kept_model
 from .metrics import check_details, write_details
 from .root import on_root
 from .session import Session
@@ -304,6 +305,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
+    config = kept_model(config, checkpoint.parent.parent)
     asked = json.loads(config.model_dump_json(exclude_unset=True))
     return config, checkpoint, progress, _drawn_by(asked) == _drawn_by(json.loads(text or "{}"))
 

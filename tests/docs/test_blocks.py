@@ -53,7 +53,7 @@ def checked(tables: dict[str, Any], sets: list[str], place: str) -> None:
     """Raise for unknown keys and values in a configuration of these tables, completed by `WHOLE`."""
     whole: dict[str, Any] = {name: dict(table) for name, table in WHOLE.items()}
     for name, table in tables.items():
-        if name == "model" and "file" in table:
+        if name == "model" and {"file", "torch", "onnx"} & set(table):
             whole["model"] = {}
         whole[name] = whole.get(name, {}) | table if isinstance(table, dict) else table
     check_config(whole, sets, place)

@@ -14,7 +14,6 @@ import functools
 import operator
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -251,7 +250,6 @@ def main(wanted: list[str]) -> None:
         cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
         for name in NETWORKS:
             if not wanted or any(part.lower() in name.lower() for part in wanted):
-                begin = time.perf_counter()
                 try:
                     cells = "{:.0e} | {:.0e}".format(*compared(name, comm, cut))
                 except UserError as error:
@@ -259,7 +257,6 @@ def main(wanted: list[str]) -> None:
                     cells = f"refused: node `{nodes[0][0]}` ({nodes[0][1]}) |" if nodes else f"refused: {error} |"
                 if comm.rank == 0:
                     print(f"| {name} | {cells} |", flush=True)
-                    print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
