@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..dtensor import axis_names
-from ..layers import Affine, Embedding, Layer, Scale
+from ..layers import Affine, Embedding, Layer, Scale, Token
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import permuted
 
-__all__ = ["along", "joined", "numbers_along"]
+__all__ = ["along", "joined", "numbers_along", "with_tokens"]
 
 
 def joined(build: Builder, op: OnnxNode) -> Activation:
@@ -96,3 +96,24 @@ def along(
         constant = replace(constant, name="")  # its numbers may be changed, so it is not the array of that name
     given = build.given(constant, lambda array: order(array).reshape(ours), ours)
     return value.of(build.array(op, layer.initialized(**{key: given}), value.node, constant))
+
+
+def with_tokens(build: Builder, op: OnnxNode) -> Activation:
+    """Import Concat of learned positions, such as a class token, and a sequence of values."""
+    expected = "learned positions (1, count, C) before those of one value (N, L, C)"
+    constant = build.graph.constants.get(op.inputs[0])
+    if constant is None or len(op.inputs) != 2 or op.inputs[1] in build.graph.constants:
+        raise build.refused(op, expected, "another array")
+    value, extents = build.value(op, 1), build.shape(op.inputs[1])
+    position = 1 if value.last else 2
+    axis = op.attributes["axis"] % len(extents)
+    if len(extents) != 3 or value.spatial or axis != position or len(constant.shape) != 3 or constant.shape[0] != 1:
+        raise build.refused(op, expected, f"an array {constant.shape} along axis {axis} of {extents}")
+    build.check_trained(op, constant)
+    shape = constant.shape[position], constant.shape[3 - position]
+
+    def order(array: np.ndarray) -> np.ndarray:
+        return array[0] if value.last else array[0].T
+
+    layer = Token(shape[0]).initialized(w=build.given(constant, order, shape))
+    return value.of(build.array(op, layer, value.node, constant))

@@ -334,6 +334,10 @@ class _Folding:
         self._check_computable(node)
         self.computing |= dict.fromkeys(node.output, node)
         sources = [self.constants[name] for name in node.input if name]
+        if node.op_type == "Expand" and self._repeats_samples(node, sources[0].shape):
+            self.types |= self._inferred(node)
+            self._keep(node.output[0], sources[0])  # one array for all samples, broadcast by its reader
+            return
         moved = node.op_type in _SAME and bool(sources)
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
         if node.op_type == "Constant" or any(one.origin == "buffer" for one in sources):
@@ -351,6 +355,12 @@ class _Folding:
         if shape is None:
             raise self._refused(node, "weights whose shape is not known")
         self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), **origin))
+
+    def _repeats_samples(self, node: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether an Expand of an array of this shape only repeats it for every sample."""
+        (made,) = self._inferred(node).values()
+        found = _shape_of(made) or ()
+        return len(shape) > 1 and shape[0] == 1 and (len(found), found[1:]) == (len(shape), shape[1:])
 
     def _check_computable(self, node: Any) -> None:
         """Raise UserError for a node with random results, or with results that need too much time or memory for this
@@ -490,7 +500,7 @@ class _Folding:
         small = {
             name: numbers.from_array(self.constants[name].read(), name)
             for name in known
-            if name in self.constants and int(np.prod(self.constants[name].shape)) <= 64
+            if name in self.constants and name not in self.types and int(np.prod(self.constants[name].shape)) <= 64
         }
         versions = {one.domain: one.version for one in self.model.opset_import}
         if node.op_type == "Celu":  # ONNX defines it for float32 only, but torch exports other types

@@ -38,7 +38,7 @@ from ..layers import (
     Resize,
     Softmax,
 )
-from .extents import joined, numbers_along
+from .extents import joined, numbers_along, with_tokens
 from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS
@@ -337,6 +337,8 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, f"one of {len(shape)} axes", f"axis {axis}")
     axis %= len(shape)
     zeros = [name in build.graph.constants and build.graph.constants[name].is_all(0) for name in op.inputs]
+    if any(name in build.graph.constants and not zero for name, zero in zip(op.inputs, zeros)):
+        return with_tokens(build, op)
     values = _alike(build, op.changed(inputs=tuple(name for name, zero in zip(op.inputs, zeros) if not zero)))
     if values[0].spatial:
         raise build.refused(op, "samples with spatial axes", "flattened values")

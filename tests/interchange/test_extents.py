@@ -40,10 +40,11 @@ def tokens():
 
     def forward(m, x):
         y = m.conv(x).flatten(2).transpose(1, 2) + m.pos
-        return (m.linear(y) * m.scale + m.bias).transpose(1, 2)
+        y = lib.cat([m.cls.expand(len(x), -1, -1), m.linear(y) * m.scale + m.bias], 1)
+        return lib.cat([m.first.expand(len(x), -1, -1), y.transpose(1, 2)], 2)
 
     made = as_module(forward, conv=nn.Conv1d(4, 3, 1), linear=nn.Linear(3, 3))
-    shapes = {"pos": (1, 6, 3), "scale": (1, 6, 1), "bias": (6, 3)}
+    shapes = {"pos": (1, 6, 3), "scale": (1, 6, 1), "bias": (6, 3), "cls": (1, 1, 3), "first": (1, 3, 2)}
     for name, shape in shapes.items():
         setattr(made, name, nn.Parameter(lib.ones(shape)))
     return made, SIGNAL
@@ -104,6 +105,10 @@ def _read(path):
         (lambda m, x: x - m.p, r"\(Sub\): expected a learned array that is added or multiplied, got the parameter 'p'"),
         (lambda m, x: x / m.p, r"\(Div\): expected a learned array .*; write x \+ p in place of x - p, and x \* p"),
         (lambda m, x: x[:, :, :1] + m.p, r"\(Add\): expected an array that is broadcast over samples of \(4, 1, 5\)"),
+        (
+            lambda m, x: imported_torch().cat([x, m.p[None].expand(len(x), -1, -1, -1)], 2),
+            r"\(Concat\): expected learned positions \(1, count, C\) before those of one value .*, got another array",
+        ),
         (lambda m, x: (x + m.p) * m.p, r"\(Mul\): expected an array of its own, got 'p' again; use a second param"),
     ],
 )
