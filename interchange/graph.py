@@ -22,6 +22,7 @@ from ..data.disk import one_line
 from ..layers import GivenValues, Layer, Node
 from ..layers.parameter import ForeignArray
 from ..layers.settings import settings_of
+from .axes import Axes
 from .files import finite
 
 __all__ = [
@@ -239,6 +240,12 @@ class Activation:
     spatial
         Extents ``(*spatial)`` of a value before it was flattened: its features are in another order in ONNX, which has
         channels first.
+    source, axes
+        Node whose elements are those of the value, and its axes in ONNX, for a value that Reshape and Transpose have
+        made of the node; None: the value has the axes that the other attributes say.
+    refusal
+        Error for layers that read a value that no node has, because its axes are in another order; None: `node` is the
+        value.
     """
 
     node: Node
@@ -246,10 +253,13 @@ class Activation:
     pooled: bool = False
     pool: str = ""
     spatial: Shape = ()
+    source: Node | None = None
+    axes: Axes | None = None
+    refusal: UserError | None = None
 
     def of(self, node: Node) -> Activation:
         """Return a copy of the activation with another node."""
-        return replace(self, node=node)
+        return replace(self, node=node, source=None, axes=None)
 
 
 class NeedsPositions(Exception):
@@ -313,10 +323,31 @@ class Builder:
 
     def value(self, op: OnnxNode, i: int = 0) -> Activation:
         """Return input `i`, which must be an activation."""
+        found = self.arranged(op, i)
+        if found.refusal is not None:
+            raise found.refusal
+        return found
+
+    def arranged(self, op: OnnxNode, i: int = 0) -> Activation:
+        """Return input `i`, which must be an activation, but may have its axes in any order."""
         name = op.inputs[i]
         if name not in self.values:
             raise self.refused(op, f"input {i} to depend on the data", "a constant")
         return self.values[name]
+
+    def axes(self, name: str, made: bool = False) -> tuple[Node, Axes]:
+        """Return the node whose elements are those of a value, and its axes in ONNX.
+
+        With `made`, the node is that of the value itself, if there is one, and not the one that it was reshaped from.
+        """
+        value = self.values[name]
+        if value.source is not None and value.axes is not None and (value.refusal is not None or not made):
+            return value.source, value.axes
+        shape, dims = (self.graph.batch, *value.node.shape), len(self.shape(name))
+        inner: list[int | None] = list(range(1, len(shape) - 1))
+        inner += [None] * (dims - len(shape))
+        channels = len(shape) - 1
+        return value.node, Axes.whole(shape, (0, *inner, channels) if value.last else (0, channels, *inner))
 
     def samples(self, op: OnnxNode, i: int = 0) -> Activation:
         """Return input `i`, which must be channels first in ONNX, with or without spatial axes, and not flattened."""

@@ -115,11 +115,17 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
             raise build.refused(op, "layers on windows, norms and functions of elements", "attention", remedy)
     for op in graph.operations:
         if op.kind not in OPERATORS:
+            for name in op.inputs:
+                if name in build.values:
+                    build.value(op.changed(inputs=(name,)))
             raise build.refused(op, "an operator that has a layer", op.kind)
         with following(path, op):
             made = OPERATORS[op.kind](build, op)
             build.values |= dict(zip(op.outputs, [made] if isinstance(made, Activation) else made))
     for name in graph.outputs:
+        refusal = build.values[name].refusal
+        if refusal is not None:
+            raise refusal
         if build.values[name].spatial:
             raise UserError(
                 f"{path}: expected outputs with spatial axes or of dense layers, got {name!r}, which is flattened; "
@@ -387,12 +393,18 @@ def _linear(build: Builder, op: OnnxNode) -> Activation:
 
 def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     """Import a dense layer. With `transposed`, the weights are (units, features), as ours are."""
-    value, weights, bias = build.value(op), build.constant(op, 1), build.constant(op, 2)
+    value, weights, bias = build.arranged(op), build.constant(op, 1), build.constant(op, 2)
     if weights is None or len(weights.shape) != 2:
         raise build.refused(op, "a matrix of weights", "none")
+    arranged = None
+    if value.refusal is not None and value.axes is not None:
+        # Positions may be in any order, as long as the last axis is that of the channels.
+        arranged = value.axes.with_channels(weights.shape[0 if transposed else 1])
+        if arranged is None:
+            raise value.refusal
     bias = None if bias is None or bias.is_all(0) else bias
     units, features = weights.shape if transposed else weights.shape[::-1]
-    if len(value.node.shape) > 1 and not value.last:
+    if len(value.node.shape) > 1 and not value.last and arranged is None:
         raise build.refused(op, "channels at the last axis", "a spatial axis there")
 
     def order(array: np.ndarray) -> np.ndarray:
@@ -415,6 +427,8 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
         given["b"] = build.given(bias, np.ravel, (units,))
     arrays = (weights, weights.lengths, bias)
     node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=arrays)
+    if arranged is not None:
+        return Activation(node, source=node, axes=arranged, refusal=value.refusal)
     return Activation(node, value.last, value.pooled, value.pool)
 
 

@@ -4,60 +4,97 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
-from ..layers import AveragePool, ChannelShuffle, Concat, Flatten, Pad, PixelShuffle, PixelUnshuffle, Roll, Slice
-from .graph import Activation, Builder, OnnxNode, Shape
+from halograd.errors import UserError
+
+from ..layers import (
+    AveragePool,
+    ChannelShuffle,
+    Concat,
+    Flatten,
+    Node,
+    Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    Reshape,
+    Roll,
+    Slice,
+)
+from .axes import Axes
+from .graph import Activation, Builder, OnnxNode
 
 __all__ = ["SHAPING"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
     """Import a move of the channels from first to last, or back. Here the channels are always last."""
-    value = build.value(op)
+    value = build.arranged(op)
     axes = len(build.shape(op.inputs[0]))
     order = tuple(op.attributes.get("perm", range(axes - 1, -1, -1)))
-    to_last, to_first = (0, *range(2, axes), 1), (0, axes - 1, *range(1, axes - 1))
-    if order == tuple(range(axes)) or (value.spatial == () and axes == 2 and order == (0, 1)):
+    to_last = (0, *range(2, axes), 1)
+    if order == tuple(range(axes)):
         return value
-    if order == to_last and not value.last:
-        return replace(value, last=True)
-    if order == to_first and value.last:
-        return replace(value, last=False)
     reader, remedy = build.graph.only_reader(op.outputs[0]), ""
     if reader is not None and reader.kind in ("Gather", "GatherND"):
         remedy = (
             "an interpolation or an adaptive pooling that the exporter has decomposed: put hg.Resize or "
             "hg.AdaptiveAveragePool in its place, or export with dynamo=False"
         )
-    raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
+    refusal = build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
+    if value.spatial:
+        raise refusal
+    node, found = build.axes(op.inputs[0])
+    return _in_form(build, op, node, found.transposed(order), refusal, value.pool)
+
+
+def _in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
+    """Return the value that has the elements of a node with these axes: of the node itself, or of a reshape of it.
+
+    Layers refuse a value with axes in another order; further reshapes and transposes may bring them into order.
+    """
+    if len(node.shape) == 1 and len(axes.dims) > 2:
+        first, behind = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))
+        if axes in (first, behind):
+            return Activation(node, last=axes == behind, pooled=True, pool=pool)
+    elif len(axes.dims) == 2 and axes.flattened is not None:
+        if len(node.shape) == 1:
+            return Activation(node)
+        spatial = node.shape[:-1]
+        kept = () if axes.flattened or math.prod(spatial) == 1 else spatial
+        return Activation(build.add(op, Flatten(), node), spatial=kept, source=node, axes=axes)
+    elif axes.sample is not None:
+        shape, last = axes.sample
+        if shape == node.shape:
+            return Activation(node, last=last)
+        return Activation(build.add(op, Reshape(shape), node), last=last, source=node, axes=axes)
+    return Activation(node, source=node, axes=axes, refusal=refusal)
+
+
+def _of_vectors(dims: int) -> tuple[list[int | None], list[int | None]]:
+    """Return the orders of axes of vectors with positions: channels first, channels last."""
+    ones: list[int | None] = [None] * (dims - 2)
+    return [0, 1, *ones], [0, *ones, 1]
 
 
 def _reshape(build: Builder, op: OnnxNode) -> Activation:
     """Import a reshape that keeps the order of elements of a sample: flattening, and axes of extent 1."""
-    value, before, after = build.value(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
+    value, before, after = build.arranged(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return value
+    refusal = build.refused(op, "one that flattens samples", f"{before} to {after}")
     if before[0] != after[0]:
         got, remedy = f"{after}", "keep the batch at axis 0"
         if op.kind == "Unsqueeze":
             got, remedy = f"a new axis there, {after}", "a stack can be added up, or joined by torch.cat(..., 1)"
-        raise build.refused(op, f"the samples {before[0]} at axis 0", got, remedy)
-    if len(after) == 2:
-        return _flattened(build, op, value, before)
-    vector = (len(before) == 2 and not value.spatial) or (value.pooled and math.prod(before[2:]) == 1)
-    if vector and math.prod(after[2:]) == 1:
-        return replace(value, pooled=True, last=False, pool="")
-    raise build.refused(op, "one that flattens samples", f"{before} to {after}")
-
-
-def _flattened(build: Builder, op: OnnxNode, value: Activation, before: Shape) -> Activation:
-    if value.pooled or len(value.node.shape) == 1:
-        return Activation(value.node)
-    spatial = value.node.shape[:-1]
-    kept = () if value.last or math.prod(spatial) == 1 else spatial
-    return Activation(build.add(op, Flatten(), value.node), spatial=kept)
+        refusal = build.refused(op, f"the samples {before[0]} at axis 0", got, remedy)
+    if value.spatial and value.axes is None:
+        raise refusal
+    node, axes = build.axes(op.inputs[0])
+    found = axes.reshaped(after)
+    if found is None:
+        raise refusal
+    return _in_form(build, op, node, found, refusal)
 
 
 def _flatten(build: Builder, op: OnnxNode) -> Activation:
@@ -89,8 +126,8 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _slice(build: Builder, op: OnnxNode) -> Activation:
-    """Import a slice of the channels, or of rows at the ends of a spatial axis; steps in space are poolings."""
-    value, shape = build.samples(op), build.shape(op.inputs[0])
+    """Import a slice; steps in space are poolings."""
+    shape = build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
     steps = [int(step) for step in build.numbers(op, 4) or [1] * len(axes)]
@@ -100,44 +137,55 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
     for axis, start, end, step in zip(axes, starts, ends, steps):
         low, high, _ = slice(int(start), int(end)).indices(shape[axis])
         ranges[axis], strides[axis] = (low, low + (high - 1 - low) // step * step + 1), step
+    if set(strides) == {1}:
+        return _part(build, op, ranges)
     if strides[:2] != [1, 1]:
         remedy = "select channels by their numbers, x[:, [0, 2, 4]]"
         raise build.refused(op, "a step of 1 along samples and channels", f"{steps}", remedy)
-    value = _part(build, op, value, ranges)
-    if set(strides) == {1}:
-        return value
+    build.samples(op)
+    value = _part(build, op, ranges)
     return value.of(build.add(op.part("step"), AveragePool((1,) * (len(shape) - 2), strides[2:]), value.node))
 
 
-def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
-    """Return the part of a value in these ranges of ``(N, C, *spatial)``."""
-    samples, (first, last), *spatial = ranges
-    if value.pooled and any(n != (0, 1) for n in spatial):
+def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: int | None = None) -> Activation:
+    """Return the part of a value in these ranges of its dimensions; `without`: a dimension that it then lacks."""
+    value, shape = build.arranged(op), build.shape(op.inputs[0])
+    if value.spatial or (value.pooled and any(n != (0, 1) for n in ranges[2:])):
         value = build.with_positions(op)
-    shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
-    if samples != (0, shape[0]):
-        raise build.refused(op, "all samples", f"those from {samples[0]} to {samples[1]}")
-    node = value.node
-    if (first, last) != (0, shape[1]):
-        node = build.add(op, Slice(first, last), node)
-    amounts = tuple((-low, high - n) for (low, high), n in zip(spatial, shape[2:]))
+    if ranges[0] != (0, shape[0]) and value.refusal is None:
+        raise build.refused(op, "all samples", f"those from {ranges[0][0]} to {ranges[0][1]}")
+    node, axes = build.axes(op.inputs[0], made=True)
+    amounts, channels = [(0, 0)] * len(node.shape), (0, node.shape[-1])
+    for dim, (first, last) in enumerate(ranges):
+        if (first, last) == (0, shape[dim]):
+            continue
+        found = axes.chosen(dim, first, last)
+        if found is None:
+            raise value.refusal or build.refused(op, "a part of one axis", f"{first} to {last} of {shape[dim]}")
+        axis, low, high, axes = found
+        if axis == len(node.shape):
+            channels = low, high
+        else:
+            amounts[axis - 1] = -low, high - node.shape[axis - 1]
+    if channels != (0, node.shape[-1]):
+        node = build.add(op, Slice(*channels), node)
     if any(map(any, amounts)):
-        node = build.add(op, Pad(amounts), node)
-    return value.of(node)
+        node = build.add(op, Pad(tuple(amounts[:-1])), node)
+    axes = axes if without is None else axes.without(without)
+    refusal = value.refusal or build.refused(op, "an image, tokens or vectors", f"{build.shape(op.outputs[0])}")
+    return _in_form(build, op, node, axes, refusal, value.pool)
 
 
 def _split(build: Builder, op: OnnxNode) -> list[Activation]:
-    """Import a split into ranges of the channels."""
-    value, shape = build.samples(op), build.shape(op.inputs[0])
+    """Import a split into ranges of one axis."""
+    shape = build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
-    if axis != 1:
-        raise build.refused(op, "parts of the channels, axis 1", f"axis {axis}")
     found, first = [], 0
     for output in op.outputs:
-        last = first + build.shape(output)[1]
+        last = first + build.shape(output)[axis]
         ranges = [(0, n) for n in shape]
-        ranges[1] = first, last
-        found.append(_part(build, op, value, ranges))
+        ranges[axis] = first, last
+        found.append(_part(build, op.changed(outputs=(output,)), ranges))
         first = last
     return found
 
@@ -173,13 +221,19 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _gather(build: Builder, op: OnnxNode) -> Activation:
-    """Import a selection of channels by constant numbers."""
-    value, shape = build.samples(op), build.shape(op.inputs[0])
-    chosen, axis = build.constant(op, 1), op.attributes.get("axis", 0) % len(shape)
+    """Import the choice of one position or channel, or of channels by constant numbers."""
+    chosen, shape = build.constant(op, 1), build.shape(op.inputs[0])
+    axis = op.attributes.get("axis", 0) % len(shape)
+    numbers = [] if chosen is None else [int(n) % shape[axis] for n in chosen.read().reshape(-1)]
+    if chosen is not None and not chosen.shape:
+        ranges = [(0, n) for n in shape]
+        ranges[axis] = numbers[0], numbers[0] + 1
+        return _part(build, op, ranges, without=axis)
+    value = build.samples(op)
     if chosen is None or len(chosen.shape) != 1 or axis != 1:
-        raise build.refused(op, "channels by their numbers, x[:, [2, 0, 1]]", f"an index along axis {axis}")
+        raise build.refused(op, "channels by their numbers, x[:, [2, 0, 1]]", f"indices along axis {axis}")
     parts: list[tuple[int, int]] = []
-    for i in (int(n) % shape[1] for n in chosen.read().reshape(-1)):
+    for i in numbers:
         joined = parts and parts[-1][1] == i
         parts = [*parts[:-1], (parts[-1][0], i + 1)] if joined else [*parts, (i, i + 1)]
     nodes = [build.add(op.part("channels"), Slice(a, b), value.node) for a, b in parts]
