@@ -26,7 +26,7 @@ from halograd.training.executor import Executor
 from halograd.training.root import on_root
 from tests.interchange.support import first, last, samples
 
-__all__ = ["NETWORKS", "compared", "let_torchvision_load", "make"]
+__all__ = ["NETWORKS", "compared", "let_torchvision_load", "make", "returned"]
 
 Made = tuple[Any, tuple[int, ...]]
 
@@ -196,22 +196,52 @@ def compared(name: str, comm: hg.Communicator, cut: Mapping[str, int]) -> tuple[
     The largest difference of an output in evaluation, relative to the largest output, and that of a parameter or
     running statistic after the step, relative to the largest change.
     """
+    module, x, found = _trained(name, comm, cut, "float64", 1)
+    before, _, trained = found
+    return on_root(comm.mpi, lambda: _differences(module, x, before, trained))
+
+
+def returned(name: str, comm: hg.Communicator, cut: Mapping[str, int]) -> float:
+    """Train a network for three steps in float32, put its parameters back into the module, and compare the outputs.
+
+    Collective. Return the largest difference of an output in evaluation, which is of the order of 1.
+    """
+    _, x, (_, after, trained) = _trained(name, comm, cut, "float32", 3)
+
+    def difference() -> float:
+        import torch
+
+        with torch.no_grad():
+            outputs = _listed(trained.eval()(first(x)))
+        return max(float(np.abs(last(y) - ours).max()) for y, ours in zip(outputs, after, strict=True))
+
+    return on_root(comm.mpi, difference)
+
+
+def _trained(
+    name: str, comm: hg.Communicator, cut: Mapping[str, int], dtype: str, steps: int
+) -> tuple[Any, np.ndarray, tuple[Any, Any, Any]]:
+    """Return module, samples, and outputs before and after steps of training with the trained module. Collective."""
     module, shape = make(name) if comm.rank == 0 else (None, None)
     shape = comm.bcast(shape)
     x = samples(*shape[1:], shape[0])
     network = hg.from_torch(module, None if module is None else first(x), comm=comm.mpi)
     terms = [hg.MeanSquaredError()(y, hg.Input(y.shape, f"{key}_target")) for key, y in network.outputs.items()]
     network = hg.Network({**network.outputs, "loss": functools.reduce(operator.add, terms)})
-    with Executor(network, comm, get_backend("numpy"), len(x), hg.Strategy(cut), "float64") as executor:
+    with Executor(network, comm, get_backend("numpy"), len(x), hg.Strategy(cut), dtype) as executor:
+
+        def outputs() -> list[Any]:
+            executor.forward(training=False)
+            return [executor.gather(network.names[y]) for key, y in network.outputs.items() if key != "loss"]
+
         for key, node in network.inputs.items():
             executor.set_input(key, x if key not in network.targets else np.ones((len(x), *node.shape)))
-        executor.forward(training=False)
-        found = [executor.gather(network.names[y]) for key, y in network.outputs.items() if key != "loss"]
+        before = outputs()
         trainer = hg.Trainer(executor, hg.SGD(executor.store), hg.Constant(RATE))
-        trainer.step()
-        trainer.settle()
-        trained = hg.to_torch(executor, copy.deepcopy(module))
-    return on_root(comm.mpi, lambda: _differences(module, x, found, trained))
+        for _ in range(steps):
+            trainer.step()
+            trainer.settle()
+        return module, x, (before, outputs(), hg.to_torch(executor, copy.deepcopy(module)))
 
 
 #: Learning rate of the step.

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd.errors import UserError
-from tests.interchange.foreign import NETWORKS, compared, let_torchvision_load
+from tests.interchange.foreign import NETWORKS, compared, let_torchvision_load, returned
 from tests.interchange.support import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,13 +30,18 @@ def test_the_table_has_all_networks():
     assert list(_rows()) == list(NETWORKS)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_of_another_project(name):
-    """Outputs in evaluation and a step of SGD are those of torch in float64, or the node of the table is refused."""
+def _require() -> None:
+    """Skip a test if a package is missing."""
     torch()
     let_torchvision_load()
     for package in NEEDS:
         pytest.importorskip(package, reason=f"needs {package}: pip install 'halograd[oracle-zoo]'")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_another_project(name):
+    """Outputs in evaluation and a step of SGD are those of torch in float64, or the node of the table is refused."""
+    _require()
     outputs, step = _rows()[name]
     with hg.Communicator(MPI.COMM_SELF) as alone:
         if not outputs.startswith("refused"):
@@ -45,3 +50,21 @@ def test_a_network_of_another_project(name):
         node, kind = re.findall(r"`(.*)` \((\w+)\)", outputs)[0]
         with pytest.raises(UserError, match=rf"{re.escape(repr(node))} \({kind}\)"):
             compared(name, alone, {})
+
+
+#: Networks of each project that are trained on two ranks.
+RETURNED = (
+    "nnU-Net PlainConvUNet, 2-D",
+    "nnU-Net ResidualEncoderUNet, 3-D",
+    "MONAI BasicUNet, 2-D",
+    "MONAI AttentionUnet, 3-D",
+    "torchvision ConvNeXt",
+)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_network_trained_on_two_ranks_goes_back(comm, name):
+    _require()
+    with hg.Communicator(comm) as ranks:
+        assert returned(name, ranks, {"height": 2}) < 1e-5
