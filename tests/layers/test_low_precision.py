@@ -30,6 +30,8 @@ LAYERS = {
     "one slope": lambda: hg.PReLU(name="l"),
     "slopes": lambda: hg.PReLU("channel", name="l"),
     "scale": lambda: hg.Scale(0.1, bias=True, name="l"),
+    "scale of columns": lambda: hg.Scale(0.1, bias=True, name="l", axes=("width",)),
+    "positions": lambda: hg.Embedding(name="l"),
     "stochastic depth": lambda: hg.StochasticDepth(0.5, "l"),
     "resize cubic": lambda: hg.Resize(1.5, mode="bicubic", align_corners=True, name="l"),
     "resize by means": lambda: hg.Resize(size=(3, 4), mode="area", name="l"),
