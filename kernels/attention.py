@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,11 +232,11 @@ class Attentions(Base):
             raise KernelError(f"{what}: expected arrays of as many samples, got {shapes}; pass those of one batch")
 
     # ------------------------------------------------------------------ implemented by a backend
-    def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
-        raise KernelError(f"attention: expected a backend with attention, got {self.name}; use numpy or onednn")
+    @abstractmethod
+    def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel: ...
 
-    def _attention_backward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
-        raise KernelError(f"attention: expected a backend with attention, got {self.name}; use numpy or onednn")
+    @abstractmethod
+    def _attention_backward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel: ...
 
 
 def _without_keys(y: Any, lse: Any) -> Kernel:

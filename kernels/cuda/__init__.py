@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..backend import Backend
+from .attention import CudaAttention
 from .boxes import Boxes
 from .columns import CudaBias
 from .launch import CupyLauncher, Launcher
@@ -14,7 +15,7 @@ from .updates import CudaUpdates
 __all__ = ["Boxes", "CudaKernels", "CupyLauncher", "Launcher"]
 
 
-class CudaKernels(CudaBias, CudaPointwise, CudaNorms, CudaLosses, CudaUpdates, Backend):
+class CudaKernels(CudaBias, CudaAttention, CudaPointwise, CudaNorms, CudaLosses, CudaUpdates, Backend):
     """All kernels of a GPU backend except its products.
 
     A call enqueues its work on the current stream; it neither synchronizes with the host nor allocates.

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halograd.device import wide
 from halograd.kernels import AttentionGeometry, DropoutMask, Everywhere, KernelError, Neighborhood, Windows
 from halograd.kernels.numpy import attention as tiled
 
@@ -117,7 +118,10 @@ def expected(case, arrays, kept=1.0):
 
 def outputs(a, arrays, heads):
     """Return arrays for the results, filled with NaN."""
-    found = {"y": a.poisoned(*arrays["dy"].shape), "lse": a.poisoned(*arrays["q"].shape[:-1], heads)}
+    found = {
+        "y": a.poisoned(*arrays["dy"].shape),
+        "lse": a.poisoned(*arrays["q"].shape[:-1], heads, dtype=wide(a.dtype)),
+    }
     for name in ("q", "k", "v", "bias"):
         found["d" + name] = None if arrays[name] is None else a.poisoned(*arrays[name].shape)
     return found
@@ -134,9 +138,14 @@ def check(got, want, dtype):
     for name, array in want.items():
         assert not np.isnan(got[name]).any(), f"{name}: {np.isnan(got[name]).sum()} not written"
         infinite = np.isinf(array)
-        assert (got[name][infinite] == array[infinite]).all()
-        error = np.abs(got[name] - array, where=~infinite, out=np.zeros(array.shape)).max(initial=0)
-        bound = 500 * EPS[np.dtype(dtype)] * max(1.0, np.abs(array[~infinite]).max(initial=0))
+        assert (got[name][infinite] == array[infinite]).all(), name
+        error = np.abs(got[name].astype(np.float64)[~infinite] - array[~infinite]).max(initial=0)
+        # 16-bit results are rounded once from float32; gradients follow from the rounded output.
+        bound = (
+            (500 if EPS[np.dtype(dtype)] < 1e-6 else 4)
+            * EPS[np.dtype(dtype)]
+            * max(1.0, np.abs(array[~infinite]).max(initial=0))
+        )
         assert error <= bound, f"{name}: error {error:.3e} exceeds {bound:.3e}"
 
 
@@ -153,6 +162,7 @@ CASES = {
     "mixed": Case((Windows(7, 3, 2), Everywhere(3, 5), Neighborhood(6, 3)), bias=True, samples=1),
     "dropout": Case((Windows(7, 3, 1), Everywhere(3, 4)), bias=True, rate=0.4, heads=4, groups=2),
     "dropout-global": Case((Everywhere(3, 4), Everywhere(3, 5)), rate=0.3),
+    "blocks": Case((Windows(6, 3, 1), Neighborhood(4, 3)), heads=4, groups=2, bias=True, rate=0.2, samples=1, d=3),
     "one": Case((Everywhere(1, 1),), heads=1, d=1, e=1, samples=1),
 }
 
@@ -207,8 +217,11 @@ def cuts(size, pieces):
 @pytest.mark.parametrize("name", CASES)
 def test_blocks(backends, name):
     """Blocks of queries, of heads and of keys, merged block by block as in a ring, give the results of the whole."""
-    typed = Arrays(backends("numpy"), np.float64)
-    case, state = CASES[name], np.array([5, 6, 0], np.uint64)
+    run_blocks(Arrays(backends("numpy"), np.float64), CASES[name])
+
+
+def run_blocks(typed, case):
+    state = np.array([5, 6, 0], np.uint64)
     x, found = case.draw(typed), {}
     total = expected(case, x, kept_of(case, state))
     for key, array in total.items():

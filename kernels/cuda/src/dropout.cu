@@ -1,9 +1,8 @@
 // Dropout by a hash of the global index: the same bits as layers/dropout.py, on any decomposition. Backward draws the
 // mask again from the same state, which costs less than to store and load it.
-#include "common.cuh"
+#include "counters.cuh"
 
 #define AXES 5
-#define GOLDEN 0x9E3779B97F4A7C15ull
 
 struct DropoutParams {
     const T* x;
@@ -20,15 +19,8 @@ struct DropoutParams {
     double scale;
 };
 
-// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
-DEVICE uint64 mix(uint64 z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
 template <int V> DEVICE void dropout(const DropoutParams& p) {
-    const uint64 key = mix(mix(mix(p.state[0] + GOLDEN) + p.state[1] + GOLDEN) + p.salt + GOLDEN);
+    const uint64 key = key_of(p.state, p.salt);
     const A scale = A(p.scale);
     for (Index item = first_item(); item < Index(p.items); item += item_step()) {
         uint64 counter = key + p.base + p.state[2] * p.sample;

@@ -1,9 +1,17 @@
 """Tests that every backend passes, run with the CUDA kernels on the CPU in four dtypes."""
 
 import numpy as np
+import pytest
 
 from halograd.kernels import ClassTargets, LossArrays
 
+from ..conftest import Arrays
+from ..test_attention import (  # noqa: F401
+    CASES,
+    run_blocks,
+    run_whole,
+    test_nan_reaches_the_queries_that_read_it,
+)
 from ..test_batch_norm import (  # noqa: F401
     test_a_residual_in_evaluation,
     test_forward_only,
@@ -90,3 +98,17 @@ def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
     kernel.set(samples=5, scale=1.0)
     kernel()
     assert np.isnan(loss[0]) and not dx[2].any() and not np.isnan(dx).any()
+
+
+@pytest.mark.parametrize("name", ["global-2d-grouped", "global-3d-bias", "neighborhood-2d-dilated", "mixed"])
+def test_attention(arrays, name):
+    run_whole(arrays, CASES[name])
+
+
+def test_attention_of_each_dtype(typed):
+    run_whole(typed, CASES["dropout"])
+
+
+def test_attention_in_blocks(backend):
+    """Blocks of queries, heads and keys, merged one after the other."""
+    run_blocks(Arrays(backend, np.float64), CASES["blocks"])
