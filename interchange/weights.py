@@ -18,6 +18,9 @@ parameter of a layer          ours                        torch's
 Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` in torch: :mod:`halograd.interchange.feature_order`.
 Weight norm of torch's older function, ``weight_g`` and ``weight_v``, can be read too.
 
+Vision transformers have torchvision's arrays: queries, keys and values in one array, dense layers for convolutions of
+one position, tables of relative biases ``(positions, heads)``.
+
 Layers keep their names in torch. Layers of some of our models get torchvision's names: `vgg_a` is torchvision's
 ``vgg11``. torchvision's GoogLeNet has batch norms, unlike the paper and our model, so its files do not fit.
 """
@@ -215,6 +218,67 @@ class Arrangement:
         return np.ascontiguousarray(array)
 
 
+@dataclass(frozen=True)
+class TransformerArrangement(Arrangement):
+    """Layout of one parameter of a vision transformer in torchvision.
+
+    Attributes
+    ----------
+    form
+        Extents of its array.
+    part
+        Number of its part, if the array has three along axis 0: queries, keys and values.
+    transposed
+        Whether the heads are the last axis.
+    """
+
+    form: tuple[int, ...] = ()
+    part: int | None = None
+    transposed: bool = False
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        return self.form if self.part is None else (3 * self.form[0], *self.form[1:])
+
+    def to_torch(self, array: np.ndarray) -> np.ndarray:
+        """Return the own part of torch's array."""
+        return np.ascontiguousarray((array.reshape(len(array), -1).T if self.transposed else array).reshape(self.form))
+
+    def from_torch(self, array: np.ndarray) -> np.ndarray:
+        array = array if self.part is None else np.split(array, 3)[self.part]
+        return np.ascontiguousarray(array.T if self.transposed else array).reshape(self.shape)
+
+
+#: Names of packed weights and biases, and of the last projection, by the attention's name in torchvision.
+_PROJECTIONS = {
+    "self_attention": (".in_proj_weight", ".in_proj_bias", ".out_proj"),
+    "attn": (".qkv.weight", ".qkv.bias", ".proj"),
+}
+
+
+def _of_transformer(network: Network, name: str, shape: tuple[int, ...]) -> Arrangement | None:
+    """Return the layout of a parameter of a vision transformer that torchvision arranges in its own way."""
+    if not re.match(r"(vit|swin)(_[bt]|$)", network.name):
+        return None
+    layer, _, key = name.rpartition("/")
+    owner, _, last = layer.rpartition(".")
+    if layer in ("class_token", "encoder.pos_embedding"):
+        return TransformerArrangement((layer,), shape, form=(1, *shape))
+    if last == "attention":
+        heads, *extents = shape
+        table = int(np.prod(extents)), heads
+        return TransformerArrangement((f"{owner}.relative_position_bias_table",), shape, form=table, transposed=True)
+    if key == "w" and (len(shape) < 3 or any(n > 1 for n in shape[1:-1])):
+        return None
+    form = shape[:1] + shape[-1:] if key == "w" else shape
+    weight, bias, out = _PROJECTIONS.get(owner.rpartition(".")[2], ("", "", ""))
+    if out and last in ("query", "key", "value"):
+        part = ("query", "key", "value").index(last)
+        return TransformerArrangement((owner + (weight if key == "w" else bias),), shape, form=form, part=part)
+    module = owner + out if out and last == "out" else layer
+    return TransformerArrangement((f"{module}.{_KEYS.get(key, key)}",), shape, form=form)
+
+
 def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arrangement]:
     """Return the layout in torch of the parameters and states of a network, by our names. Pure arithmetic.
 
@@ -235,7 +299,13 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
         calls.setdefault(network.owners[name], []).append(node)
     for name, spec in {**network.parameters(), **network.state()}.items():
         layer, _, key = name.rpartition("/")
-        if layer not in fresh and not _is_constant(network.layers[layer]):
+        read = isinstance(spec.init, GivenValues) and spec.init.foreign is not None
+        own = None if read else _of_transformer(network, name, spec.shape)
+        if layer in fresh or _is_constant(network.layers[layer]):
+            continue
+        if own is not None:
+            found[name] = own
+        else:
             every = [_orders_of(call, key, spec.shape, orders) for call in calls[layer]]
             _check_features(network, calls[layer], every, mixed)
             keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
@@ -344,7 +414,10 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     missing = sorted(set(wanted) - set(arrays))
     if missing:
         raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
-    tensors = {one.names[0]: one.to_torch(np.asarray(arrays[name])) for name, one in wanted.items()}
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, one in wanted.items():  # queries, keys, values in this order
+        parts.setdefault(one.names[0], []).append(one.to_torch(np.asarray(arrays[name])))
+    tensors = {name: np.concatenate(some) if len(some) > 1 else some[0] for name, some in parts.items()}
     writer = library("safetensors.numpy")
     needed = sum(array.nbytes for array in tensors.values())
     with atomic_path(path, needed, parents=True) as partial:

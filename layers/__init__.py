@@ -23,7 +23,7 @@ from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
 from .dropout import Dropout, StochasticDepth
-from .embedding import Embedding, Token
+from .embedding import Embedding, SinusoidalEmbedding, Token
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .layer import Input, Layer, Node, Shape
@@ -115,6 +115,7 @@ __all__ = [
     "Shape",
     "SiLU",
     "Sigmoid",
+    "SinusoidalEmbedding",
     "Slice",
     "Softmax",
     "SoftmaxCrossEntropy",

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..device import wide
+from ..dtensor import Blocks, Layout
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 from .layer import Layer, Passes, Shape
@@ -17,7 +19,7 @@ from .padding import Shifted
 from .parameter import Parameter
 from .scale import extents_along, sum_into
 
-__all__ = ["Embedding", "Token"]
+__all__ = ["Embedding", "SinusoidalEmbedding", "Token"]
 
 
 class Embedding(Layer):
@@ -144,6 +146,92 @@ class Token(Shifted):
                 moved.backward()
 
         return Lowered(backward)
+
+
+class SinusoidalEmbedding(Layer):
+    """Embedding of a number per sample by sines and cosines (Vaswani et al. 2017): ``(1,)`` -> ``(C,)``.
+
+    ``y = [cos(x * w_i) ..., sin(x * w_i) ...]`` with ``w_i = period ** (-i / (C / 2))``, ``i = 0 ... C / 2 - 1``.
+    Communication: none.
+
+    Parameters
+    ----------
+    channels
+        Number C of channels, even.
+    period
+        Longest period, divided by 2 pi.
+    """
+
+    recomputation = "pointwise"
+
+    inputs_taken = 1
+
+    def __init__(self, channels: int, period: float = 10_000.0, name: str | None = None) -> None:
+        super().__init__(name)
+        if channels < 2 or channels % 2:
+            raise ValueError(f"SinusoidalEmbedding: expected an even number of channels >= 2, got {channels}")
+        if not 0 < period < math.inf:
+            raise ValueError(f"SinusoidalEmbedding: period: expected a number > 0, got {period!r}")
+        self.channels, self.period = channels, float(period)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        if shapes[0] != (1,):
+            raise ValueError(f"SinusoidalEmbedding: expected one number per sample, (1,), got {shapes[0]}")
+        return (self.channels,)
+
+    def flops(self, *shapes: Shape) -> int:
+        return 20 * self.channels
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        return output.boxes.map(None, lambda low, high: (0, 1))
+
+    def lower(self, context: Context) -> Lowered:
+        x = context.gather(0, context.needed(0)).run()
+        kernel = context.kernel(partial(_waves, self.period), x=x.view, y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            if context.needs_gradient(0):
+                returned = context.return_gradient(0, context.needed(0))
+                kernel = context.kernel(partial(_waves_back, self.period), x=x.view, dy=context.dy, dx=returned.view)
+                context.run(kernel, timing=context.timing("backward_data"))
+                returned.run()
+
+        return Lowered(backward)
+
+
+def _frequencies(period: float, channels: int, array: Any, environment: Any) -> Any:
+    """Return the frequencies ``(C / 2,)`` in the wide dtype of an array, on its device."""
+    rates = period ** (-np.arange(channels // 2) / (channels // 2))
+    return environment.kernels.device.array(rates, wide(array.dtype))
+
+
+@reads("x")
+@writes("y")
+def _waves(period: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    half, rates = y.shape[-1] // 2, _frequencies(period, y.shape[-1], y, environment)
+
+    def run() -> None:
+        if y.size:
+            phase = x.astype(rates.dtype) * rates
+            np.copyto(y[:, :half], np.cos(phase), casting="same_kind")
+            np.copyto(y[:, half:], np.sin(phase), casting="same_kind")
+
+    return run
+
+
+@reads("x", "dy")
+@writes("dx")
+def _waves_back(period: float, environment: Any, x: Any, dy: Any, dx: Any) -> Callable[[], None]:
+    half, rates = dy.shape[-1] // 2, _frequencies(period, dy.shape[-1], dy, environment)
+
+    def run() -> None:
+        if dx.size:
+            phase = x.astype(rates.dtype) * rates
+            slopes = rates * (np.cos(phase) * dy[:, half:] - np.sin(phase) * dy[:, :half])
+            np.copyto(dx, slopes.sum(axis=1, keepdims=True), casting="same_kind")
+
+    return run
 
 
 def _deviation(what: str, std: float) -> float:

@@ -12,17 +12,21 @@ from halograd.errors import UserError
 from halograd.user_code import is_location
 
 from ..layers import Network
+from .diffusion import diffusion_unet
 from .inception import googlenet, inception_v3
 from .mesh import mesh, mesh_1k, mesh_2k
 from .own import build_own, options_of_own
 from .plain import alexnet, lenet5, vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 from .resnet import resnet, resnet50, resnet152
+from .swin import swin, swin_t, swin_unet
 from .unet import unet, unet2d, unet3d
+from .vit import vit, vit_b_16
 
 __all__ = [
     "MODELS",
     "alexnet",
     "build",
+    "diffusion_unet",
     "googlenet",
     "has_option",
     "inception_v3",
@@ -35,6 +39,9 @@ __all__ = [
     "resnet",
     "resnet50",
     "resnet152",
+    "swin",
+    "swin_t",
+    "swin_unet",
     "unet",
     "unet2d",
     "unet3d",
@@ -44,6 +51,8 @@ __all__ = [
     "vgg256",
     "vgg512",
     "vgg_a",
+    "vit",
+    "vit_b_16",
 ]
 
 #: Functions that make a network, by the name used in configurations and on the command line.
@@ -51,7 +60,7 @@ MODELS: dict[str, Callable[..., Network]] = {
     f.__name__: f
     for f in (
         *(lenet5, alexnet, vgg_a, vgg16, vgg128, vgg256, vgg512, googlenet, inception_v3, resnet50, resnet152),
-        *(mesh, mesh_1k, mesh_2k, unet2d, unet3d),
+        *(mesh, mesh_1k, mesh_2k, unet2d, unet3d, vit_b_16, swin_t, swin_unet, diffusion_unet),
     )
 }
 #: The general model of each model that presets some of its options.
@@ -60,6 +69,8 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
     **dict.fromkeys((resnet50, resnet152), resnet),
     **dict.fromkeys((mesh_1k, mesh_2k), mesh),
     **dict.fromkeys((unet2d, unet3d), unet),
+    vit_b_16: vit,
+    swin_t: swin,
 }
 
 

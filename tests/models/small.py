@@ -13,6 +13,7 @@ from halograd.training.executor import Executor
 
 BATCH = 4
 CLASSES = 5
+SWIN = {"window": 3, "width": 6, "depths": (2, 2), "heads": (2, 3), "patch": 2}
 #: Name and options, by label. Resolutions leave several positions for the last batch norm, or it would amplify
 #: rounding.
 SMALL: dict[str, dict] = {
@@ -34,13 +35,20 @@ SMALL: dict[str, dict] = {
     "mesh_2k": {"name": "mesh_2k", "resolution": 64, "widths": (4, 6, 8)},
     "unet2d": {"name": "unet2d", "resolution": 16, "width": 4, "levels": 2},
     "unet3d": {"name": "unet3d", "resolution": 8, "width": 4, "levels": 2},
+    "vit_b_16": {"name": "vit_b_16", "resolution": 16, "patch": 4, "depth": 1, "width": 8, "heads": 2}
+    | {"hidden_width": 16},
+    "swin_t": {"name": "swin_t", "resolution": 20, **SWIN},
+    "swin_unet": {"name": "swin_unet", "resolution": (10, 14), **SWIN},
+    "swin_unet 3-D": {"name": "swin_unet", "resolution": (6, 8, 4), **SWIN, "window": 2, "depths": (2, 1)},
+    "diffusion_unet": {"name": "diffusion_unet", "resolution": (8, 12), "width": 4, "factors": (1, 2, 2), "groups": 2}
+    | {"attention_levels": (1, 2), "heads": 2, "blocks": 1, "dropout": 0.1},
 }
 
 
 def small(label: str) -> Network:
     """Return the network of this label; classifiers have `CLASSES` classes."""
     given = dict(SMALL[label])
-    if not given["name"].startswith(("mesh", "unet")):
+    if not given["name"].startswith(("mesh", "unet", "diffusion")):
         given["classes"] = CLASSES
     return build(given.pop("name"), **given)
 
@@ -69,7 +77,9 @@ def descend(executor: Executor, fraction: float, steps: int) -> np.ndarray:
         losses.append(executor.loss_value())
         executor.backward()
         executor.reducer.finish()
-        squares = sum(float(np.sum(np.square(b.grads))) for b in executor.store.buckets)
+        # A rank may hold only a part of a gradient.
+        whole = executor.store.gather(executor.comm, executor.store.grads) or {}
+        squares = executor.comm.bcast(sum(float(np.sum(np.square(array))) for array in whole.values()))
         for bucket in executor.store.buckets:
             bucket.params -= fraction * losses[-1] / squares * bucket.grads
     executor.forward(training=True)

@@ -38,6 +38,8 @@ COUNTS = {
     "inception_v3": 23_834_568,
     "resnet50": 25_557_032,
     "resnet152": 60_192_808,
+    "vit_b_16": 86_567_656,
+    "swin_t": 28_288_354,
 }
 #: Shapes after some layers, by model.
 SHAPES = {
@@ -54,6 +56,8 @@ SHAPES = {
     | {"pool4": (35, 35, 192), "join5b": (35, 35, 256), "join5d": (35, 35, 288), "join6a": (17, 17, 768)}
     | {"conv6b_7x7_2": (17, 17, 128), "join6e": (17, 17, 768), "join7a": (8, 8, 1280), "join7c": (8, 8, 2048)},
     "resnet50": {"conv1": (112, 112, 64), "pool1": (56, 56, 64), "bn2_3c": (56, 56, 256), "bn5_3c": (7, 7, 2048)},
+    "vit_b_16": {"conv_proj": (14, 14, 768), "encoder.pos_embedding": (197, 768), "encoder.ln": (197, 768)},
+    "swin_t": {"features.0.0": (56, 56, 96), "features.4.reduction": (14, 14, 384), "norm": (7, 7, 768)},
     "resnet152": {"bn3_8c": (28, 28, 512), "bn4_36c": (14, 14, 1024), "bn5_3c": (7, 7, 2048)},
 }
 
@@ -87,7 +91,8 @@ def test_heads_of_21841_classes(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_the_same_inputs_and_outputs(name):
     network = build(name)
-    assert set(network.inputs) == {"x", "target"} and set(network.outputs) == {"prediction", "loss"}
+    more = {"step"} if name == "diffusion_unet" else set()
+    assert set(network.inputs) == {"x", "target"} | more and set(network.outputs) == {"prediction", "loss"}
     assert network.outputs["loss"].inputs[0] is network.outputs["prediction"]
     assert network.name == name
 
@@ -198,7 +203,7 @@ def test_unknown_names_are_answered_with_near_and_all_names(wrong, near):
 
 def test_a_name_like_none_is_answered_with_all_names():
     with pytest.raises(
-        UserError, match=r"expected one of alexnet, googlenet, .*, vgg_a, or FILE.py:FUNCTION for your own, got 'qqq'$"
+        UserError, match=r"expected one of alexnet, diffusion_unet, .*, vit_b_16, or FILE.py:FUNCTION .*, got 'qqq'$"
     ):
         build("qqq")
 
