@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halograd.device import wide
-from halograd.kernels import AttentionGeometry, DropoutMask, Everywhere, KernelError, Neighborhood, Windows
+from halograd.kernels import (
+    AttentionGeometry,
+    DropoutMask,
+    Everywhere,
+    KernelError,
+    Neighborhood,
+    Windows,
+    get_backend,
+)
 from halograd.kernels.numpy import attention as tiled
 
 from .conftest import EPS, Arrays
@@ -180,7 +188,22 @@ def test_tiles(backends, monkeypatch, name):
     run_whole(Arrays(backends("numpy"), np.float64), CASES[name])
 
 
+@pytest.mark.parametrize("name", ["windows-2d-shifted", "neighborhood-2d-dilated", "dropout", "one"])
+def test_threads(backends, monkeypatch, name):
+    """Shares of samples or heads that threads compute give the same bits as one thread."""
+    backends("onednn")  # or skip
+    monkeypatch.setattr(tiled, "FEW", 0)
+    found = []
+    for threads in (1, 2, 3):
+        with get_backend("onednn", threads=threads) as backend:
+            found.append(run_whole(Arrays(backend, np.float32), CASES[name]))
+    for results in found[1:]:
+        # The table of biases is a sum over samples, which shares may divide.
+        assert all(np.array_equal(results[n], found[0][n]) for n in ("y", "lse", "dq", "dk", "dv"))
+
+
 def run_whole(typed, case):
+    """Compare all results of a case with the expected ones, and return them."""
     state = np.array([12, 3, 0], np.uint64)
     x = case.draw(typed)
     r = outputs(typed, x, case.heads)
@@ -192,6 +215,7 @@ def run_whole(typed, case):
         check(r, expected(case, x, kept_of(case, state)), typed.dtype)
     for kernel in (forward, backward):
         kernel.close()
+    return r
 
 
 def kept_of(case, state):
