@@ -258,7 +258,9 @@ class Activation:
     refusal: UserError | None = None
 
     def of(self, node: Node) -> Activation:
-        """Return a copy of the activation with another node."""
+        """Return a copy of the activation with another node, whose samples have the same shape."""
+        if self.refusal is not None:
+            return replace(self, node=node, source=node)
         return replace(self, node=node, source=None, axes=None)
 
 
@@ -329,7 +331,7 @@ class Builder:
         return found
 
     def arranged(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, which must be an activation, but may have its axes in any order."""
+        """Return input `i`, which must be an activation, but may have its axes in any order: see `refusal`."""
         name = op.inputs[i]
         if name not in self.values:
             raise self.refused(op, f"input {i} to depend on the data", "a constant")

@@ -107,9 +107,14 @@ def _instance_norm(build: Builder, op: OnnxNode) -> Activation:
 
 def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
     """Import a norm over the channels (the last axis), or over whole samples, without parameters per position."""
-    value = build.value(op)
+    value = build.arranged(op)
     axes = len(build.shape(op.inputs[0]))
     axis = op.attributes.get("axis", -1) % axes
+    if value.refusal is not None and value.axes is not None:
+        # Positions may be in any order, as long as the last axis is that of the channels.
+        if axis != axes - 1 or value.axes.with_channels(value.node.shape[-1]) is None:
+            raise value.refusal
+        return _made(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
     if value.spatial:
         raise build.refused(op, "samples with spatial axes", "a flattened value")
     if axis == axes - 1 and (value.last or axes == 2):

@@ -141,7 +141,7 @@ def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode
     """Return the importer of an elementwise function, for any order of axes."""
 
     def operator(build: Builder, op: OnnxNode) -> Activation:
-        value = build.value(op)
+        value = build.arranged(op)
         return value.of(build.add(op, make(op), value.node))
 
     return operator
@@ -216,7 +216,8 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
 
 def _affine(build: Builder, op: OnnxNode) -> Activation:
     """Import products and sums with constants that are not trained."""
-    value, given = build.value(op), [op.attributes[key] for key in ("factor", "shift")]
+    given = [op.attributes[key] for key in ("factor", "shift")]
+    value = build.arranged(op) if all(isinstance(n, float) for n in given) else build.value(op)
     axis = op.attributes["axis"]
     if axis not in (None, build.channels_at(op, value)):
         for key, neutral in (("factor", 1.0), ("shift", 0.0)):
@@ -278,7 +279,9 @@ def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
     """Return all inputs, which must have one order of axes. If only some of them are pooled, the pooling keeps its
     positions.
     """
-    values = [build.value(op, i) for i in range(len(op.inputs))]
+    values = [build.arranged(op, i) for i in range(len(op.inputs))]
+    if len({value.axes if value.refusal is not None else None for value in values}) > 1:
+        values = [build.value(op, i) for i in range(len(op.inputs))]
     if len({value.pooled for value in values}) > 1:
         pools = [value.pool for value in values if value.pooled]
         if pools[0]:
@@ -346,6 +349,8 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants and not zero for name, zero in zip(op.inputs, zeros)):
         return with_tokens(build, op)
     values = _alike(build, op.changed(inputs=tuple(name for name, zero in zip(op.inputs, zeros) if not zero)))
+    if values[0].refusal is not None:
+        raise values[0].refusal
     if values[0].spatial:
         raise build.refused(op, "samples with spatial axes", "flattened values")
     if axis == 0:

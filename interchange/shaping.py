@@ -24,7 +24,7 @@ from ..layers import (
 from .axes import Axes
 from .graph import Activation, Builder, OnnxNode
 
-__all__ = ["SHAPING"]
+__all__ = ["SHAPING", "in_form"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
@@ -45,10 +45,10 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
     if value.spatial:
         raise refusal
     node, found = build.axes(op.inputs[0])
-    return _in_form(build, op, node, found.transposed(order), refusal, value.pool)
+    return in_form(build, op, node, found.transposed(order), refusal, value.pool)
 
 
-def _in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
+def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
     """Return the value that has the elements of a node with these axes: of the node itself, or of a reshape of it.
 
     Layers refuse a value with axes in another order; further reshapes and transposes may bring them into order.
@@ -94,7 +94,7 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
     found = axes.reshaped(after)
     if found is None:
         raise refusal
-    return _in_form(build, op, node, found, refusal)
+    return in_form(build, op, node, found, refusal)
 
 
 def _flatten(build: Builder, op: OnnxNode) -> Activation:
@@ -173,7 +173,7 @@ def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: 
         node = build.add(op, Pad(tuple(amounts[:-1])), node)
     axes = axes if without is None else axes.without(without)
     refusal = value.refusal or build.refused(op, "an image, tokens or vectors", f"{build.shape(op.outputs[0])}")
-    return _in_form(build, op, node, axes, refusal, value.pool)
+    return in_form(build, op, node, axes, refusal, value.pool)
 
 
 def _split(build: Builder, op: OnnxNode) -> list[Activation]:

@@ -52,7 +52,10 @@ def _modules():
         return y.permute(0, 3, 1, 2)
 
     def positions_first(m, x):
-        return m.each(x.flatten(2).permute(2, 0, 1)).permute(1, 2, 0)
+        y = x.flatten(2).permute(2, 0, 1)
+        length, n, c = y.shape
+        y = y + 2 * m.each(functional.gelu(m.norm(y)).reshape(length * n, c)).view(length, n, c)
+        return y.permute(1, 2, 0)
 
     vision_layers = {"patches": nn.Conv2d(8, 4, 2, 2), "norm": nn.LayerNorm(4), "wide": nn.Linear(4, 8)}
     vision_layers |= {"narrow": nn.Linear(8, 4), "last": nn.LayerNorm(4), "head": nn.Linear(4, 3)}
@@ -72,7 +75,10 @@ def _modules():
             ["Reshape", "Conv", "Slice", "Slice", "Sigmoid", "Multiply"],
         ),
         "windows": (as_module(windows, each=nn.Linear(8, 6)), ["Conv"]),
-        "positions first": (as_module(positions_first, each=nn.Linear(8, 5)), ["Conv", "Reshape"]),
+        "positions first": (
+            as_module(positions_first, norm=nn.LayerNorm(8), each=nn.Linear(8, 8)),
+            ["LayerNorm", "Conv", "Affine", "Add", "Reshape"],
+        ),
     }
 
 
