@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 import halograd as hg
+from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.layers.parameter import Parameter
 from halograd.layers.resized import resized
 from halograd.layers.strategy import layout_of, parameter_blocks
 from halograd.perfmodel.cuts import baseline, shared_alike
-from halograd.testing import check_layer
+from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
 from tests.support.grids import axes_in_turn
@@ -164,3 +166,12 @@ test_refusals = refusals(
     ),
     (lambda: Parameter((3, 4), spatial_axes=(1, 0)), r"expected spatial_axes, channel_axis and input_axis in rising"),
 )
+
+
+@pytest.mark.mpi
+def test_sines_of_a_number_per_sample():
+    check_layer(lambda: hg.SinusoidalEmbedding(6, 100.0, "s"), (1,), batch=5)
+    with Communicator(MPI.COMM_SELF) as alone:
+        found = run_layer(lambda: hg.SinusoidalEmbedding(6, 100.0, "s"), [(1,)], alone, {})
+    phase = random_array((2, 1), "x0") * 100.0 ** (-np.arange(3) / 3)
+    np.testing.assert_allclose(found["y"], np.concatenate([np.cos(phase), np.sin(phase)], 1), rtol=1e-14)
