@@ -174,8 +174,9 @@ class Graphs:
 
     def _pointwise(self, x, same, alike):
         return self.pick(
-            hg.ReLU, hg.LeakyReLU, hg.ELU, hg.Clamp, hg.GELU, hg.SiLU, hg.Tanh, hg.Softmax, hg.PReLU, hg.Scale
-        )()(x)
+            hg.ReLU, hg.LeakyReLU, hg.ELU, hg.Clamp, hg.GELU, hg.SiLU, hg.Tanh, hg.Softmax, hg.PReLU, hg.Scale,
+            hg.Embedding,
+        )()(x)  # fmt: skip
 
     def _group(self, x, same, alike):
         return hg.GroupNorm(2, eps=0.1)(x)
