@@ -34,6 +34,7 @@ __all__ = [
     "OnnxNode",
     "Shape",
     "following",
+    "titled",
 ]
 
 Shape = tuple[int, ...]
@@ -283,6 +284,12 @@ def _module_of(name: str) -> str:
     return re.sub(r"(^|\.)parametrizations\.\w+$", "", name.rpartition(".")[0])
 
 
+def titled(path: Path, name: str, kind: str, scope: str) -> str:
+    """Return the beginning of an error for a node, with the module of torch unless the node's name contains it."""
+    module = f" of module {scope!r}" if scope and scope.rpartition(".")[2] not in re.split(r"[/.]", name) else ""
+    return f"{path}: node {name!r} ({kind}){module}"
+
+
 @contextmanager
 def following(path: Path, op: OnnxNode) -> Iterator[None]:
     """Convert errors of malformed attributes and constants of an operation into a UserError that names it."""
@@ -292,7 +299,7 @@ def following(path: Path, op: OnnxNode) -> Iterator[None]:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: node {op.name!r} ({op.kind}): expected attributes and constants that ONNX allows, got others "
+            f"{titled(path, op.name, op.kind, op.scope)}: expected attributes and constants of ONNX, got others "
             f"({one_line(error)[:200] or type(error).__name__}); export the model again"
         ) from error
 
@@ -509,7 +516,7 @@ class Builder:
     # -- errors --------------------------------------------------------------------------------
 
     def title(self, op: OnnxNode) -> str:
-        return f"{self.path}: node {op.name!r} ({op.kind})"
+        return titled(self.path, op.name, op.kind, op.scope)
 
     def refused(self, op: OnnxNode, expected: str, got: str, remedy: str = "") -> UserError:
         """Return the one-line error for an unsupported node."""

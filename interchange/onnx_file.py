@@ -18,7 +18,7 @@ from halograd.errors import UserError
 
 from ..data.disk import one_line, reason_of, regular_size
 from .files import Buffer, library, tensor_places
-from .graph import Graph, OnnxConstant, OnnxNode, Shape
+from .graph import Graph, OnnxConstant, OnnxNode, Shape, titled
 from .origins import Origins, computed_from
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
@@ -453,7 +453,8 @@ class _Folding:
                     continue
                 names = self.constants[name].made_of
                 raise UserError(
-                    f"{self.path}: node {_title(node)!r} ({node.op_type}): expected parameters as they are trained, "
+                    f"{titled(self.path, _title(node), node.op_type, _scope(node))}: "
+                    "expected parameters as they are trained, "
                     f"got numbers computed from {', '.join(map(repr, names[:4]))}, which would be trained differently; "
                     + self.origins.remedy(names)
                 )
@@ -474,8 +475,8 @@ class _Folding:
             return
         if any(not 0 < n <= _LONGEST for n in y[1:]):
             raise UserError(
-                f"{self.path}: node {op.name!r} ({op.kind}): expected extents from 1 to {_LONGEST}, got {y[1:]} of "
-                f"{x[1:]}; give inputs of other extents"
+                f"{titled(self.path, op.name, op.kind, op.scope)}: expected extents from 1 to {_LONGEST}, got "
+                f"{y[1:]} of {x[1:]}; give inputs of other extents"
             )
         before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
         self.strides |= dict.fromkeys(op.outputs, before * stride_of(op, x, y))
@@ -487,7 +488,7 @@ class _Folding:
         frozen = frozen_size(op, self.traced.runs[op.outputs[0]], run, sorted(self.moved))
         if frozen:
             raise UserError(
-                f"{self.path}: node {op.name!r} ({op.kind}): expected sizes that follow those of the input, got "
+                f"{titled(self.path, op.name, op.kind, op.scope)}: expected sizes that follow those of the input, got "
                 f"{frozen}, written for the extents of the example; export with dynamic_axes or dynamic_shapes, or "
                 "load the model at the extents that it was exported with"
             )
@@ -524,14 +525,15 @@ class _Folding:
         factor = math.ceil(max(self.strides.values(), default=1))
         if len({shape[1:] for shape in shapes}) > 1 and any(n % factor for shape in whole for n in shape[2:]):
             raise UserError(
-                f"{self.path}: node {_title(node)!r} ({node.op_type}): expected values of one shape (C, *spatial), got "
-                f"{' and '.join(map(str, shapes))}; give inputs whose extents are multiples of {factor}"
+                f"{titled(self.path, _title(node), node.op_type, _scope(node))}: expected values of one shape "
+                f"(C, *spatial), got {' and '.join(map(str, shapes))}; give inputs whose extents are multiples of "
+                f"{factor}"
             )
 
     def _refused(self, node: Any, what: str) -> UserError:
         return UserError(
-            f"{self.path}: node {_title(node)!r} ({node.op_type}): expected a supported operation, got {what}; "
-            "export the model without it"
+            f"{titled(self.path, _title(node), node.op_type, _scope(node))}: expected a supported operation, got "
+            f"{what}; export the model without it"
         )
 
     def _keep(self, name: str, constant: OnnxConstant) -> None:

@@ -212,7 +212,11 @@ def _shuffle(build: Builder, op: OnnxNode) -> Activation:
 def _roll(build: Builder, op: OnnxNode) -> Activation:
     """Import a circular shift, which `patterns` recognizes in slices that are joined in another order."""
     value, axis = build.value(op), op.attributes["axis"]
-    first = 1 if value.last else 2
+    first, channels = 1 if value.last else 2, value.node.shape[-1]
+    if axis == (len(build.shape(op.outputs[0])) - 1 if value.last else 1) and not value.spatial:
+        middle = channels - op.attributes["shift"]
+        parts = [build.add(op.part("channels"), Slice(*ends), value.node) for ends in ((middle, channels), (0, middle))]
+        return value.of(build.add(op, Concat(), *parts))
     if value.pooled or value.spatial or not first <= axis < first + len(value.node.shape) - 1:
         raise build.refused(op, "rows along a spatial axis", f"axis {axis}")
     shifts = [0] * (len(value.node.shape) - 1)
@@ -240,6 +244,11 @@ def _gather(build: Builder, op: OnnxNode) -> Activation:
     return value.of(build.add(op, Concat(), *nodes) if len(nodes) > 1 else nodes[0])
 
 
+def _indexed(build: Builder, op: OnnxNode) -> Activation:
+    remedy = "put hg.Resize in its place, or load the model at the extents that it was exported with"
+    raise build.refused(op, "rows of an interpolation", "a selection of rows", remedy)
+
+
 def _tile(build: Builder, op: OnnxNode) -> Activation:
     """Import repeated channels; `patterns` makes an Expand of a value of one position that is repeated."""
     value, times = build.samples(op), [int(n) for n in build.numbers(op, 1) or ()]
@@ -263,5 +272,6 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "Split": _split,
     "Roll": _roll,
     "Gather": _gather,
+    "Indexed": _indexed,
     "Tile": _tile,
 }

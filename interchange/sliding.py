@@ -244,6 +244,8 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
         return _along_axes(build, op, axes, MaxPool if kind is GlobalMaxPool else AveragePool)
     if axes != spatial or not axes:
         remedy = "keep the axis (keepdim=True)" if axes and set(axes) < set(spatial) else ""
+        if axes == [len(shape) - 1 if value.last else 1]:
+            remedy = "take a convolution of one position to one channel in its place: Conv2d(channels, 1, 1)"
         raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}", remedy)
     if not value.last and keeps:
         return _global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)

@@ -55,6 +55,10 @@ def _functions():
         ),
         "sum over space": (lambda m, y: y * (y.sum((2, 3), keepdim=True) / 30), None),
         "channels by numbers": (lambda m, y: y[:, [2, 3, 0, 1]], ["Slice", "Slice", "Concat"]),
+        "channels that are shifted": (
+            lambda m, y: lib.cat(lib.split(y, [1, 3], 1)[::-1], 1),
+            ["Slice", "Slice", "Concat"],
+        ),
         "one channel": (lambda m, y: y * y[:, 2].unsqueeze(1), ["Slice", "Multiply"]),
         "repeated channels": (lambda m, y: y.repeat(1, 2, 1, 1), ["Concat"]),
         "repeated over space": (lambda m, y: y + m.d(y).mean((2, 3)).view(2, 4, 1, 1).repeat(1, 1, 6, 5), None),

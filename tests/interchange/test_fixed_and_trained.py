@@ -247,7 +247,7 @@ def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(n
     [
         ("detached values", r"'node_detach' \(Identity\): .* got a value without a gradient \(detach\)"),
         ("detached weights", r"'node_detach' \(Identity\): .* got a value without a gradient \(detach\)"),
-        ("running statistics of samples", r"\(Instance.*\): .* running statistics.*track_running_stats=False"),
+        ("running statistics of samples", r"\(Instance.*\) of module 'n': .* running stat.*track_running_stats=False"),
     ],
 )
 def test_what_only_the_notes_of_the_new_exporter_show_is_refused(name, message, tmp_path):
