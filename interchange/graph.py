@@ -70,6 +70,10 @@ class OnnxConstant:
         Shape of the array `name` in the file.
     order
         Function from the array in the file to this one, if axes were moved.
+    part
+        Which elements of the array in the file it has; empty for all of them.
+    repeats
+        Whether elements of the array in the file may be repeated or left out.
     """
 
     shape: Shape
@@ -81,6 +85,8 @@ class OnnxConstant:
     lengths: OnnxConstant | None = None
     stored: Shape | None = None
     order: Callable[[np.ndarray], np.ndarray] | None = None
+    part: str = ""
+    repeats: bool = False
 
     @classmethod
     def of(cls, array: np.ndarray, **more: Any) -> OnnxConstant:
@@ -457,6 +463,8 @@ class Builder:
     def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
         """Raise UserError for weights that torch does not train, or may not train."""
         what = repr(weights.name) if weights.name else "numbers of the source"
+        if weights.repeats:
+            raise self.refused(op, "weights that torch trains", f"elements of {what} that an index chooses")
         if weights.origin == "buffer":
             remedy = "make it a torch.nn.Parameter, and freeze its layer here (training.freeze)"
             raise self.refused(op, "weights that torch trains", f"a constant, {what}", remedy)
@@ -471,8 +479,10 @@ class Builder:
         Two norms may share one weight, because exporters merge equal ones. Raises UserError for a node that shares some
         weights but is another layer, and for one with running statistics.
         """
-        names = tuple(one.name for one in weights if one is not None and one.name)
-        matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
+        names = tuple(one.name + one.part for one in weights if one is not None and one.name)
+        matrices = tuple(
+            one.name + one.part for one in weights if one is not None and one.name and len(one.shape) > 1
+        )
         if not names:
             return None
         again = next((name for name in names if name in self._arrays), None)

@@ -41,6 +41,9 @@ _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "S
 
 #: Directions and lengths of torch's weight norms, by the last part of their names.
 _LENGTHS = {"original1": "v", "original0": "g", "weight_v": "v", "weight_g": "g"}
+#: Operators that choose elements of their first input: all of an interval once (Slice), others perhaps repeatedly.
+_CHOOSING = {"Slice", "Gather", "GatherND"}
+
 #: Call of an instance norm with running statistics, in the notes of the new exporter.
 _TRACKED = r"instance_norm\.default\]\(args = \([^,]*,[^,]*,[^,]*, %"
 
@@ -257,7 +260,8 @@ class _Folding:
             elif node.op_type == "SplitToSequence":
                 self.sequences[node.output[0]] = node
             elif node.op_type == "SequenceAt" and node.input[0] in self.sequences:
-                self._operation(self._element(node, self.sequences[node.input[0]]))
+                made = self._element(node, self.sequences[node.input[0]])
+                (self._constant if made.input[0] in self.constants else self._operation)(made)
             elif all(name in self.constants or not name for name in node.input):
                 self._constant(node)
             elif node.op_type in ("Identity", "Cast", "CastLike"):
@@ -342,8 +346,13 @@ class _Folding:
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
         if node.op_type == "Constant" or any(one.origin == "buffer" for one in sources):
             origin["origin"] = "buffer"
-        if moved:
-            origin = {key: getattr(sources[0], key) for key in ("name", "origin", "made_of")}
+        chosen = node.op_type in _CHOOSING and bool(sources[0].name) and not sources[0].is_fixed
+        if moved or (chosen and all(one.is_fixed for one in sources[1:])):
+            origin = {key: getattr(sources[0], key) for key in ("name", "origin", "made_of", "part", "repeats")}
+            if chosen and node.op_type == "Slice":
+                origin["part"] += "".join(f" {one.read().reshape(-1).tolist()}" for one in sources[1:])
+            elif chosen:
+                origin["repeats"] = True
             origin |= {"stored": sources[0].stored or sources[0].shape, "order": self._moving(node, sources[0].order)}
         if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
             for output, array in zip(node.output, self._computed(node)):
@@ -446,12 +455,13 @@ class _Folding:
     def _operation(self, node: Any) -> None:
         inputs = tuple(self.aliases.get(name, name) for name in node.input)
         for name in inputs:
-            if name in self.constants and self.constants[name].made_of:
+            constant = self.constants.get(name)
+            if constant is not None and (constant.made_of or (constant.repeats and node.op_type != "Add")):
                 normed = self._weight_norm(node, name)
                 if normed is not None:
                     self._keep(name, normed)
                     continue
-                names = self.constants[name].made_of
+                names = constant.made_of or (constant.name,)
                 raise UserError(
                     f"{titled(self.path, _title(node), node.op_type, _scope(node))}: "
                     "expected parameters as they are trained, "

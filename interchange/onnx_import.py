@@ -38,6 +38,7 @@ from ..layers import (
     Resize,
     Softmax,
 )
+from .attention import ATTENTION
 from .extents import joined, numbers_along, with_tokens
 from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
@@ -111,8 +112,8 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
         build.values[name] = Activation(Input((*spatial, channels), name))
     for op in graph.operations:
         if op.kind in ("MatMul", "Einsum") and sum(name not in graph.constants for name in op.inputs) > 1:
-            remedy = "put convolutions or gates in its place: no layer of halograd computes it"
-            raise build.refused(op, "layers on windows, norms and functions of elements", "attention", remedy)
+            remedy = "write it as scaled_dot_product_attention, or put convolutions or gates in its place"
+            raise build.refused(op, "attention with a softmax over the keys", "another product of two values", remedy)
     for op in graph.operations:
         if op.kind not in OPERATORS:
             for name in op.inputs:
@@ -459,6 +460,7 @@ OPERATORS: dict[str, Operator] = {
     "Concat": _concat,
     "Gemm": _gemm,
     "Linear": _linear,
+    **ATTENTION,
     **SLIDING,
     **NORMS,
     **SHAPING,

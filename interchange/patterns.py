@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..layers import ELU, GELU, HardSigmoid, HardSwish, Layer, LeakyReLU, Mish, ReLU, Sigmoid, SiLU, Softplus, Tanh
+from .attention import attention
 from .decomposed import DECOMPOSED, per_channel
 from .graph import Graph, OnnxNode, following
 from .spatial import SPATIAL
@@ -399,6 +400,7 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _linear,
     _affine,
     _channel_scale,
+    attention,
     _residual,
     _activation,
 )

@@ -18,7 +18,6 @@ from ..layers import (
     PixelShuffle,
     PixelUnshuffle,
     Reshape,
-    Roll,
     Slice,
 )
 from .axes import Axes
@@ -108,7 +107,10 @@ _PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wra
 
 
 def _pad(build: Builder, op: OnnxNode) -> Activation:
-    value = build.with_positions(op)
+    """Import rows around the spatial axes, for any place of the channels."""
+    value = build.value(op)
+    if not value.last:
+        value = build.with_positions(op)
     axes = len(build.shape(op.inputs[0]))
     mode = op.attributes.get("mode", "constant")
     if mode not in _PADS:
@@ -118,10 +120,13 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
     amounts = [(0, 0)] * axes
     for i, axis in enumerate(chosen):
         amounts[axis] = numbers[i], numbers[i + len(chosen)]
-    if any(map(any, amounts[:2])):
-        raise build.refused(op, "rows around the spatial axes", f"{amounts[0]} samples and {amounts[1]} channels")
+    channels = amounts.pop(build.channels_at(op, value))
+    if any(map(any, (amounts[0], channels))):
+        raise build.refused(op, "rows around the spatial axes", f"{amounts[0]} samples and {channels} channels")
+    if not any(map(any, amounts)):
+        return value
     number = (build.numbers(op, 2) or [0.0])[0]
-    layer = Pad(tuple(amounts[2:]), _PADS[mode], float(number))
+    layer = Pad(tuple(amounts[1:]), _PADS[mode], float(number))
     return value.of(build.add(op, layer, value.node))
 
 
@@ -139,12 +144,16 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
         ranges[axis], strides[axis] = (low, low + (high - 1 - low) // step * step + 1), step
     if set(strides) == {1}:
         return _part(build, op, ranges)
-    if strides[:2] != [1, 1]:
+    value = build.value(op)
+    channels = build.channels_at(op, value)
+    if strides[0] != 1 or strides[channels] != 1:
         remedy = "select channels by their numbers, x[:, [0, 2, 4]]"
         raise build.refused(op, "a step of 1 along samples and channels", f"{steps}", remedy)
-    build.samples(op)
+    if not value.last:
+        build.samples(op)
     value = _part(build, op, ranges)
-    return value.of(build.add(op.part("step"), AveragePool((1,) * (len(shape) - 2), strides[2:]), value.node))
+    along = [step for axis, step in enumerate(strides) if axis not in (0, channels)]
+    return value.of(build.add(op.part("step"), AveragePool((1,) * len(along), along), value.node))
 
 
 def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: int | None = None) -> Activation:
@@ -209,21 +218,6 @@ def _shuffle(build: Builder, op: OnnxNode) -> Activation:
     return value.of(build.add(op, ChannelShuffle(op.attributes["groups"]), value.node))
 
 
-def _roll(build: Builder, op: OnnxNode) -> Activation:
-    """Import a circular shift, which `patterns` recognizes in slices that are joined in another order."""
-    value, axis = build.value(op), op.attributes["axis"]
-    first, channels = 1 if value.last else 2, value.node.shape[-1]
-    if axis == (len(build.shape(op.outputs[0])) - 1 if value.last else 1) and not value.spatial:
-        middle = channels - op.attributes["shift"]
-        parts = [build.add(op.part("channels"), Slice(*ends), value.node) for ends in ((middle, channels), (0, middle))]
-        return value.of(build.add(op, Concat(), *parts))
-    if value.pooled or value.spatial or not first <= axis < first + len(value.node.shape) - 1:
-        raise build.refused(op, "rows along a spatial axis", f"axis {axis}")
-    shifts = [0] * (len(value.node.shape) - 1)
-    shifts[axis - first] = op.attributes["shift"]
-    return value.of(build.add(op, Roll(shifts), value.node))
-
-
 def _gather(build: Builder, op: OnnxNode) -> Activation:
     """Import the choice of one position or channel, or of channels by constant numbers."""
     chosen, shape = build.constant(op, 1), build.shape(op.inputs[0])
@@ -270,7 +264,6 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "PixelUnshuffle": partial(_pixels, kind=PixelUnshuffle),
     "Slice": _slice,
     "Split": _split,
-    "Roll": _roll,
     "Gather": _gather,
     "Indexed": _indexed,
     "Tile": _tile,

@@ -296,10 +296,6 @@ def _refused():
     def slopes_of_rows(m, x):
         return m.slope(m.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def tokens(m, x):
-        y = x.flatten(2).transpose(1, 2)
-        return lib.softmax(y @ y.transpose(1, 2), -1) @ y
-
     def flattened_in_two_ways(m, x):
         return m.linear(x[:, :, 1:7, :4].flatten(1)) + m.linear(x[:, :, :4, 1:7].flatten(1))
 
@@ -320,7 +316,9 @@ def _refused():
             lambda m, x: x[:, ::2]
         ),
         r"\(Slice\): expected a step of 1, got \[-1\], a flip; flip the samples": as_module(lambda m, x: x.flip(3)),
-        r"\(MatMul\): expected .*, got attention; put convolutions or gates in its place": as_module(tokens),
+        r"\(MatMul\): expected attention with .*, got another product of two values; write it as": as_module(
+            lambda m, x: x @ x.transpose(2, 3)
+        ),
         r"\(Tile\): expected repeated channels, or values of one position, got \[1, 1, 2, 1\]": as_module(
             lambda m, x: x.repeat(1, 1, 2, 1)
         ),

@@ -1,0 +1,495 @@
+"""Import of attention: scores, their softmax and the sum of values become one layer.
+
+A rule merges these operations into one, whatever module or exporter wrote them. Its importer reads from the axes of
+queries, keys and values which of their parts are heads, windows and positions (see :mod:`halograd.interchange.axes`).
+
+::
+
+    q (N, h, L, d)   k (N, h, T, d)     MatMul, Mul, Add, Softmax, Dropout, MatMul      (N, h, L, e)
+    v (N, h, T, e)                   ->       Attention(h) on (*S, h * d)           ->  (*S, h * e)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..layers import Attention, Concat, Conv, Dropout, Layer, Node, Roll, Slice
+from .axes import Axes, Factor
+from .graph import Activation, Builder, Graph, OnnxConstant, OnnxNode, Shape
+from .shaping import in_form
+
+__all__ = ["ATTENTION", "attention"]
+
+#: Operators that only change the number of axes.
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
+#: A mask adds a number below this one to the scores of keys that are not read: their weights are 0 in float64.
+_MASKED = -80.0
+
+
+# -- rules -------------------------------------------------------------------------------------------------
+
+
+def attention(graph: Graph, op: OnnxNode) -> None:
+    """Recognize scores of queries and keys, their softmax, and the sum of values with these weights."""
+    if op.kind == "Attention" and op.attributes.get("qk_matmul_output_mode", 0) == 0:
+        _of_opset_23(graph, op)
+    rank = len(graph.shapes[op.inputs[0]])
+    if op.kind != "Softmax" or op.attributes.get("axis", -1) % rank != rank - 1:
+        return
+    chain, dropout = [op], 0.0
+    after = graph.only_reader(op.outputs[0])
+    if after is not None and after.kind == "Dropout":
+        ratio = graph.constants[after.inputs[1]].scalar() if len(after.inputs) > 1 else after.attributes.get("ratio")
+        dropout = 0.5 if ratio is None else float(ratio)
+        chain.append(after)
+        after = graph.only_reader(after.outputs[0])
+    perm = tuple(range(rank))
+    if after is not None and after.kind == "Transpose":
+        perm = tuple(after.attributes["perm"])
+        chain.append(after)
+        after = graph.only_reader(after.outputs[0])
+    sums = None if after is None else _product(graph, after, (chain[-1].outputs[0], perm))
+    found = _scores(graph, op, chain)
+    if after is None or sums is None or found is None:
+        return
+    product, scale, added = found
+    inputs, reader = [], chain[0]
+    for name in product.inputs:
+        before = graph.maker(name)
+        if before is not None and _factor(before) is not None and graph.only_reader(name) is reader:
+            scale *= _factor(before) or 0.0
+            chain.insert(0, before)
+            name = before.inputs[0]
+        inputs.append(name)
+    orders = (*product.orders, sums.orders[1], sums.result)
+    attributes = {"scale": scale, "dropout": dropout, "orders": orders, "extents": tuple(shape for _, shape in added)}
+    names = (*inputs, sums.inputs[1], *(name for name, _ in added))
+    graph.replace([*chain, after], after.changed(kind="WeightedValues", inputs=names, attributes=attributes))
+
+
+def _factor(op: OnnxNode) -> float | None:
+    """Return the number by which an operation multiplies; None if it is another operation."""
+    given = op.attributes
+    if op.kind != "Affine" or given["axis"] is not None or given["shift"]:
+        return None
+    return float(given["factor"])
+
+
+def _scores(
+    graph: Graph, op: OnnxNode, chain: list[OnnxNode]
+) -> tuple[_Product, float, list[tuple[str, Shape]]] | None:
+    """Follow the scores back from their softmax to the product of queries and keys; None if there is none.
+
+    Returns the product, the factor of the scores, and the constants that are added with the extents of the scores
+    there. Puts the operations before those in `chain`.
+    """
+    value, scale = op.inputs[0], 1.0
+    added: list[tuple[str, Shape]] = []
+    while True:
+        before = graph.maker(value)
+        if before is None or graph.only_reader(value) is not chain[0]:
+            return None
+        chain.insert(0, before)
+        constants = [name for name in before.inputs if name in graph.constants]
+        others = [name for name in before.inputs if name not in graph.constants]
+        factor = _factor(before)
+        if before.kind in _VIEWS:
+            value = before.inputs[0]
+        elif factor is not None and not added:
+            scale, value = scale * factor, before.inputs[0]
+        elif before.kind == "Add" and len(constants) == len(others) == 1 and scale == 1:
+            added.append((constants[0], graph.shapes[value]))
+            (value,) = others
+        elif factor is not None:
+            scale, value = scale * factor, before.inputs[0]
+        else:
+            product = _product(graph, before)
+            return None if product is None else (product, scale, added)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Product of two values, summed over one axis.
+
+    Attributes
+    ----------
+    inputs
+        Names of the values. For scores the rows are queries, and the columns keys.
+    orders
+        Orders that bring their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a sum with
+        weights, the second is ``(*batch, summed, columns)``.
+    result
+        Order that brings ``(*batch, rows, columns)`` to the axes of the result.
+    """
+
+    inputs: tuple[str, str]
+    orders: tuple[tuple[int, ...], tuple[int, ...]]
+    result: tuple[int, ...]
+
+
+def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | None = None) -> _Product | None:
+    """Return a product of two values that depend on the data: scores, or values with weights.
+
+    `weights` are the name of a transpose of the weights, and its order.
+    """
+    if len(op.inputs) != 2 or any(name in graph.constants for name in op.inputs):
+        return None
+    ranks = [len(graph.shapes[name]) for name in op.inputs]
+    if op.kind == "MatMul" and len(set(ranks)) == 1:
+        batch = "".join(chr(ord("a") + i) for i in range(ranks[0] - 2))
+        terms, made = [batch + "xy", batch + "yz"], batch + "xz"
+    elif op.kind == "Einsum":
+        equation = op.attributes["equation"]
+        text = equation.decode() if isinstance(equation, bytes) else equation
+        left, _, made = text.replace(" ", "").partition("->")
+        terms = left.split(",")
+    else:
+        return None
+    if "." in made or [len(term) for term in terms] != ranks:
+        return None
+    inputs = list(op.inputs)
+    swapped = inputs[0] != weights[0] if weights else made[-1:] not in terms[1]
+    if swapped:
+        inputs.reverse()
+        terms.reverse()
+    if weights:
+        name, perm = weights
+        if inputs[0] != name or len(perm) != len(terms[0]):
+            return None
+        *shared, row, summed = (terms[0][perm.index(axis)] for axis in range(len(perm)))
+        column = "".join(c for c in terms[1] if c not in terms[0])
+        wanted = [*shared, row, summed], [*shared, summed, column]
+    else:
+        *shared, row, column = list(made)
+        summed = "".join(c for c in terms[0] if c not in made)
+        wanted = [*shared, row, summed], [*shared, column, summed]
+    result = [*shared, row, column]
+    if any(sorted(term) != sorted(letters) for term, letters in zip((*terms, made), (*wanted, result))):
+        return None
+    first, second = (tuple(map(term.index, letters)) for term, letters in zip(terms, wanted))
+    return _Product((inputs[0], inputs[1]), (first, second), tuple(map(result.index, made)))
+
+
+def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
+    """Convert ONNX's own operator for attention."""
+    names, given = list(op.inputs), op.attributes
+    rank = len(graph.shapes[names[0]])
+    plain = not any(given.get(key, 0) for key in ("is_causal", "softcap")) and not any(names[4:])
+    if not plain or any(op.outputs[1:]) or rank != 4:
+        return
+    mask = names[3:4] if len(names) > 3 and names[3] else []
+    if mask and mask[0] not in graph.constants:
+        return
+    same = tuple(range(rank))
+    scores = (*graph.shapes[names[0]][:-1], graph.shapes[names[1]][-2])
+    attributes = {
+        "scale": given.get("scale"),
+        "dropout": 0.0,
+        "orders": (same,) * 4,
+        "extents": (scores,) * len(mask),
+    }
+    new = op.changed(
+        kind="WeightedValues", inputs=(*names[:3], *mask), outputs=op.outputs[:1], attributes=attributes
+    )
+    graph.replace([op], new)
+
+
+# -- importers ---------------------------------------------------------------------------------------------
+
+
+def _weighted(build: Builder, op: OnnxNode) -> Activation:
+    """Import attention whose inputs have heads and windows at axes of their own."""
+    given = op.attributes
+    values = [_Operand.of(build, op, i) for i in range(3)]
+    q, k, v = values
+    if k.heads != v.heads or q.heads % k.heads or any(one.roles != q.roles for one in (k, v)):
+        raise build.refused(op, "queries, keys and values with the same heads and windows", "others")
+    windows = [one.windows() for one in values]
+    if any(one is None for one in windows) or windows[1] != windows[2]:
+        got = f"axes {[one.axes.dims for one in values]}"
+        raise build.refused(op, "attention within whole samples or windows of the spatial axes", got)
+    window = windows[0]
+    assert window is not None
+    local = window != q.axes.shape[1:-1]
+    if (local or op.inputs[3:]) and any(one != window for one in windows):
+        raise build.refused(op, "queries and keys of the same extents", f"{windows[0]} and {windows[1]}")
+    scale = given["scale"]
+    usual = scale is None or math.isclose(scale, 1 / math.sqrt(q.width), rel_tol=1e-6)
+    tables = [_added(build, op, i, q, window) for i in range(3, len(op.inputs))]
+    trained = [(constant, table) for constant, table in tables if not constant.is_fixed]
+    fixed = [table for constant, table in tables if constant.is_fixed]
+    if len(trained) > 1:
+        raise build.refused(op, "one table of relative positions", f"{len(trained)} parameters")
+    shift = _shift(build, op, q, window, [table(table.constant.read()) for table in fixed])
+    again: dict[Node, Node | None] = {}
+    nodes = [one.node if not any(shift) else _moved(one.node, shift, again) for one in values]
+    if any(node is None for node in nodes):
+        raise build.refused(op, "queries, keys and values that torch.roll shifts before a mask", "others")
+    layer: Layer = Attention(
+        q.heads,
+        window=window if local or any(shift) else None,
+        shift=shift if any(shift) else 0,
+        bias="relative" if trained else None,
+        scale=None if usual else scale,
+        dropout=given["dropout"],
+    )
+    weights = []
+    if trained:
+        constant, table = trained[0]
+        weights = [replace(constant, repeats=False)]
+        layer = layer.initialized(bias=build.given(weights[0], table.relative, table.relative_shape))
+    node = build.add(op, layer, *(node for node in nodes if node is not None), weights=weights)
+    if any(shift):
+        node = Roll(tuple(-by for by in shift), build.name(op.part("roll")))(node)
+    order = given["orders"][3]
+    return in_form(build, op, node, q.summed(v.width).transposed(order), build.refused(op, "axes in order", "others"))
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Queries, keys or values.
+
+    Attributes
+    ----------
+    node, axes
+        Node, and its axes as ``(*batch, positions, channels of a head)``.
+    width
+        Channels of a head.
+    """
+
+    node: Node
+    axes: Axes
+    width: int
+
+    @classmethod
+    def of(cls, build: Builder, op: OnnxNode, i: int) -> _Operand:
+        order = op.attributes["orders"][i]
+        if op.inputs[i] not in build.values:
+            raise build.refused(op, "queries, keys and values that depend on the data", "a constant")
+        node, axes = build.axes(op.inputs[i])
+        width = build.shape(op.inputs[i])[order[-1]]
+        axes = axes.transposed(order)
+        found = cls(node, axes, width)
+        channels = axes.shape[-1]
+        heads = [f for f in found.batch if f.axis == len(axes.shape) - 1]
+        whole = [Factor(len(axes.shape) - 1, width, channels // width)] if channels > width else []
+        if axes.dims[-1] != found.digit(width) or heads != whole:
+            raise build.refused(
+                op,
+                "channels (head, channel of a head) as queries, keys and values",
+                f"others: {axes.dims} of {axes.shape[1:]}",
+                "reshape projections to (..., 3, heads, channels)",
+            )
+        return found
+
+    def digit(self, width: int) -> tuple[Factor, ...]:
+        return (Factor(len(self.axes.shape) - 1, 1, width),) if width > 1 else ()
+
+    @property
+    def heads(self) -> int:
+        return self.axes.shape[-1] // self.width
+
+    @property
+    def batch(self) -> list[Factor]:
+        """Factors of samples, windows and heads."""
+        return list(itertools.chain(*self.axes.dims[:-2]))
+
+    @property
+    def roles(self) -> list[object]:
+        """What the factors of the batch are, in order."""
+        last = len(self.axes.shape) - 1
+        return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
+
+    def windows(self) -> Shape | None:
+        """Return the extents of the windows whose positions are the rows; None if they are no windows."""
+        space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
+        extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
+        inside = [Factor(a, 1, n) for a, n in enumerate(extents, 1) if n > 1]
+        outside = [Factor(a, n, whole // n) for a, (n, whole) in enumerate(zip(extents, space), 1) if whole > n]
+        found = sorted(f for f in self.batch if 0 < f.axis < len(self.axes.shape) - 1)
+        return extents if list(positions) == inside and found == outside else None
+
+    def summed(self, width: int) -> Axes:
+        """Return the axes of the output, whose heads have this number of channels."""
+        last = len(self.axes.shape) - 1
+        dims = [
+            tuple(Factor(last, f.stride // self.width * width, f.extent) if f.axis == last else f for f in dim)
+            for dim in self.axes.dims[:-1]
+        ]
+        shape = (*self.axes.shape[:-1], self.heads * width)
+        return Axes(shape, (*dims, self.digit(width)))
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Constant that is added to scores, as an array ``(*windows, heads, positions, positions)``.
+
+    Attributes
+    ----------
+    constant
+        The constant.
+    extents
+        Extents of the scores where it is added.
+    queries
+        The queries; the factors of their batch are the first axes of the scores.
+    window
+        Extents of the windows.
+    refused
+        Function that returns the error for a table that is not one of relative positions.
+    """
+
+    constant: OnnxConstant
+    extents: Shape
+    queries: _Operand
+    window: Shape
+    refused: Callable[[str], Exception]
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        """Return the array in this form, of the first sample, with the axes of the windows in order of space."""
+        batch, size = self.queries.batch, math.prod(self.window)
+        whole = np.broadcast_to(array, self.extents).reshape([f.extent for f in batch] + [size, size])
+        last = len(self.queries.axes.shape) - 1
+        order = sorted(range(len(batch)), key=lambda i: batch[i].axis)
+        whole = whole.transpose(*order, len(batch), len(batch) + 1)
+        kinds = [batch[i].axis for i in order]
+        if kinds and kinds[0] == 0:
+            whole, kinds = whole[0], kinds[1:]
+        counts = [n // own for n, own in zip(self.queries.axes.shape[1:-1], self.window)]
+        return whole.reshape(*counts, self.queries.heads if last in kinds else 1, size, size)
+
+    @property
+    def relative_shape(self) -> Shape:
+        return (self.queries.heads, *(2 * n - 1 for n in self.window))
+
+    def relative(self, array: np.ndarray) -> np.ndarray:
+        """Return the elements by relative position, ``(heads, *(2 * extent - 1))``; raise an error for others."""
+        (whole,) = self(array).reshape(-1, *self.queries_shape)[:1]
+        places = np.stack(np.unravel_index(np.arange(whole.shape[-1]), self.window))
+        apart = places[:, :, None] - places[:, None, :] + np.array(self.window)[:, None, None] - 1
+        index = np.ravel_multi_index(tuple(apart), self.relative_shape[1:])
+        found = np.zeros((whole.shape[0], math.prod(self.relative_shape[1:])), array.dtype)
+        found[:, index.reshape(-1)] = whole.reshape(whole.shape[0], -1)
+        if not np.array_equal(found[:, index], whole):
+            raise self.refused("another array")
+        return found.reshape(self.relative_shape)
+
+    @property
+    def queries_shape(self) -> Shape:
+        size = math.prod(self.window)
+        return self.queries.heads, size, size
+
+
+def _added(build: Builder, op: OnnxNode, i: int, q: _Operand, window: Shape) -> tuple[OnnxConstant, _Table]:
+    """Return a constant that is added to the scores, which is a table of relative positions if it is trained."""
+    constant = build.graph.constants[op.inputs[i]]
+
+    def refused(got: str) -> Exception:
+        expected = "a table of relative positions (one number per head and relative position) added to the scores"
+        return build.refused(op, expected, f"{got}: {constant.name or constant.shape}")
+
+    table = _Table(constant, op.attributes["extents"][i - 3], q, window, refused)
+    if not constant.is_fixed:
+        numbers = np.arange(math.prod(constant.shape)).reshape(constant.shape)
+        if constant.order is not None and constant.stored is not None:
+            numbers = constant.order(np.arange(math.prod(constant.stored)).reshape(constant.stored))
+        whole = table(numbers).reshape(-1, *table.queries_shape)
+        if not (whole == whole[:1]).all():
+            raise refused("one that differs between windows")
+        table.relative(numbers)
+    return constant, table
+
+
+def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequence[np.ndarray]) -> Shape:
+    """Return the shift of windows whose mask is the sum of these constants; zeros if it masks nothing."""
+    none, counts = (0,) * len(window), [n // own for n, own in zip(q.axes.shape[1:-1], window)]
+    total = np.asarray(sum(masks))
+    if not total.any():
+        return none
+    total = total.reshape(*counts, q.heads if total.shape[-3] == q.heads else 1, *total.shape[-2:])
+    same = total[..., :1, :, :]
+    found = _shift_of(q.node)
+    fits = (total == same).all() and ((same == 0) | (same < _MASKED)).all()
+    if found is None or not fits or not np.array_equal(same[..., 0, :, :] == 0, _allowed(found, window, counts)):
+        remedy = "masks of shifted windows (torch.roll before them) are read, no others"
+        raise build.refused(op, "scores without a mask, or the mask of shifted windows", "another mask", remedy)
+    return found
+
+
+def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
+    """Return which keys a query reads in each window of a shifted map, ``(*windows, positions, positions)``."""
+    places = np.unravel_index(np.arange(math.prod(window)), window)
+    allowed = np.ones((*counts, math.prod(window), math.prod(window)), bool)
+    for a, (by, extent, count) in enumerate(zip(shift, window, counts)):
+        around = np.arange(count)[:, None] * extent + places[a] + by >= count * extent
+        pairs = around[:, :, None] == around[:, None, :]
+        allowed &= pairs.reshape(*(count if b == a else 1 for b in range(len(counts))), *pairs.shape[1:])
+    return allowed
+
+
+# -- circular shifts ---------------------------------------------------------------------------------------
+
+
+def _roll(build: Builder, op: OnnxNode) -> Activation:
+    """Import a circular shift. Shifts in sequence become one, also with layers of single positions between them."""
+    node, axes = build.axes(op.inputs[0])
+    (axis, by), last = (op.attributes[key] for key in ("axis", "shift")), len(axes.shape) - 1
+    if axes.dims[axis] == (Factor(last, 1, axes.shape[last]),):
+        ends = (axes.shape[last] - by, axes.shape[last]), (0, axes.shape[last] - by)
+        parts = [build.add(op.part("channels"), Slice(*one), node) for one in ends]
+        return build.arranged(op).of(build.add(op, Concat(), *parts))
+    chosen = next((a for a in range(1, last) if axes.dims[axis] == (Factor(a, 1, axes.shape[a]),)), None)
+    refusal = build.refused(op, "a shift along a spatial axis", f"axis {axis}")
+    if chosen is None:
+        raise refusal
+    shift = tuple(by if a == chosen else 0 for a in range(1, last))
+    made = _moved(node, shift, {})
+    if made is None:
+        made = build.add(op, Roll(shift), node)
+    return in_form(build, op, made, axes, refusal)
+
+
+def _is_of_positions(node: Node) -> bool:
+    """Return whether each position of a node depends on this position of its only input."""
+    layer = node.layer
+    if isinstance(layer, Conv):
+        extents = node.inputs[0].shape
+        return extents[:-1] == node.shape[:-1] and all(window.kernel == 1 for window in layer.windows(extents))
+    return isinstance(layer, Slice | Dropout)
+
+
+def _moved(node: Node, shift: Shape, made: dict[Node, Node | None]) -> Node | None:
+    """Return a shifted node: the shift is added to a Roll before it; None if there is none.
+
+    Layers of single positions after that Roll are called again, each once per node of `made`; the former calls are no
+    longer read.
+    """
+    if node in made:
+        return made[node]
+    found: Node | None = None
+    if isinstance(node.layer, Roll):
+        source = node.inputs[0]
+        total = tuple((a + b) % n for a, b, n in zip(node.layer.shifts(source.shape), shift, source.shape))
+        found = Roll(total, node.layer.name)(source) if any(total) else source
+    elif _is_of_positions(node):
+        before = _moved(node.inputs[0], shift, made)
+        found = None if before is None else node.layer(before)
+    made[node] = found
+    return found
+
+
+def _shift_of(node: Node) -> Shape | None:
+    """Return by how much a Roll before this node has shifted positions to the front; None without one."""
+    while _is_of_positions(node):
+        node = node.inputs[0]
+    if not isinstance(node.layer, Roll):
+        return None
+    shape = node.inputs[0].shape
+    return tuple(-by % n for by, n in zip(node.layer.shifts(shape), shape))
+
+
+ATTENTION: dict[str, Callable[[Builder, OnnxNode], Activation]] = {"WeightedValues": _weighted, "Roll": _roll}
