@@ -139,20 +139,28 @@ class Axes:
         (((4, 6, 3), False), ((24, 3), True))
         >>> image.transposed((0, 1, 3, 2)).sample
         """
-        samples, *inner = self.dims
-        if samples != _digits(self.shape, [0]) or not 2 <= len(inner) <= 4:
-            return None
-        channels, found = len(self.shape) - 1, []
+        found = []
         for last in (False, True):
-            order = inner if last else [*inner[1:], inner[0]]
-            if _merged(itertools.chain(*order)) == _digits(self.shape, range(1, channels + 1)):
-                pure = all(factor.axis == channels for factor in order[-1])
-                shape = tuple(math.prod(factor.extent for factor in dim) for dim in order)
+            shape = self.with_channels_at(last)
+            if shape is not None:
+                pure = all(factor.axis == len(self.shape) - 1 for factor in self.dims[-1 if last else 1])
                 found.append((pure, shape[-1] * pure, not last, shape))
         if not found:
             return None
         _, _, first, shape = max(found)
         return shape, not first
+
+    def with_channels_at(self, last: bool) -> Shape | None:
+        """Return the shape of the samples ``(*spatial, C)`` if ONNX has the channels last, or first; None for a value
+        in another order.
+        """
+        samples, *inner = self.dims
+        if samples != _digits(self.shape, [0]) or not 2 <= len(inner) <= 4:
+            return None
+        order = inner if last else [*inner[1:], inner[0]]
+        if _merged(itertools.chain(*order)) != _digits(self.shape, range(1, len(self.shape))):
+            return None
+        return tuple(math.prod(factor.extent for factor in dim) for dim in order)
 
 
 def _digits(shape: Shape, axes: Iterable[int]) -> Dimension:

@@ -33,8 +33,10 @@ from ..layers import (
     LogSoftmax,
     Multiply,
     Network,
+    Node,
     Pad,
     PReLU,
+    Reshape,
     Resize,
     Softmax,
 )
@@ -133,9 +135,18 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
                 "export the model without the Flatten at its end"
             )
     try:
-        return Network({name: build.values[name].node for name in graph.outputs}, name=path.stem)
+        return Network({name: _output(build.values[name]) for name in graph.outputs}, name=path.stem)
     except ValueError as error:
         raise UserError(f"{path}: cannot build a network from it: {error}") from error
+
+
+def _output(value: Activation) -> Node:
+    """Return the node of an output: a value that is an image both with channels first and last has them first."""
+    if value.last and value.source is not None and value.axes is not None and len(value.axes.dims) > 3:
+        shape = value.axes.with_channels_at(False)
+        if shape is not None:
+            return value.source if shape == value.source.shape else Reshape(shape)(value.source)
+    return value.node
 
 
 def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode], Activation]:

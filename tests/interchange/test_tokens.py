@@ -119,3 +119,11 @@ def test_orders_that_no_layer_has_are_refused_by_node(message, tmp_path):
     path = export(as_module(_refused()[message]), first(samples(*IMAGE)), tmp_path / "m.onnx", "old")
     with pytest.raises(UserError, match=message):
         hg.onnx.load(path)
+
+
+def test_an_image_of_one_channel_has_it_last():
+    """``(N, 1, H, W)`` is an image of one channel, also where its rows and columns could be positions and channels."""
+    lib = torch()
+    module = as_module(lambda m, x: sum(m.conv(x).unbind(1)).unsqueeze(1), conv=lib.nn.Conv2d(8, 3, 1))
+    (output,) = hg.from_torch(module, lib.zeros(2, 8, 4, 6)).outputs.values()
+    assert output.shape == (4, 6, 1)
