@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..layers import Attention, Concat, Conv, Dropout, Layer, Node, Roll, Slice
+from ..layers import Attention, Concat, Conv, Dropout, Layer, Node, Reshape, Roll, Slice
+from ..layers.reshape import ReshapedMap
 from .axes import Axes, Factor
 from .graph import Activation, Builder, Graph, OnnxConstant, OnnxNode, Shape
 from .shaping import in_form
@@ -206,6 +207,9 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     """Import attention whose inputs have heads and windows at axes of their own."""
     given = op.attributes
     values = [_Operand.of(build, op, i) for i in range(3)]
+    if any(not build.graph.constants[name].is_fixed for name in op.inputs[3:]):
+        # One window is the whole map, which is then a sequence for torch.
+        values = [one if (space := _map_of(one.node)) is None else one.on(build, op, space) for one in values]
     q, k, v = values
     if k.heads != v.heads or q.heads % k.heads or any(one.roles != q.roles for one in (k, v)):
         raise build.refused(op, "queries, keys and values with the same heads and windows", "others")
@@ -286,6 +290,18 @@ class _Operand:
                 "reshape projections to (..., 3, heads, channels)",
             )
         return found
+
+    def on(self, build: Builder, op: OnnxNode, space: Shape) -> _Operand:
+        """Return the operand with its sequence as a map of these extents."""
+        last, (samples, length, channels) = len(space) + 1, self.axes.shape
+        node = build.add(op.part("map"), Reshape((*space, channels)), self.node)
+        digits = {Factor(1, 1, length): tuple(Factor(a, 1, n) for a, n in enumerate(space, 1) if n > 1)}
+
+        def parts(f: Factor) -> tuple[Factor, ...]:
+            return digits.get(f, (f._replace(axis=last) if f.axis == 2 else f,))
+
+        dims = tuple(tuple(itertools.chain(*map(parts, dim))) for dim in self.axes.dims)
+        return replace(self, node=node, axes=Axes((samples, *space, channels), dims))
 
     def digit(self, width: int) -> tuple[Factor, ...]:
         return (Factor(len(self.axes.shape) - 1, 1, width),) if width > 1 else ()
@@ -460,6 +476,15 @@ def _is_of_positions(node: Node) -> bool:
         extents = node.inputs[0].shape
         return extents[:-1] == node.shape[:-1] and all(window.kernel == 1 for window in layer.windows(extents))
     return isinstance(layer, Slice | Dropout)
+
+
+def _map_of(node: Node) -> Shape | None:
+    """Return the extents of the map that a node has as a sequence; None if it is no sequence of a map."""
+    while _is_of_positions(node):
+        node = node.inputs[0]
+    before = node.inputs[0].shape if isinstance(node.layer, ReshapedMap) else node.shape
+    fits = len(node.shape) == 2 and len(before) > 2 and math.prod(before[:-1]) == node.shape[0]
+    return before[:-1] if fits else None
 
 
 def _moved(node: Node, shift: Shape, made: dict[Node, Node | None]) -> Node | None:

@@ -7,7 +7,7 @@ import halograd as hg
 from halograd.errors import UserError
 from halograd.interchange.onnx_import import load
 from halograd.interchange.torch_module import state_for
-from halograd.layers import Attention
+from halograd.layers import Attention, Roll
 from tests.interchange.support import EXPORTERS, as_module, check_step, export, first, samples, shake, together, torch
 
 C, HEADS = 8, 2
@@ -54,6 +54,50 @@ def by_columns(m, x):
     q, k, v = m.conv(x).flatten(2).chunk(3, 1)
     weights = torch().softmax(torch().bmm(q.transpose(1, 2), k) * C**-0.5, 2)
     return torch().bmm(v, weights.transpose(1, 2)).reshape(x.shape)
+
+
+def shifted(m, x, shift=1, window=2, masks=True):
+    """Return attention in shifted windows with a table of relative positions, as Swin computes it."""
+    lib = torch()
+    n, (h, w) = len(x), x.shape[2:]
+    t = lib.roll(x.permute(0, 2, 3, 1), (-shift, -shift), (1, 2))
+    t = t.reshape(n, h // window, window, w // window, window, C).permute(0, 1, 3, 2, 4, 5).reshape(-1, window**2, C)
+    q, k, v = m.qkv(t).reshape(len(t), window**2, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = (q * (C // HEADS) ** -0.5) @ k.transpose(-2, -1)
+    scores = scores + m.table[m.index.reshape(-1)].reshape(window**2, window**2, HEADS).permute(2, 0, 1).unsqueeze(0)
+    if masks:
+        around = np.add.outer(2 * (np.arange(h) >= h - shift), 1 * (np.arange(w) >= w - shift))
+        around = around.reshape(h // window, window, w // window, window).swapaxes(1, 2).reshape(-1, window**2)
+        mask = lib.tensor(np.where(around[:, None] == around[:, :, None], 0.0, -100.0)).to(x.dtype)
+        scores = scores.reshape(n, len(mask), HEADS, window**2, window**2) + mask[None, :, None]
+        scores = scores.reshape(-1, HEADS, window**2, window**2)
+    t = m.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, window**2, C))
+    t = t.reshape(n, h // window, w // window, window, window, C).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, C)
+    return lib.roll(t, (shift, shift), (1, 2)).permute(0, 3, 1, 2)
+
+
+def in_windows(**settings):
+    lib = torch()
+    module = as_module(lambda m, x: shifted(m, x, **settings), **projections())
+    module.table = lib.nn.Parameter(lib.zeros(9, HEADS))
+    places = np.stack(np.unravel_index(np.arange(4), (2, 2)))
+    apart = places[:, :, None] - places[:, None] + 1
+    module.register_buffer("index", lib.tensor(apart[0] * 3 + apart[1]))
+    return module
+
+
+@pytest.mark.parametrize("masks", [True, False], ids=["masked", "periodic"])
+def test_windows(masks):
+    module = in_windows(masks=masks).double()
+    shake(module)
+    module.qkv.weight.data *= 0.1  # for Swin's -100 to be a mask, scores must be small
+    x = samples(4, 6, C)
+    network = hg.from_torch(module, {"x": first(x)})
+    (layer,) = (node.layer for node in network.nodes if isinstance(node.layer, Attention))
+    assert (layer.window, layer.bias) == ((2, 2), "relative")
+    assert layer.shift == ((1, 1) if masks else 0)
+    assert any(isinstance(node.layer, Roll) for node in network.nodes) is not masks
+    check_step(network, module, x)
 
 
 def projections():
