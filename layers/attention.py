@@ -139,49 +139,56 @@ class Attention(Layer):
     def __call__(self, *inputs: Node) -> Node:
         if not np.any(self.periodic) or len(inputs) != 3 or not all(isinstance(node, Node) for node in inputs):
             return super().__call__(*inputs)
-        amounts = self._continued(inputs[0].shape)
+        space = inputs[0].shape[:-1]
+        self._check_periodic(space)
+        amounts = self._continued(len(space))
         longer = [Pad(amounts, "circular")(node) for node in inputs]
-        return Crop(amounts)(self.changed(periodic=False)._called(longer))
+        return Crop(amounts)(super().__call__(*longer))
 
-    def _called(self, inputs: Sequence[Node]) -> Node:
-        return super().__call__(*inputs)
+    def _continued(self, axes: int) -> list[tuple[int, int]]:
+        """Return the rows of the other end that are before and after every spatial axis: none unless it is periodic."""
+        found = [(0, 0)] * axes
+        if self.window is not None:
+            extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
+            found = [(-shift % extent, shift % extent) for extent, shift in zip(extents, shifts)]
+        elif self.neighborhood is not None:
+            extents = spread("neighborhood", self.neighborhood, axes)
+            dilations = spread("dilation", self.dilation, axes)
+            found = [(n // 2 * by, (n - 1 - n // 2) * by) for n, by in zip(extents, dilations)]
+        return [
+            pair if continues else (0, 0) for pair, continues in zip(found, spread("periodic", self.periodic, axes))
+        ]
 
-    def _continued(self, shape: Shape) -> list[tuple[int, int]]:
-        """Return the rows of the other end that periodic axes need before and after."""
-        axes = len(shape) - 1
-        periodic = np.broadcast_to(self.periodic, (axes,))
-        found = []
-        for n, reach, continues in zip(shape, self.reaches(shape, shape), periodic):
-            if not continues:
-                found.append((0, 0))
-            elif isinstance(reach, Windows):
-                if n % reach.extent:
-                    raise ValueError(
-                        f"Attention: expected periodic windows that divide {n} positions, got an extent of "
-                        f"{reach.extent}; choose another"
-                    )
-                first = reach.shift % reach.extent
-                found.append((reach.extent - first, first) if first else (0, 0))
-            else:
-                assert isinstance(reach, Neighborhood)
-                before = reach.extent // 2 * reach.dilation
-                after = (reach.extent - 1 - reach.extent // 2) * reach.dilation
-                if before + after >= n:
-                    raise ValueError(
-                        f"Attention: expected a periodic neighborhood of at most {n} positions, got "
-                        f"{before + after + 1}"
-                    )
-                found.append((before, after))
-        return found
+    def _check_periodic(self, space: Sequence[int]) -> None:
+        """Raise ValueError if periodic axes of these extents, without the rows of the other end, are too short."""
+        periodic = spread("periodic", self.periodic, len(space))
+        extents = spread("window", self.window or 1, len(space))
+        for n, extent, pair, continues in zip(space, extents, self._continued(len(space)), periodic):
+            if continues and n % extent:
+                raise ValueError(
+                    f"Attention: expected periodic windows that divide {n} positions, got an extent of {extent}; "
+                    "choose another"
+                )
+            if self.window is None and continues and sum(pair) >= n:
+                raise ValueError(
+                    f"Attention: expected a periodic neighborhood of at most {n} positions, got {sum(pair) + 1}"
+                )
 
     def reaches(self, queries: Shape, keys: Shape) -> tuple[Reach, ...]:
-        """Return the rule by which a query reads keys, per spatial axis, for samples of these shapes."""
+        """Return the rule by which a query reads keys, per spatial axis, for samples of these shapes.
+
+        Periodic axes have the rows of the other end, so that their windows are whole.
+        """
         axes = len(queries) - 1
         if self.window is None and self.neighborhood is None:
             return tuple(Everywhere(*sizes) for sizes in zip(queries[:-1], keys[:-1]))
         if self.window is not None:
             extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
-            return tuple(Windows(n, extent, shift) for n, extent, shift in zip(queries, extents, shifts))
+            periodic = spread("periodic", self.periodic, axes)
+            return tuple(
+                Windows(n, extent, 0 if continues else shift)
+                for n, extent, shift, continues in zip(queries, extents, shifts, periodic)
+            )
         assert self.neighborhood is not None
         extents, dilations = spread("neighborhood", self.neighborhood, axes), spread("dilation", self.dilation, axes)
         return tuple(Neighborhood(n, extent, dilation) for n, extent, dilation in zip(queries, extents, dilations))
@@ -199,6 +206,7 @@ class Attention(Layer):
                 f"Attention: expected queries and keys of the same extents with a window or neighborhood, got {q[:-1]} "
                 f"and {k[:-1]}"
             )
+        self._check_periodic([n - sum(pair) for n, pair in zip(q, self._continued(len(q) - 1))])
         if q[-1] % self.heads:
             raise ValueError(f"Attention: expected a number of heads that divides {q[-1]} channels, got {self.heads}")
         width = q[-1] // self.heads

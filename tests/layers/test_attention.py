@@ -6,7 +6,8 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Attention, Conv, Input, MeanSquaredError, MultiHeadAttention, Network
+from halograd.layers import Attention, Conv, Input, MeanSquaredError, MultiHeadAttention, Network, Roll
+from halograd.layers.resized import resized
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import memory_of, program_of
 from halograd.program.program import Target
@@ -123,6 +124,32 @@ def test_periodic_axes_continue(rule):
         close(moved, np.roll(unmoved, 2, 2))
 
 
+@pytest.mark.ranks(1, 2)
+def test_periodic_windows_are_those_of_shifted_samples(ranks):
+    """Windows that continue at the other end are whole windows of the sample shifted back, with the same biases."""
+    x = Input((8, 6, 4), "x")
+    settings = {"window": (4, 3), "bias": "relative"}
+    periodic = Attention(2, shift=(1, 2), periodic=True, name="periodic", **settings)
+    whole = Attention(2, name="whole", **settings)
+    back = Roll((-1, -2))(x)
+    network = Network({"found": periodic(x, x, x), "want": Roll((1, 2))(whole(back, back, back))})
+    strategy = Strategy({"height": ranks.size})
+    with Executor(network, ranks, get_backend("numpy"), 2, strategy, "float64", trainable=False) as executor:
+        for array in executor.store.params.values():
+            array[...] = random_array(array.shape, "bias")
+        executor.set_input("x", random_array((2, 8, 6, 4), "x"))
+        executor.forward(training=False)
+        found, want = (executor.gather(network.names[network.outputs[name]]) for name in ("found", "want"))
+    if want is not None:
+        close(found, want)
+
+
+def test_calls_of_a_periodic_layer_share_its_parameters():
+    layer, x = Attention(2, window=4, shift=1, periodic=True, bias="relative", name="a"), Input((8, 4), "x")
+    once = layer(x, x, x)
+    assert list(Network({"y": layer(once, once, once)}).parameters()) == ["a/bias"]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", ["everywhere", "dilated", "heads that blocks cut"])
 def test_dropped_weights_are_the_same_under_every_cut(ranks, alone, turn, case):
@@ -213,6 +240,11 @@ def called(*shapes, heads=2, **settings):
     return lambda: Attention(heads, **settings)(*(Input(shape, f"x{i}") for i, shape in enumerate(shapes)))
 
 
+def periodic_windows():
+    x = Input((8, 4), "x")
+    return Network({"y": Attention(2, window=4, shift=1, periodic=True)(x, x, x)})
+
+
 MAP = (6, 6, 4)
 test_settings_that_do_not_match = refusals(
     (lambda: Attention(0), "number of heads >= 1"),
@@ -234,5 +266,6 @@ test_settings_that_do_not_match = refusals(
     (called(MAP, MAP, MAP, window=4, shift=1, periodic=True), "periodic windows that divide 6"),
     (called(MAP, MAP, MAP, neighborhood=7, periodic=True), "periodic neighborhood of at most 6"),
     (called(MAP, MAP, MAP, window=(2, 2, 2)), "window"),
+    (lambda: resized(periodic_windows(), (10,)), "periodic windows that divide 10"),
     (lambda: MultiHeadAttention(3)(Input(MAP, "x")), "heads that divides 4 channels"),
 )
