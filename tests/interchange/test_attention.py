@@ -137,6 +137,15 @@ def test_step(tmp_path, exporter):
     check_step(network, module, x)
 
 
+def test_the_operator_of_onnx(tmp_path):
+    """From opset 23 on, the new exporter writes one operator."""
+    module = modules()["function"].double()
+    shake(module)
+    x = samples(3, 2, C)
+    path = export(module, first(x), tmp_path / "a.onnx", "dynamo", training=True, opset_version=23)
+    check_step(load(path), module, x)
+
+
 def test_back_in_torch():
     """Three layers hold the rows of one weight, which are joined again."""
     module = modules()["cross"]
