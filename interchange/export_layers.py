@@ -6,13 +6,15 @@ are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` in ONNX.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..dtensor import Window
+from ..kernels.reach import Windows
 from ..layers import (
     ELU,
     GELU,
@@ -20,6 +22,7 @@ from ..layers import (
     AdaptiveMaxPool,
     Add,
     Affine,
+    Attention,
     AveragePool,
     BatchNorm,
     BroadcastAdd,
@@ -295,8 +298,7 @@ _Function = Callable[["OnnxWriter", Any, str, str], str]
 
 
 def _pointwise(kind: str, **attributes: str | float) -> _Function:
-    """Return the exporter of an operator. An attribute given as a text is read from the layer's attribute of that name.
-    """
+    """Return the exporter of an operator. The text of an attribute names the attribute of the layer."""
 
     def write(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
         given = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
@@ -525,6 +527,124 @@ def _slice(w: OnnxWriter, node: Node) -> str:
     )
 
 
+# -- attention -------------------------------------------------------------------------------------
+
+#: Most pairs of a query and a key that constants of a file describe: biases of relative positions, neighborhoods.
+_MOST_PAIRS = 1 << 24
+
+
+def _attention(w: OnnxWriter, node: Node) -> str:
+    """Export Attention as products with the whole matrix of scores of each window; whole samples are one window.
+
+    Rows are padded to whole windows, and the weights of padded keys are zero.
+    """
+    layer: Any = node.layer
+    name, queries, keys = w.name(node), node.inputs[0].shape, node.inputs[1].shape
+    reaches, groups = layer.reaches(queries, keys), layer.heads * keys[-1] // queries[-1]
+    heads = (groups, layer.heads // groups)
+    cells = [_Cells.of(reach) for reach in reaches]
+    q, k, v = (
+        _in_cells(w, value, f"{name}::{key}", cells, heads if key == "q" else (groups, 1), one.shape[-1], key)
+        for value, one, key in zip(w.inputs(node), node.inputs, "qkv")
+    )
+    positions = [np.indices([extents[side] for extents in (c.extents for c in cells)]).reshape(len(cells), -1)
+                 for side in (0, 1)]  # fmt: skip
+    scores = w.add("MatMul", [q, k], f"{name}::products")
+    scale = 1 / math.sqrt(queries[-1] // layer.heads) if layer.scale is None else layer.scale
+    scores = w.add("Mul", [scores, w.numbers(f"{name}::factor", scale)], f"{name}::scores")
+    bias = w.parameter(node, "bias")
+    everywhere = all(
+        reach.allowed(*p).all() for reach, *p in zip(reaches, *positions) if not isinstance(reach, Windows)
+    )
+    if (bias is not None or not everywhere) and positions[0].shape[1] * positions[1].shape[1] > _MOST_PAIRS:
+        raise w.refused(node, f"at most {_MOST_PAIRS} pairs of a query and a key", f"{queries} and {keys}")
+    if bias is not None:
+        flat = np.zeros((positions[0].shape[1], positions[1].shape[1]), np.int64)
+        for reach, p, t in zip(reaches, *positions):
+            index = (p[:, None] - t) // reach.dilation + reach.extent - 1
+            flat = flat * reach.bias_extent + np.clip(index, 0, reach.bias_extent - 1)
+        table = w.weight(node, "bias", np.reshape(bias, (layer.heads, -1)))
+        rows = w.add("Gather", [table, w.numbers(f"{name}::index", flat, np.int64)], f"{name}::rows", axis=1)
+        whole = w.numbers(f"{name}::heads", [*heads, *flat.shape], np.int64)
+        scores = w.add("Add", [scores, w.add("Reshape", [rows, whole], f"{name}::bias")], f"{name}::biased")
+    mask = _closed(reaches, cells, positions)
+    if mask.any():
+        closed = w.numbers(f"{name}::closed", np.where(mask, np.finfo(w.dtype).min, 0.0))
+        scores = w.add("Add", [scores, closed], f"{name}::masked")
+    y = w.add("MatMul", [w.add("Softmax", [scores], f"{name}::weights", axis=-1), v], f"{name}::means")
+    return _from_cells(w, y, name, cells, layer.heads, node.shape)
+
+
+class _Cells(NamedTuple):
+    """Windows along one axis: their number, extents for queries and keys, and the rows of padding at both ends."""
+
+    number: int
+    extents: tuple[int, int]
+    pads: tuple[int, int]
+
+    @classmethod
+    def of(cls, reach: Any) -> _Cells:
+        if not isinstance(reach, Windows):
+            return cls(1, (reach.queries, reach.keys), (0, 0))
+        low = -reach.shift % reach.extent
+        high = -(reach.size + low) % reach.extent
+        return cls((low + reach.size + high) // reach.extent, (reach.extent, reach.extent), (low, high))
+
+
+def _closed(reaches: Sequence[Any], cells: Sequence[_Cells], positions: Sequence[np.ndarray]) -> np.ndarray:
+    """Return which keys a query does not read, over ``(windows, heads, heads per group, queries, keys)``."""
+    if not all(isinstance(reach, Windows) for reach in reaches):
+        allowed = np.ones((positions[0].shape[1], positions[1].shape[1]), bool)
+        for reach, p, t in zip(reaches, *positions):
+            allowed &= reach.allowed(p, t)
+        return ~allowed
+    rows = []
+    for reach, cell in zip(reaches, cells):
+        at = np.arange(cell.number * cell.extents[1]) - cell.pads[0]
+        rows.append(((at < 0) | (at >= reach.size)).reshape(cell.number, -1))
+    closed = np.zeros((1,) * (2 * len(cells)), bool)
+    for axis, own in enumerate(rows):
+        shape = [1] * (2 * len(cells))
+        shape[axis], shape[len(cells) + axis] = own.shape
+        closed = closed | own.reshape(shape)
+    return closed.reshape(math.prod(cell.number for cell in cells), 1, 1, 1, -1)
+
+
+def _in_cells(
+    w: OnnxWriter, value: str, name: str, cells: Sequence[_Cells], heads: tuple[int, int], channels: int, key: str
+) -> str:
+    """Convert ``(N, C, *spatial)`` to ``(N, windows, heads, heads per group, positions, C)``, keys transposed."""
+    if any(cell.pads != (0, 0) for cell in cells):
+        pads = [0, 0, *(cell.pads[0] for cell in cells), 0, 0, *(cell.pads[1] for cell in cells)]
+        value = w.add("Pad", [value, w.numbers(f"{name} pads", pads, np.int64)], f"{name} padded")
+    extents = [cell.extents[key != "q"] for cell in cells]
+    parts = [n for cell, extent in zip(cells, extents) for n in (cell.number, extent)]
+    split = w.numbers(f"{name} split", [0, *heads, channels // math.prod(heads), *parts], np.int64)
+    value = w.add("Reshape", [value, split], f"{name} apart")
+    outer, inner = range(4, 4 + len(parts), 2), range(5, 4 + len(parts), 2)
+    last = [3, *inner] if key == "k" else [*inner, 3]
+    value = w.add("Transpose", [value], f"{name} moved", perm=[0, *outer, 1, 2, *last])
+    ends = [channels // math.prod(heads), math.prod(extents)]
+    shape = [0, math.prod(cell.number for cell in cells), *heads, *(ends if key == "k" else ends[::-1])]
+    return w.add("Reshape", [value, w.numbers(f"{name} shape", shape, np.int64)], f"{name} cells")
+
+
+def _from_cells(w: OnnxWriter, value: str, name: str, cells: Sequence[_Cells], heads: int, shape: Sequence[int]) -> str:
+    """Convert the result of attention back to ``(N, C, *spatial)``."""
+    axes, width = len(cells), shape[-1] // heads
+    counts, extents = [cell.number for cell in cells], [cell.extents[0] for cell in cells]
+    split = w.numbers(f"{name}::split", [0, *counts, heads, *extents, width], np.int64)
+    value = w.add("Reshape", [value, split], f"{name}::apart")
+    order = [i for axis in range(axes) for i in (1 + axis, 2 + axes + axis)]
+    value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 1 + axes, 2 + 2 * axes, *order])
+    whole = [0, shape[-1], *(n * extent for n, extent in zip(counts, extents))]
+    value = w.add("Reshape", [value, w.numbers(f"{name}::shape", whole, np.int64)], f"{name}::y")
+    for axis, (cell, n) in enumerate(zip(cells, shape)):
+        if cell.pads != (0, 0):
+            value = _rows(w, value, f"{name}::y {axis}", axis + 2, cell.pads[0], cell.pads[0] + n)
+    return value
+
+
 _FUNCTIONS: dict[type[Layer], _Function] = {
     ReLU: _pointwise("Relu"),
     LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
@@ -564,6 +684,7 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     LayerNorm: _layer_norm,
     RMSNorm: _rms_norm,
     LocalResponseNorm: _local_response_norm,
+    Attention: _attention,
     Clamp: _clip,
     Affine: _numbers,
     Scale: _scale,

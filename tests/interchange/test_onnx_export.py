@@ -113,6 +113,20 @@ WRITTEN = {
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),
+    "attention": (lambda: [hg.MultiHeadAttention(2, width=3, groups=1)], IMAGE),
+    "attention to windows": (
+        lambda: [hg.MultiHeadAttention(2, window=(3, 2), shift=(1, 1), bias="relative", name="m")],
+        IMAGE,
+    ),
+    "attention to neighborhoods": (
+        lambda: [hg.MultiHeadAttention(2, neighborhood=3, dilation=(1, 2), bias="relative", scale=0.3)],
+        IMAGE,
+    ),
+    "attention of tokens": (
+        lambda: [hg.Token(1), hg.MultiHeadAttention(2, bias="relative"), hg.Dropout(0.1)],
+        (5, 4),
+    ),
+    "periodic windows": (lambda: [hg.MultiHeadAttention(1, window=2, shift=1, periodic=True)], (2, 4, 4, 2)),
     "class tokens": (lambda: [hg.Token(2), hg.Token(name="class")], (5, 4)),
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "joined rows": (lambda: [lambda x: hg.Concat(axis="width")(x, hg.ReLU()(x))], IMAGE),
