@@ -74,12 +74,12 @@ class OnednnTileOperations(TileOperations):
 
     def _binary(self, array: Any, subtracted: Any, operation: tuple[Any, ...], *more: Any) -> bool:
         """Compute ``array = operation(array - subtracted)`` in place, on packed arrays; False if oneDNN cannot."""
-        key = (operation, array.shape, subtracted.shape[-1])
+        key = (operation, array.shape, subtracted.shape[-2:])
 
         def make() -> Callable[..., None]:
             rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
             # One number per row, or for a single matrix per column.
-            shape = (rows, 1) if subtracted.shape[-1] == 1 else (1, columns)
+            shape = (rows, 1) if subtracted.shape[-2:] == (array.shape[-2], 1) else (1, columns)
             whole, numbers = (self._list.desc(s, np.float32, (s[1], 1)) for s in ((rows, columns), shape))
             attributes = self._list.attributes((*operation, whole) if more else operation)
             pd = self._list.descriptor("binary", c.BINARY_SUBTRACT, whole, numbers, whole, attributes=attributes)

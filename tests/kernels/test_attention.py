@@ -172,6 +172,8 @@ CASES = {
     "dropout-global": Case((Everywhere(3, 4), Everywhere(3, 5)), rate=0.3),
     "blocks": Case((Windows(6, 3, 1), Neighborhood(4, 3)), heads=4, groups=2, bias=True, rate=0.2, samples=1, d=3),
     "one": Case((Everywhere(1, 1),), heads=1, d=1, e=1, samples=1),
+    "one-query": Case((Everywhere(1, 9),), heads=1, samples=1, bias=True),
+    "one-key": Case((Everywhere(9, 1),), heads=1, samples=1),
 }
 
 
