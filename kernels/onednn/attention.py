@@ -65,7 +65,10 @@ class OnednnTileOperations(TileOperations):
         key = (operations, left.shape, left.strides, right.shape, right.strides, out.strides)
 
         def make() -> Callable[..., None]:
-            descs = [self._list.desc(*_joined(a)) for a in arrays]
+            joined = [_joined(a) for a in arrays]
+            if not all(_is_nested(shape, strides) for shape, _, strides in joined):
+                raise ReferenceOnly("expected axes that do not interleave, as those of tiles with a dilation may")
+            descs = [self._list.desc(*some) for some in joined]
             attributes = self._list.attributes(*operations)
             pd = self._list.descriptor("matmul", descs[0], descs[1], None, descs[2], attributes=attributes)
             return self._primitive(pd, {c.SRC: descs[0], c.WEIGHTS: descs[1], c.DST: descs[2]})
@@ -134,3 +137,13 @@ def _joined(array: Any) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
             lead.append((n, stride))
     shape, strides = zip(*lead, *axes[-2:])
     return shape, array.dtype, strides
+
+
+def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a step along each axis is beyond all of the axes with smaller strides, as oneDNN requires."""
+    end = 0
+    for stride, n in sorted(zip(strides, shape)):
+        if stride < end:
+            return False
+        end = stride * n
+    return True

@@ -165,6 +165,8 @@ CASES = {
     "windows-2d-shifted": Case((Windows(7, 3, 1), Windows(9, 4, -2)), heads=4, groups=2, bias=True, e=3),
     "windows-3d": Case((Windows(4, 2, 1), Windows(4, 3), Windows(5, 2, 1)), samples=1),
     "neighborhood-1d": Case((Neighborhood(12, 3),), bias=True),
+    "neighborhood-1d-dilated": Case((Neighborhood(9, 4, 2),)),
+    "neighborhood-1d-far": Case((Neighborhood(5, 2, 4),)),
     "neighborhood-2d-dilated": Case((Neighborhood(9, 3, 2), Neighborhood(8, 2, 3)), heads=4, groups=2, bias=True),
     "neighborhood-3d": Case((Neighborhood(4, 3), Neighborhood(3, 5), Neighborhood(5, 2)), samples=1),
     "mixed": Case((Windows(7, 3, 2), Everywhere(3, 5), Neighborhood(6, 3)), bias=True, samples=1),
