@@ -603,8 +603,8 @@ def _held(array: Any) -> Any:
 class MultiHeadAttention:
     """Attention with its projections: three convolutions of one position, :class:`Attention`, and a fourth.
 
-    It is no layer, but a function of nodes; the layers are named ``name.query``, ``name.key``, ``name.value``,
-    ``name.attention`` and ``name.out``.
+    It is no layer, but a function of nodes, whose calls share the layers; these are named ``name.query``, ``name.key``,
+    ``name.value``, ``name.attention`` and ``name.out``.
 
     Parameters
     ----------
@@ -641,6 +641,7 @@ class MultiHeadAttention:
         self.heads, self.channels, self.width, self.groups = heads, channels, width, groups
         self.qkv_bias, self.name = qkv_bias, name
         self.attention = Attention(heads, name=self._named("attention"), **settings)
+        self._projections: dict[tuple[str, int], Conv] = {}
 
     def __call__(self, queries: Node, keys: Node | None = None, values: Node | None = None) -> Node:
         """Return the attention of queries to keys and values; by default keys are the queries, and values the keys."""
@@ -655,11 +656,15 @@ class MultiHeadAttention:
         counts = {"query": self.heads, "key": self.groups or self.heads, "value": self.groups or self.heads}
         nodes = {"query": queries, "key": keys, "value": values}
         projected = [
-            Conv(counts[what] * width, 1, bias=self.qkv_bias, name=self._named(what))(node)
-            for what, node in nodes.items()
+            self._projection(what, counts[what] * width, self.qkv_bias)(node) for what, node in nodes.items()
         ]
-        y = self.attention(*projected)
-        return Conv(self.channels or queries.shape[-1], 1, name=self._named("out"))(y)
+        return self._projection("out", self.channels or queries.shape[-1], True)(self.attention(*projected))
+
+    def _projection(self, part: str, channels: int, bias: bool) -> Conv:
+        """Return the projection to this number of channels; all calls share it."""
+        if (part, channels) not in self._projections:
+            self._projections[part, channels] = Conv(channels, 1, bias=bias, name=self._named(part))
+        return self._projections[part, channels]
 
     def _named(self, part: str) -> str | None:
         return self.name and f"{self.name}.{part}"

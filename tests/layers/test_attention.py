@@ -150,6 +150,14 @@ def test_calls_of_a_periodic_layer_share_its_parameters():
     assert list(Network({"y": layer(once, once, once)}).parameters()) == ["a/bias"]
 
 
+@pytest.mark.parametrize("name", [None, "m"])
+def test_calls_with_projections_share_all_parameters(name):
+    attend, x = MultiHeadAttention(2, bias="relative", name=name), Input((5, 4), "x")
+    once, twice = (Network({"y": y}).parameters() for y in (attend(x), attend(attend(x))))
+    assert list(once) == list(twice)
+    assert len(twice) == 9
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", ["everywhere", "dilated", "heads that blocks cut"])
 def test_dropped_weights_are_the_same_under_every_cut(ranks, alone, turn, case):
