@@ -242,7 +242,10 @@ class Attention(Layer):
         return self.changed(heads=filters)
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        return self, shape
+        """Return the layer for a block, which may be of any extents: it has no ends that meet."""
+        ends = zip(spread("shift", self.shift, len(outputs)), spread("periodic", self.periodic, len(outputs)))
+        shift = tuple(0 if continues else by for by, continues in ends)
+        return self.changed(periodic=False, shift=shift) if np.any(self.periodic) else self, shape
 
     @property
     def everywhere(self) -> bool:
@@ -357,7 +360,7 @@ class _Lowering:
         space = k.longest[1:-1] if self.layer.everywhere else block[1:-1]
         inputs = ((*block[:-1], most * q), (block[0], *space, groups * q), (block[0], *space, groups * v))
         filters = most if most < self.layer.heads else None
-        return self.context.timing(phase, inputs=inputs, outputs=None, filters=filters)
+        return self.context.timing(phase, inputs=inputs, filters=filters)
 
     def finish_output(self) -> None:
         """Copy the own channels of the heads."""

@@ -41,6 +41,15 @@ def test_the_faster_of_gather_and_ring_is_chosen(slower, faster):
     assert dict(found.traffic)["halo"][1] == both[faster].traffic["halo"][1]
 
 
+@pytest.mark.parametrize("rule", [{"window": 4, "shift": 1}, {"neighborhood": 5}], ids=str)
+def test_periodic_attention_is_priced_by_block(rule):
+    """Blocks have any extents: they need not be whole windows, or longer than a neighborhood."""
+    made = network(16, periodic=True, **rule)
+    work = LayerWork.of(made.layers["attention"].layer, [(1, 3, 20, 32)] * 3, "float32", outputs=(3, 20))
+    assert RooflineTimes(LASSEN).of_work(work).forward > 0 and work.output == (3, 20, 32)
+    assert plan_network(made, 1, 4, LASSEN, RooflineTimes(LASSEN)).step_seconds > 0
+
+
 def test_a_plan_names_the_algorithm_of_each_attention():
     machine = LASSEN.emulated(2e-5, 2e-9)
     plan = plan_network(network(32), 1, 4, machine, RooflineTimes(machine))
