@@ -40,6 +40,7 @@ from ..layers import (
     Resize,
     Softmax,
 )
+from ..layers.parameter import ForeignArray, GivenValues
 from .attention import ATTENTION
 from .extents import joined, numbers_along, with_tokens
 from .files import Buffer
@@ -135,9 +136,34 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
                 "export the model without the Flatten at its end"
             )
     try:
-        return Network({name: _output(build.values[name]) for name in graph.outputs}, name=path.stem)
+        network = Network({name: _output(build.values[name]) for name in graph.outputs}, name=path.stem)
     except ValueError as error:
         raise UserError(f"{path}: cannot build a network from it: {error}") from error
+    _check_parts(path, network)
+    return network
+
+
+def _check_parts(path: Path, network: Network) -> None:
+    """Raise UserError if layers train the same elements of an array apart, of which one has a part only.
+
+    (Exporters merge equal arrays of norms, which are whole and belong to several layers.)
+    """
+    arrays: dict[str, list[tuple[str, ForeignArray, int]]] = {}
+    for name, spec in network.parameters().items():
+        if isinstance(spec.init, GivenValues) and spec.init.foreign is not None:
+            arrays.setdefault(spec.init.foreign.name, []).append((name, spec.init.foreign, spec.size))
+    for title, parts in arrays.items():
+        if len(parts) == 1 or all(size == math.prod(array.shape) for _, array, size in parts):
+            continue
+        used = np.zeros(math.prod(parts[0][1].shape), bool)
+        for name, array, _ in parts:
+            positions = array.positions()
+            if used[positions].any():
+                raise UserError(
+                    f"{path}: expected weights of its own for {name.rpartition('/')[0]!r}, got elements of {title!r} "
+                    "that another layer trains too; use a second parameter in the place of one of them"
+                )
+            used[positions] = True
 
 
 def _output(value: Activation) -> Node:

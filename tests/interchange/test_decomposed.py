@@ -44,7 +44,7 @@ def _functions():
         ),
         "circular padding": (lambda m, y: functional.pad(y, (1, 2, 2, 0), mode="circular"), None),
         "repeated rows": (lambda m, y: lib.cat([y[:, :, :1], y, y[:, :, -1:]], 2)[:, :, :-2], None),
-        "roll": (lambda m, y: lib.roll(y, (1, -2), (2, 3)), ["Roll", "Roll"]),
+        "roll": (lambda m, y: lib.roll(y, (1, -2), (2, 3)), ["Roll"]),
         "rows that are joined": (lambda m, y: lib.cat([y[:, :, 3:], lib.tanh(y[:, :, 1:4])], 2), None),
         "zeros that are joined": (lambda m, y: lib.cat([lib.zeros_like(y[:, :, :2]), y[:, :, 2:]], 2), None),
         "every second row": (lambda m, y: functional.pad(y[:, :, 1::2, ::2], (1, 1, 1, 2)), None),
@@ -132,7 +132,7 @@ def test_all_functions_of_the_new_exporter_in_one_file(tmp_path):
     network = _check("", together(*map(_module, names)), "dynamo", tmp_path)
     kinds = [node.layer.kind for node in network.layers.values()]
     assert kinds.count("Clamp") == 5 and kinds.count("LocalResponseNorm") == 2 and kinds.count("Softplus") == 3
-    assert kinds.count("Roll") == kinds.count("LayerNorm") == 2 and kinds.count("GlobalMaxPool") == 1
+    assert (kinds.count("Roll"), kinds.count("LayerNorm")) == (1, 2) and kinds.count("GlobalMaxPool") == 1
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

@@ -167,9 +167,6 @@ def _computed():
         w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
         return functional.conv2d(x, w, m.c.bias, padding=1)
 
-    def halved(m, x):
-        return functional.conv2d(x, m.c.weight[:2])
-
     originals = r"'parametrizations.weight.original1', '.*0'.*remove_parametrizations"
     return {
         "weight norm": (lambda: parametrizations.weight_norm(conv(), dim=1), originals),
@@ -190,7 +187,6 @@ def _computed():
             lambda: as_module(lambda m, x: functional.conv2d(x, m.c.weight * 0.1), c=conv()),
             "'c.weight'.*compute them once",
         ),
-        "a part": (lambda: as_module(halved, c=conv()), "'c.weight'.*compute them once"),
     }
 
 
@@ -214,6 +210,25 @@ def test_weights_that_torch_computes_are_refused(name, exporter, tmp_path):
     message = rf"node '.*' \(Conv(Transpose)?\): expected parameters .*computed from {message}"
     with pytest.raises(UserError, match=message):
         hg.onnx.load(path, buffers=[key for key, _ in module.named_buffers()])
+
+
+def test_parts_of_a_parameter_are_trained_once():
+    """Layers may have different parts of one parameter; elements that two layers would train apart are an error."""
+    lib = torch()
+    nn, conv2d = lib.nn, lib.nn.functional.conv2d
+
+    def network(forward):
+        return hg.from_torch(as_module(forward, c=nn.Conv2d(3, 4, 3)), lib.zeros(2, 3, 6, 5))
+
+    apart = network(lambda m, x: conv2d(x, m.c.weight[:2]) + conv2d(x, m.c.weight[2:]))
+    assert [spec.shape for spec in apart.parameters().values()] == [(2, 3, 3, 3)] * 2
+    assert len(network(lambda m, x: conv2d(x, m.c.weight[:2]) + conv2d(x + 1, m.c.weight[:2])).parameters()) == 1
+    for forward in (
+        lambda m, x: conv2d(x, m.c.weight[:2]) + conv2d(x, m.c.weight[1:3]),
+        lambda m, x: m.c(x)[:, :2] + conv2d(x, m.c.weight[:2]),
+    ):
+        with pytest.raises(UserError, match=r"expected weights of its own for 'c_2', got elements of 'c.weight' that"):
+            network(forward)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
