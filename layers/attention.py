@@ -497,9 +497,7 @@ class _Ring(_Lowering):
             if boxes == value.layout.boxes:
                 context.copy((value.view, view))
                 continue
-            message = context.exchange(
-                value.stored, boxes, value.region.view, view, source_origin=value.region.box.start
-            )
+            message = context.exchange(value.layout.boxes, boxes, value.view, view)
             context.start(message)
             messages.append(message)
         return views, messages

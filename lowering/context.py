@@ -351,7 +351,8 @@ class Context:
             return Gathered(self, value.gathered[key], boxes[self.rank])
         if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
             fill = None
-        found = _gathered(self, value.region, value.stored, boxes, "halo", "halo copy", fill, padded)
+        owned = value.layout.boxes
+        found = _gathered(self, value.region, value.stored, owned, boxes, "halo", "halo copy", fill, padded)
         value.gathered[key] = found.view
         return found
 
@@ -362,7 +363,8 @@ class Context:
         """
         source = self.output.gradient if masked is None else Region(masked, self.box)
         assert source is not None
-        return _gathered(self, source, self.output.layout.boxes, boxes, kind, "transient", None)
+        owned = self.output.layout.boxes
+        return _gathered(self, source, owned, owned, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks) -> Returned:
         """Return the array for the gradient of gathered boxes, which is summed on the owners.
@@ -389,6 +391,7 @@ def _gathered(
     context: Context,
     region: Region,
     stored: Blocks,
+    owned: Blocks,
     boxes: Blocks,
     kind: str,
     use: str,
@@ -408,6 +411,8 @@ def _gathered(
         view = Buffer(box.shape, region.view.dtype, use, kept=kept, fill=fill or 0.0).view
         if everyone_has:  # only this rank copies; no rank communicates
             return Gathered(context, view, box, copied=region.part(box))
+    if stored != owned:  # halos that were read from disk are not sources: blocks with halos overlap
+        stored, region = owned, Region(region.part(owned[context.rank]), owned[context.rank])
     made = context.exchange(
         stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
     )

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Attention, Conv, Input, MeanSquaredError, MultiHeadAttention, Network, Roll
+from halograd.layers import Attention, Conv, Input, MeanSquaredError, MultiHeadAttention, Network, Pad, Roll
 from halograd.layers.resized import resized
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import memory_of, program_of
@@ -189,6 +189,18 @@ def test_a_block_with_projections_and_convolutions(ranks):
             return y + attend(y)
 
         return call
+
+    check_layer(block, (6, 5, 4), backend="numpy")
+
+
+@pytest.mark.mpi
+def test_samples_that_were_read_with_halos():
+    """Blocks of an input that a convolution reads too have halos, and overlap; the owned boxes are sent."""
+
+    def block():
+        attend, conv, roll = Attention(2, name="a"), Conv(4, 3, padding=1), Pad(2, "circular")
+        wide = Conv(4, 5, name="wide")
+        return lambda x: attend(x, x, x) + conv(x) + wide(roll(x))
 
     check_layer(block, (6, 5, 4), backend="numpy")
 
