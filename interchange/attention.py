@@ -421,7 +421,7 @@ def _added(build: Builder, op: OnnxNode, i: int, q: _Operand, window: Shape) -> 
 
 
 def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequence[np.ndarray]) -> Shape:
-    """Return the shift of windows whose mask is the sum of these constants; zeros if it masks nothing."""
+    """Return the shift of the windows from the sum of constant masks; zeros without masked scores."""
     none, counts = (0,) * len(window), [n // own for n, own in zip(q.axes.shape[1:-1], window)]
     total = np.asarray(sum(masks))
     if not total.any():

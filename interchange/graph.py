@@ -351,7 +351,7 @@ class Builder:
         return self.values[name]
 
     def axes(self, name: str, made: bool = False) -> tuple[Node, Axes]:
-        """Return the node whose elements are those of a value, and its axes in ONNX.
+        """Return the node with the elements of a value, and the axes of the value in ONNX.
 
         With `made`, the node is that of the value itself, if there is one, and not the one that it was reshaped from.
         """

@@ -88,8 +88,22 @@ class Everywhere(Reach):
             yield range(*queries), range(*keys)
 
 
+class _OfOneAxis(Reach):
+    """Rule for queries and keys at the same positions."""
+
+    size: int
+
+    @property
+    def queries(self) -> int:  # type: ignore[override]
+        return self.size
+
+    @property
+    def keys(self) -> int:  # type: ignore[override]
+        return self.size
+
+
 @dataclass(frozen=True)
-class Windows(Reach):
+class Windows(_OfOneAxis):
     """Positions in windows that begin at ``shift + k * extent`` for all integers k. A query reads its own window.
 
     The first and the last window may be smaller: windows do not continue at the other end. Shifted windows are those of
@@ -102,14 +116,6 @@ class Windows(Reach):
 
     def __post_init__(self) -> None:
         _expect(self.size >= 0 and self.extent >= 1, self)
-
-    @property
-    def queries(self) -> int:  # type: ignore[override]
-        return self.size
-
-    @property
-    def keys(self) -> int:  # type: ignore[override]
-        return self.size
 
     def _begin(self, position: int) -> int:
         """Return where the window of a position begins, or would begin if there were positions below 0."""
@@ -132,7 +138,7 @@ class Windows(Reach):
 
 
 @dataclass(frozen=True)
-class Neighborhood(Reach):
+class Neighborhood(_OfOneAxis):
     """Every query reads the `extent` keys around it at distances that are multiples of the dilation.
 
     At both ends the neighborhood is moved inwards, so that it keeps its extent; if fewer positions have the same
@@ -147,14 +153,6 @@ class Neighborhood(Reach):
 
     def __post_init__(self) -> None:
         _expect(self.size >= 0 and min(self.extent, self.dilation) >= 1, self)
-
-    @property
-    def queries(self) -> int:  # type: ignore[override]
-        return self.size
-
-    @property
-    def keys(self) -> int:  # type: ignore[override]
-        return self.size
 
     def _first(self, queries: Any) -> Any:
         """Return the number of the first key that each query reads, counted among the keys of its remainder."""

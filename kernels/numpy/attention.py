@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -95,7 +96,7 @@ class _Tiles:
         return _largest(self.leads), _largest(self.rows), _largest(self.columns)
 
 
-class _Share:
+class _Share(ABC):
     """Forward or backward pass over all tiles of some samples and heads, with buffers by name in scratch memory.
 
     Buffers are as large as the largest tile needs.
@@ -163,11 +164,12 @@ class _Share:
         return None if self.a.dbias is None else self.buffer("table", self.table_shape, np.float64)
 
     def start(self) -> None:
-        """Prepare the run."""
+        """Prepare the run; nothing by default."""
+        return
 
+    @abstractmethod
     def compute(self, tiles: _Tiles, rows: Box, first: np.uint64) -> None:
         """Compute all tiles of a box of queries."""
-        raise NotImplementedError
 
     def _pack_bias(self, tiles: _Tiles, rows: Box) -> None:
         """Copy the biases of a box of queries, if all its tiles have the same."""

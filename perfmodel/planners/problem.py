@@ -125,7 +125,7 @@ class Problem:
         return Selection(whole, self.seconds(whole), self.bytes(whole), optimal, gap, work or Effort())
 
     def no_choice(self, smallest: float) -> NoneFits:
-        """Return the error that explains why there is no choice.
+        """Return the error for a problem without a choice, with the reason.
 
         `smallest` is the minimum memory of all choices [B]; ``inf``: each choice has an infinite time.
         """

@@ -13,6 +13,7 @@ from halograd.perfmodel.cost import memory_of, program_of
 from halograd.program.program import Target
 from halograd.testing import check_layer, random_array, run_layer
 from halograd.training.executor import Executor
+from tests.layers.geometries import skew
 from tests.layers.graphs import Graphs, run
 from tests.layers.norms import close
 from tests.layers.oracle import check_torch, torch
@@ -194,13 +195,16 @@ def test_a_block_with_projections_and_convolutions(ranks):
 
 
 @pytest.mark.mpi
-def test_samples_that_were_read_with_halos():
-    """Blocks of an input that a convolution reads too have halos, and overlap; the owned boxes are sent."""
+def test_samples_that_were_read_with_halos(monkeypatch):
+    """Boxes of an input that other layers read are no parts of it: on three ranks rank 0 owns no row of six here, and
+    reads the second one for its cropped output. The owned boxes are sent.
+    """
+    skew(monkeypatch)
 
     def block():
-        attend, conv, roll = Attention(2, name="a"), Conv(4, 3, padding=1), Pad(2, "circular")
-        wide = Conv(4, 5, name="wide")
-        return lambda x: attend(x, x, x) + conv(x) + wide(roll(x))
+        attend, around, conv = Attention(2, name="a"), Pad(((1, 1), (0, 0)), "circular"), Conv(4, 5, name="wide")
+        inner = Pad(((-1, -1), (0, 0)))
+        return lambda x: Pad(((-1, -1), (0, 0)))(attend(x, x, x)) + inner(x) + Pad(((0, 0), (2, 2)))(conv(around(x)))
 
     check_layer(block, (6, 5, 4), backend="numpy")
 
