@@ -13,6 +13,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import swin, vit
 from halograd.testing import random_array
 from halograd.training.executor import Executor
+from tests.interchange.foreign import let_torchvision_load
 
 BATCH, CLASSES = 2, 5
 #: Our network, torchvision's, and the name of the last layer: a patch grid that windows do not divide, with odd extents
@@ -42,12 +43,10 @@ CUTS = {1: {}, 2: {"width": 2}, 4: {"height": 2, "width": 2}}
 
 
 def _models():
-    """Return torchvision's models; skip where it is missing, or built for another torch."""
-    try:
-        from torchvision import models
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs torchvision for this torch: pip install 'halograd[oracle-zoo]' ({error})")
-    return models
+    """Return torchvision's models; skip the test without torchvision."""
+    pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle-zoo]'")
+    let_torchvision_load()
+    return pytest.importorskip("torchvision.models", reason="needs torchvision: pip install 'halograd[oracle-zoo]'")
 
 
 def _step_of_torch(make, x, target, path):
