@@ -17,6 +17,7 @@ from halograd.documents import shown
 from halograd.errors import UserError
 
 from ..data.disk import one_line, reason_of, regular_size
+from .adaptive import DOMAIN, pooled_shape
 from .files import Buffer, library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape, titled
 from .origins import Origins, computed_from
@@ -475,7 +476,6 @@ class _Folding:
         self._check_sizes(op)
         self.operations.append(op)
 
-
     def _check_sizes(self, op: OnnxNode) -> None:
         """Raise UserError for impossible extents, and for sizes of the exporter's example if other extents are
         requested.
@@ -514,6 +514,9 @@ class _Folding:
             if name in self.constants and name not in self.types and int(np.prod(self.constants[name].shape)) <= 64
         }
         versions = {one.domain: one.version for one in self.model.opset_import}
+        if node.domain == DOMAIN and (size := next((list(a.ints) for a in node.attribute if a.name == "size"), None)):
+            kind, shape = known[node.input[0]].tensor_type.elem_type, _shape_of(known[node.input[0]]) or ()
+            return {node.output[0]: self.onnx.helper.make_tensor_type_proto(kind, pooled_shape(shape, size))}
         if node.op_type == "Celu":  # ONNX defines it for float32 only, but torch exports other types
             return dict.fromkeys(node.output, known[node.input[0]])
         try:

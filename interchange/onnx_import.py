@@ -41,6 +41,7 @@ from ..layers import (
     Softmax,
 )
 from ..layers.parameter import ForeignArray, GivenValues
+from .adaptive import ADAPTIVE
 from .attention import ATTENTION
 from .extents import joined, numbers_along, with_tokens
 from .files import Buffer
@@ -497,6 +498,7 @@ OPERATORS: dict[str, Operator] = {
     "Concat": _concat,
     "Gemm": _gemm,
     "Linear": _linear,
+    **ADAPTIVE,
     **ATTENTION,
     **SLIDING,
     **NORMS,

@@ -37,8 +37,8 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
     reader, remedy = build.graph.only_reader(op.outputs[0]), ""
     if reader is not None and reader.kind in ("Gather", "GatherND"):
         remedy = (
-            "an interpolation or an adaptive pooling that the exporter has decomposed: put hg.Resize or "
-            "hg.AdaptiveAveragePool in its place, or export with dynamo=False"
+            "an interpolation that the exporter has decomposed: put hg.Resize in its place, or import the module by "
+            "hg.from_torch, or export with dynamo=False"
         )
     refusal = build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
     if value.spatial:

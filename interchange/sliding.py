@@ -29,7 +29,7 @@ from .extents import along
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of
 
-__all__ = ["SLIDING", "ceil_padding"]
+__all__ = ["SLIDING", "ceil_padding", "global_pool"]
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -197,7 +197,7 @@ def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: A
     value = build.with_positions(op)
     window = _window(build, op, len(value.node.shape) - 1)
     if window["kernel"] == value.node.shape[:-1] and not any(op.attributes.get("pads") or ()):
-        return _global_pool(build, op, GlobalMaxPool if make is MaxPool else GlobalAveragePool, make)
+        return global_pool(build, op, GlobalMaxPool if make is MaxPool else GlobalAveragePool, make)
     given = window["padding"]
     window["padding"] = _rounded_up(build, op, window, value.node.shape[:-1])
     if options.get("count_include_pad") and window["padding"] != given:
@@ -216,7 +216,7 @@ def _average_pool(build: Builder, op: OnnxNode) -> Activation:
     return _pool(build, op, AveragePool, count_include_pad=include)
 
 
-def _global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Callable[..., Layer]) -> Activation:
+def global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Callable[..., Layer]) -> Activation:
     """Import a global pooling; as one window over all positions if a layer with spatial axes follows."""
     value = build.with_positions(op)
     if op.outputs[0] in build.keeping:
@@ -226,11 +226,11 @@ def _global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Call
 
 
 def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
-    return _global_pool(build, op, GlobalAveragePool, AveragePool)
+    return global_pool(build, op, GlobalAveragePool, AveragePool)
 
 
 def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
-    return _global_pool(build, op, GlobalMaxPool, MaxPool)
+    return global_pool(build, op, GlobalMaxPool, MaxPool)
 
 
 def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activation:
@@ -248,7 +248,7 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
             remedy = "take a convolution of one position to one channel in its place: Conv2d(channels, 1, 1)"
         raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}", remedy)
     if not value.last and keeps:
-        return _global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)
+        return global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)
     if value.last and keeps:
         raise build.refused(op, "channels at axis 1", "channels at the last axis")
     return Activation(build.add(op, kind(), value.node))

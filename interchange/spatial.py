@@ -197,5 +197,91 @@ def _linear(
     return None
 
 
+def _adaptive_means(graph: Graph, op: OnnxNode) -> None:
+    """Recognize means over windows that cover the input, as torch's new exporter decomposes them.
+
+    The operations are linear and do not mix samples or channels, so their values for random numbers decide which
+    function they are.
+    """
+    chain = _behind(graph, op) if op.kind == "Transpose" else []
+    if not chain:
+        return
+    x, end = op.inputs[0], chain[-1]
+    before, after = graph.shapes[x], graph.shapes[end.outputs[0]]
+    if len(after) != len(before) or after[:2] != before[:2]:
+        return
+    draw = np.random.default_rng(0).uniform(size=(1, 1, *before[2:]))
+    if not np.allclose(_computed(graph, chain, x, draw), _means(draw, after[2:]), rtol=1e-6, atol=0):
+        return
+    size, single, squeezed = after[2:], graph.maker(x), graph.only_reader(end.outputs[0])
+    if single is not None and squeezed is not None and before[2:3] == (1,) == size[:1]:
+        # One axis: the exporter adds an axis of extent 1 and removes it again.
+        kinds, whole = (single.kind, squeezed.kind), graph.shapes[single.inputs[0]]
+        fits = whole == (*before[:2], *before[3:]) and graph.shapes[squeezed.outputs[0]] == (*after[:2], *after[3:])
+        if kinds == ("Unsqueeze", "Squeeze") and fits and graph.only_reader(x) is op:
+            chain, x, size = [single, *chain, squeezed], single.inputs[0], size[1:]
+    graph.replace(chain, chain[-1].changed(kind="AdaptiveAveragePool", inputs=(x,), attributes={"size": list(size)}))
+
+
+#: Operators of the decomposition.
+_PARTS = ("Transpose", "GatherND", "Where", "Gather", "Add", "Div")
+
+
+def _behind(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
+    """Return the operations from a Transpose and a GatherND to a quotient that no other operations read within."""
+    picked = graph.only_reader(op.outputs[0])
+    if picked is None or picked.kind != "GatherND":
+        return []
+    chain, made = [op], set(op.outputs)
+    for other in graph.operations:
+        if other is op or not made & set(other.inputs):
+            continue
+        if other.kind not in _PARTS or any(n not in made and n not in graph.constants for n in other.inputs):
+            return []
+        chain.append(other)
+        made |= set(other.outputs)
+        if other.kind == "Div":
+            inner = made - set(other.outputs)
+            within = all(any(r is one for one in chain) for name in inner for r in graph.readers(name))
+            fixed = all(graph.constants[n].is_fixed for one in chain for n in one.inputs if n in graph.constants)
+            return chain if within and fixed and not inner & set(graph.outputs) else []
+    return []
+
+
+def _computed(graph: Graph, chain: Sequence[OnnxNode], x: str, array: np.ndarray) -> np.ndarray:
+    """Return the last value of the operations for an array in the place of `x`."""
+    values = {x: array}
+    for op in chain:
+        given = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]
+        if op.kind == "Transpose":
+            made = given[0].transpose(op.attributes["perm"])
+        elif op.kind == "GatherND":
+            made = given[0][tuple(np.moveaxis(given[1], -1, 0))]
+        elif op.kind == "Gather":
+            made = np.take(given[0], given[1], axis=op.attributes.get("axis", 0))
+        elif op.kind == "Where":
+            made = np.where(*given)
+        else:
+            made = given[0] + given[1] if op.kind == "Add" else given[0] / given[1]
+        values[op.outputs[0]] = made
+    return values[chain[-1].outputs[0]]
+
+
+def _means(array: np.ndarray, size: Sequence[int]) -> np.ndarray:
+    """Return means over adaptive windows of ``(N, C, *spatial)``."""
+    for axis, m in enumerate(size, start=2):
+        n = array.shape[axis]
+        windows = [range(o * n // m, -(-(o + 1) * n // m)) for o in range(m)]
+        array = np.stack([array.take(list(window), axis).mean(axis) for window in windows], axis)
+    return array
+
+
 #: These rules run before expansions are removed.
-SPATIAL: tuple[Callable[[Graph, OnnxNode], None], ...] = (_joined_rows, _repeated, _picked, _indexed, _linear_resize)
+SPATIAL: tuple[Callable[[Graph, OnnxNode], None], ...] = (
+    _joined_rows,
+    _repeated,
+    _picked,
+    _adaptive_means,
+    _indexed,
+    _linear_resize,
+)

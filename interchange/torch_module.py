@@ -27,6 +27,7 @@ from halograd.errors import UserError
 from ..data.disk import atomic_path, one_line
 from ..layers import Network
 from ..layers.parameter import GivenValues
+from .adaptive import symbolics, translations
 from .files import Buffer, library
 from .onnx_import import imported
 from .origins import KIND
@@ -280,7 +281,13 @@ def _by_torch_export(call: _Call, folder: Path, shapes: Mapping[str, Sequence[in
     torch = library("torch")
     tensors = [_at(tensor, shapes.get(name)) for name, tensor in call.tensors.items()]
     program = torch.onnx.export(
-        call.module, tuple(tensors), dynamo=True, optimize=False, input_names=list(call.tensors), verbose=False
+        call.module,
+        tuple(tensors),
+        dynamo=True,
+        optimize=False,
+        input_names=list(call.tensors),
+        verbose=False,
+        custom_translation_table=translations(),
     )
     large = sum(p.numel() * p.element_size() for p in call.module.parameters()) > _LARGE
     program.save(str(folder / "model.onnx"), external_data=large)
@@ -295,8 +302,7 @@ def _by_torchscript(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int
         for name, tensor in call.tensors.items()
         if name in shapes and tuple(shapes[name]) != (*tensor.shape[2:], tensor.shape[1])
     }
-    torch.onnx.register_custom_op_symbolic("aten::detach", _refuse_detach, _OPSET)
-    try:
+    with _written({"aten::detach": _refuse_detach} | symbolics()):
         torch.onnx.export(
             call.module,
             tuple(_at(tensor, None) for tensor in call.tensors.values()),
@@ -308,12 +314,23 @@ def _by_torchscript(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int
             input_names=names,
             dynamic_axes=axes or None,
         )
-    finally:
-        torch.onnx.unregister_custom_op_symbolic("aten::detach", _OPSET)
 
 
 #: Version of the operators that the old exporter writes.
 _OPSET = 18
+
+
+@contextlib.contextmanager
+def _written(symbolics: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let functions write operators of torch for the old exporter within the context."""
+    torch = library("torch")
+    try:
+        for name, write in symbolics.items():
+            torch.onnx.register_custom_op_symbolic(name, write, _OPSET)
+        yield
+    finally:
+        for name in symbolics:
+            torch.onnx.unregister_custom_op_symbolic(name, _OPSET)
 
 
 def _refuse_detach(graph: Any, value: Any) -> Any:

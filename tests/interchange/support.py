@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -72,11 +73,18 @@ def export(module, x, path: Path, exporter: str, training: bool = False, **optio
 
 @functools.cache
 def keep_operators() -> None:
-    """Make the new exporter cache its read-only table of operators, whose construction takes half of every export."""
+    """Make the new exporter cache its table of operators, whose construction takes half of every export."""
     with contextlib.suppress(ImportError, AttributeError):  # other versions of torch have no such table
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-        ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+        made = functools.cache(ONNXRegistry.from_torchlib)
+
+        def fresh(**version: int) -> ONNXRegistry:  # every export adds the operators of its caller
+            registry = copy.copy(made(**version))
+            registry.functions = {target: list(found) for target, found in registry.functions.items()}
+            return registry
+
+        ONNXRegistry.from_torchlib = staticmethod(fresh)
 
 
 def predicted(network: Network, x: np.ndarray, dtype: str = "float64") -> dict[str, np.ndarray]:

@@ -15,7 +15,17 @@ from halograd.errors import UserError
 from halograd.interchange import torch_module
 from halograd.kernels import get_backend
 from halograd.training.executor import Executor
-from tests.interchange.support import as_module, check_step, first, keep_operators, last, predicted, samples, torch
+from tests.interchange.support import (
+    as_module,
+    check_step,
+    export,
+    first,
+    keep_operators,
+    last,
+    predicted,
+    samples,
+    torch,
+)
 
 pytestmark = pytest.mark.torch
 TITLES = list(torch_module.EXPORTERS)
@@ -119,6 +129,30 @@ def test_other_extents_than_those_of_the_example(exporter):
     network = hg.from_torch(model, torch().zeros(1, 1, 4, 4).double(), {"x": (8, 12, 1)})
     x = samples(8, 12, 1)
     np.testing.assert_allclose(predicted(network, x)["output"], last(model(first(x))), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_adaptive_poolings(exporter, axes, tmp_path):
+    """Windows of unequal extents, as one layer each; also as the new exporter decomposes means into operators."""
+    nn, extents = torch().nn, (8, 7, 5)[:axes]
+    conv, size = getattr(nn, f"Conv{axes}d"), (3, 5, 2)[:axes]
+    model = as_module(
+        lambda m, x: m.b(m.mean(m.a(x)).relu() + m.max(x)),
+        a=conv(2, 2, 1),
+        b=conv(2, 2, 1),
+        mean=getattr(nn, f"AdaptiveAvgPool{axes}d")(size),
+        max=getattr(nn, f"AdaptiveMaxPool{axes}d")(size),
+    ).double()
+    x = samples(*extents, 2)
+    network = hg.from_torch(model, first(x))
+    kinds = {node.layer.kind for node in network.layers.values()}
+    assert kinds >= {"AdaptiveAveragePool", "AdaptiveMaxPool"} and "Reshape" not in kinds
+    check_step(network, copy.deepcopy(model), x)
+    if exporter == "torch.export" and axes < 3:
+        model.function = lambda m, x: m.b(m.mean(m.a(x)))
+        network = hg.onnx.load(export(model, first(x), tmp_path / "m.onnx", "dynamo", training=True))
+        assert [node.layer.kind for node in network.layers.values()] == ["Conv", "AdaptiveAveragePool", "Conv"]
+        check_step(network, model, x)
 
 
 def test_what_is_refused():
