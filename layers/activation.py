@@ -12,6 +12,7 @@ import numpy as np
 from ..kernels.access import Access, makes, reads, writes
 from ..kernels.fused import FusedActivation, reads_input
 from ..lowering.context import Context, Lowered
+from ..lowering.views import Region
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 from .softmax import Softmax
@@ -43,6 +44,7 @@ class _Activation(Layer):
 
     cuts_channels = "channelwise"
     inputs_taken = 1
+    widens = True
 
     function = ""
     alpha = 0.0
@@ -53,15 +55,19 @@ class _Activation(Layer):
     def lower(self, context: Context) -> Lowered:
         by_input = reads_input(self.function, self.alpha)
         make = partial(_activation_by_input if by_input else _activation, self)
-        kernel = context.kernel(make, x=context.inputs[0].view, y=context.y)
+        kernel = context.kernel(make, x=context.read(0), y=context.y)
         kernel.function = None if by_input else FusedActivation(self.function, self.alpha)
         context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
             made, y = kernel, context.y if by_input else context.y_again()
-            if y != kernel.views["y"]:
+            box = context.inputs[0].held_gradient[context.rank]
+            if box != context.box:
+                x = context.packed(Region(context.read(0) if by_input else y, context.box).part(box))
+                made = context.kernel(make, x=x, y=context.scratch(box.shape) if by_input else x)
+            elif y != kernel.views["y"]:
                 made = context.kernel(make, x=y, y=y)
-            made.add(dy=context.dy, dx=context.gradient(0))
+            made.add(dy=context.gradient_for(0), dx=context.gradient(0))
             context.run(made, "backward", timing=context.timing("backward_data"))
 
         return Lowered(backward)

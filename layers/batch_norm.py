@@ -20,6 +20,7 @@ from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .activation import activated, fused, inside
 from .layer import Layer, Node, Passes, Shape
+from .norm_margin import NormMargin, block
 from .parameter import Parameter
 
 __all__ = ["STATISTICS", "BatchNorm"]
@@ -75,6 +76,7 @@ class BatchNorm(Layer):
     passes = Passes((2, 1), (3, 2), (1, 1))
     cuts_channels = "channelwise"
     exact_parameters = True
+    widens = True
 
     def __init__(
         self,
@@ -136,6 +138,11 @@ class BatchNorm(Layer):
         sums = ranks > 1 and options.get("statistics", self.statistics) != "local"
         return self.changed(statistics="global" if sums else "local"), sums
 
+    def may_widen(self, inputs: int, parts: Mapping[str, int], options: Mapping[str, Any]) -> bool:
+        # In a margin, the statistics of another rank's block would be needed, and both gradients of a sum.
+        own = options.get("statistics", self.statistics) == "local"
+        return inputs == 1 and not own and super().may_widen(inputs, parts, options)
+
     def lower(self, context: Context) -> Lowered:
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.
@@ -147,13 +154,13 @@ class BatchNorm(Layer):
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
         channels = context.state["mean"].size  # of this rank's block
         groups, whole = statistics_groups(statistics, boxes), statistics_groups("global", boxes)
-        own, everyone = math.prod(context.box.shape[:-1]), math.prod(context.output.layout.shape[:-1])
+        own, everyone = math.prod(context.own.shape[:-1]), math.prod(context.output.layout.shape[:-1])
         count = {"global": everyone, "sample": _of_samples(context), "local": own}[statistics]
         views = {name: context.keep((channels,), context.wide, "statistics") for name in ("mean", "var")}
         views |= {name: context.keep((2, channels), "float64", "statistics") for name in ("sums", "means", "moments")}
         views |= lower_affine(context, channels)
-        views |= {"x": inputs[0].view, "y": context.y}
         views |= {f"running_{key}": view for key, view in context.state.items()}
+        margin = NormMargin(context, inputs[0], views)
         sizes = (16 * boxes.extents[-1]).tolist()
         total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
         running = None
@@ -167,7 +174,7 @@ class BatchNorm(Layer):
         share, again = own / max(1, everyone), context.options.get("recompute", "none") != "none"
         numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again)
         kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
-        kernel = context.kernel(partial(kind, numbers), **views, residual=None)
+        kernel = context.kernel(partial(kind, numbers), **views, x=margin.x, y=margin.y, residual=None)
         if len(inputs) > 1:
             kernel.add(residual=inputs[1].view)
 
@@ -180,8 +187,10 @@ class BatchNorm(Layer):
             x.start()
         for x in inputs:
             x.finish()
+        margin.read()
         settle()
-        context.run(kernel, "evaluate", when="evaluation", timing=context.timing("forward"))
+        forward = context.timing("forward", inputs=tuple(v.layout.boxes.longest for v in context.inputs))
+        context.run(kernel, "evaluate", when="evaluation", timing=forward)
         context.run(kernel, "begin", when="training")
         if not alone:
             context.run(kernel, "statistics", when="training")
@@ -190,24 +199,28 @@ class BatchNorm(Layer):
             centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))
             context.run(kernel, "cancels", when="training", guarded=[centered, *both, variance])
             context.run(kernel, "take", when="training")
-        context.run(kernel, "train", when="training", timing=context.timing("forward"))
+        context.run(kernel, "train", when="training", timing=forward)
+        margin.normalize(self, f)
         if running is not None:
             context.run(kernel, "average", when="training")
             context.start(running, when="training")
 
         def backward() -> None:
-            dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
-            kernel.add(dy=context.dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
+            dy, dx = margin.gradients(self, f, numbers.count)
+            kernel.add(dy=dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
             if len(inputs) > 1 and f is not None:
                 wanted = context.needs_gradient(1)
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
             settle()
-            context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
+            margin.differentiate()
+            backward = context.timing("backward_data", inputs=forward.inputs, outputs=forward.outputs)
+            context.run(kernel, "backward_sums", timing=backward)
             if not alone:
                 context.add_up(total)
                 context.run(kernel, "backward_data")
+            margin.correct()
 
         return Lowered(backward)
 
@@ -420,7 +433,7 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
 
 def _of_samples(context: Context) -> int:
     """Return the number of elements per channel in the samples of this rank."""
-    return context.box.shape[0] * math.prod(context.output.layout.shape[1:-1])
+    return context.own.shape[0] * math.prod(context.output.layout.shape[1:-1])
 
 
 def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[int]:
@@ -429,13 +442,6 @@ def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[
     Each part of the channels has a sum of its own; the channels are the fastest axis of the group numbers.
     """
     return [sizes[color % len(sizes)] for color in range(groups.count)]
-
-
-def block(array: Any, channels: int) -> Any:
-    """Return the array of a block with its channels, also if it is empty; None stays None."""
-    if array is None or array.size:
-        return array
-    return array.reshape(*[0] * (array.ndim - 1), channels)
 
 
 def affine_parameters(channels: int) -> dict[str, Parameter]:

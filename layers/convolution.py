@@ -12,6 +12,7 @@ from ..kernels import Geometry
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context, Gathered, Lowered
+from ..lowering.views import Region
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, gradient_of, lower_contraction
@@ -69,6 +70,7 @@ class Conv(Layer):
     passes = Passes()
     weight_norm = False
     inputs_taken = 1
+    widens = True
 
     def __init__(
         self,
@@ -162,14 +164,22 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     def backward() -> None:
         dy, masked = context.dy, None
         if f is not None:
-            dy = masked = context.scratch(context.box.shape)
-            context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
+            dy = masked = context.scratch(dy.shape)
+            context.run(context.kernel(partial(gradient_of, f), y=context.y_of_gradient(), dy=context.dy, dx=masked))
         grads = {"dw": context.grads["w"], "db": context.grads.get("b")}
-        weights = context.kernel(partial(conv_filter, geometry), x=x.view, dy=dy, **grads)
+        if context.output.wide:  # the filters' gradient is a sum, in which each element of dy counts once
+            read = context.clipped(0, slack, own=True)[context.rank]
+            held = Region(dy, context.output.held_gradient[context.rank])
+            views = {"x": Region(x.view, x.box).part(read), "dy": held.part(context.own)}
+            views = {name: context.packed(view) for name, view in views.items()}
+            made = local_geometry(windows, read, context.own, layer.groups)
+        else:
+            views, made = {"x": x.view, "dy": dy}, geometry
+        weights = context.kernel(partial(conv_filter, made), **views, **grads)
         if not context.needs_gradient(0):
             context.run(weights, timing=context.timing("backward_filter"))
             return
-        dx, owned = context.gradient(0), context.inputs[0].box
+        dx, owned = context.gradient(0), context.inputs[0].held_gradient[context.rank]
         halo = context.gather_gradient(context.gradient_blocks, masked)
         halo.start()
         context.run(weights, timing=context.timing("backward_filter"))

@@ -196,6 +196,9 @@ class Layer(TargetReader):
     behind: Layer | None = None
     #: Whether its inputs are read after the end of a step (metrics read those of a loss).
     keeps_inputs: bool = False
+    #: Whether it can compute boxes with a margin that other ranks own (`wide` in a strategy): it reads inputs, and
+    #: gradients of its output, by the boxes of the context, and adds only elements that its rank owns to sums.
+    widens: bool = False
     #: Rule by which its output may be computed again in the backward pass: "pointwise" if this takes little more than
     #: the traffic of its arrays, "block" if it takes more; "never": its kernels may have other effects.
     recomputation: str = "never"
@@ -350,6 +353,18 @@ class Layer(TargetReader):
         axes = {name: tuple(getattr(w, name) for w in windows) for name in ("kernel", "stride", "dilation")}
         stencil = Stencil(axes["kernel"], axes["stride"], pads, axes["dilation"])
         return self.changed(stencil=stencil), (*spatial, shape[-1])
+
+    def may_widen(self, inputs: int, parts: Mapping[str, int], options: Mapping[str, Any]) -> bool:
+        """Return whether a call with this number of inputs, cut so, can compute boxes with a margin (`widens`)."""
+        return self.widens and parts["channel"] * parts["input_channel"] == 1
+
+    def whole_gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None:
+        """Return, per rank, the box of the output's gradient from which the rank computes the gradient of its box of an
+        input, without sums over ranks; None: the gradients that several ranks compute are added up.
+        """
+        if not self.widens:
+            return None
+        return x.boxes if self.stencil is None else self.gradient_blocks(x, output)
 
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
         """Return the layer as it computes when cut over this number of ranks, and whether it sums statistics over them.

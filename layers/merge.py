@@ -41,6 +41,7 @@ class Add(Layer):
     # The gradient of every summand is that of the sum: backward moves no data.
     passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
+    widens = True
 
     def __init__(self, activation: str | Layer | None = None, name: str | None = None) -> None:
         super().__init__(name)
@@ -56,7 +57,7 @@ class Add(Layer):
 
     def lower(self, context: Context) -> Lowered:
         f = fused(self)
-        views = {f"x{i}": value.view for i, value in enumerate(context.inputs)}
+        views = {f"x{i}": context.read(i) for i in range(len(context.inputs))}
         kernel = context.kernel(partial(_add, f), y=context.y, **views)
         kernel.fuse = partial(partial, _add) if f is None else None
         context.run(kernel, timing=context.timing("forward"))
@@ -65,11 +66,12 @@ class Add(Layer):
             masked = None
             if f is not None:
                 # A separate array: in the storage of one input, another gradient of that input would be added to it.
-                masked = context.scratch(context.box.shape)
-                context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
+                masked = context.scratch(context.dy.shape)
+                views = {"y": context.y_of_gradient(), "dy": context.dy, "dx": masked}
+                context.run(context.kernel(partial(gradient_of, f), **views))
             for i in range(len(context.inputs)):
                 if context.needs_gradient(i):
-                    context.pass_gradient(i, masked)
+                    context.pass_gradient(i, context.gradient_for(i, masked))
 
         return Lowered(backward)
 

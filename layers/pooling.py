@@ -17,8 +17,8 @@ import numpy as np
 from ..dtensor import Window
 from ..kernels.access import Access, makes, reads, writes
 from ..lowering.context import Context, Lowered
-from ..lowering.views import View
-from .convolution import LocalGeometry, local_geometry
+from ..lowering.views import Region, View
+from .convolution import LocalGeometry, local_geometry, zeroing
 from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
 from .layer import Layer, Node, Passes, Shape
 from .lowering import Pair
@@ -32,6 +32,8 @@ __all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
 
 class _Pool(Layer, ABC):
     """Pooling with a stencil; windows that hold only padding are rejected."""
+
+    widens = True
 
     recomputation = "pointwise"
 
@@ -79,7 +81,8 @@ class _Pool(Layer, ABC):
         """
         windows = self.windows(context.shapes[0])
         # Boxes are clipped at the border of the array, so no fill value is needed.
-        boxes = context.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
+        slack = [0, *(w.stride - 1 for w in windows), 0]
+        boxes = context.clipped(0, slack)
         x = context.gather(0, boxes).run()
         geometry = local_geometry(windows, x.box, context.box)
         # Forward and backward are created together: backward uses what forward stores.
@@ -87,13 +90,25 @@ class _Pool(Layer, ABC):
         context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
-            returned = context.return_gradient(0, boxes)
-            kernel.add(dy=context.dy, dx=returned.view)
+            own = context.clipped(0, slack, own=True)
+            returned = context.return_gradient(0, boxes, own)
+            kernel.add(dy=self._own_gradient(context), dx=returned.view)
             # Forward has stored the positions of the maxima.
             context.run(kernel, "backward", timing=context.timing("backward_data"))
             returned.run()
 
         return Lowered(backward)
+
+    @staticmethod
+    def _own_gradient(context: Context) -> View:
+        """Return the gradient of the output, with zeros in a margin, because the gradients of ranks are added up."""
+        if not context.output.wide:
+            return context.dy
+        dy = context.scratch(context.box.shape)
+        context.run(context.kernel(zeroing, array=dy))
+        held = Region(context.dy, context.output.held_gradient[context.rank])
+        context.copy((held.part(context.own), Region(dy, context.box).part(context.own)))
+        return dy
 
 
 @makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))

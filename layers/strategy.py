@@ -79,6 +79,9 @@ class OptionsTable(Table):
     kernels); ``"auto"`` follows `halo`: a ring for ``"overlap"``."""
     statistics: Literal["local", "sample", "global"] = "global"
     """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
+    wide: bool = False
+    """Whether the output is computed with a margin that the next layers need, instead of exchanging its halo: fewer
+    messages, more computation. Layers that cannot do this, and those before a layer that cannot read it, exchange."""
     recompute: Literal["none", "pointwise", "block"] = "none"
     """Outputs that are not kept for the backward pass, but computed again in it: none; those of norms, activations,
     sums and other pointwise layers (``"pointwise"``); or those of all layers that can be repeated (``"block"``)."""
@@ -164,6 +167,11 @@ class Strategy:
     def recomputes(self) -> bool:
         """Whether outputs of some layers are computed again in the backward pass."""
         return any(own.get("recompute", "none") != "none" for own in (self.options, *self.layers.values()))
+
+    @cached_property
+    def widens(self) -> bool:
+        """Whether outputs of some layers are computed with a margin."""
+        return any(own.get("wide", False) for own in (self.options, *self.layers.values()))
 
     @property
     def keeping_all(self) -> Strategy:

@@ -108,7 +108,9 @@ class Context:
     shapes
         Sample shapes of the inputs.
     box
-        Global box of the output of this rank.
+        Global box of the output that this rank computes: `own`, with a margin if the output is wide (`Value.held`).
+    own
+        Global box of the output that this rank owns: no other rank adds it to a sum.
     dtype, wide
         Dtype of the output; dtype of statistics, of gradients of parameters, and of parameters that are read exactly.
     params, grads, state
@@ -144,7 +146,8 @@ class Context:
         self.inputs, self.output = tuple(step.inputs), step.output
         self.parts, self.options = step.parts, step.options
         self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
-        self.rank, self.size, self.box = self.output.rank, self.output.layout.size, self.output.box
+        self.rank, self.size, self.own = self.output.rank, self.output.layout.size, self.output.box
+        self.box = self.output.held[self.rank]
         self.shapes = [v.layout.shape[1:] for v in self.inputs]
         self.dtype, self.wide = self.output.dtype, wide(self.output.dtype)
         halo = self.options.get("halo", "auto")
@@ -183,23 +186,29 @@ class Context:
     def needed(self, i: int) -> Blocks:
         """Return, per rank, the box of input `i` that its output box needs; boxes may reach outside the array."""
         if i not in self._needed:
-            self._needed[i] = self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
+            self._needed[i] = self._needed_for(i, self.output.held)
         return self._needed[i]
 
-    def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
-        """Return `needed`, clipped to the array.
+    def _needed_for(self, i: int, outputs: Blocks) -> Blocks:
+        layout = Layout(self.output.layout.shape, outputs)
+        return self.layer.needed_blocks(i, [v.layout for v in self.inputs], layout)
 
-        `slack` is, per axis, the number of further owned elements that the box may include at its end (a stride skips
-        them). If the owned box ends at most this much later, the whole owned box is used without a copy.
+    def clipped(self, i: int, slack: Sequence[int] | None = None, own: bool = False) -> Blocks:
+        """Return `needed`, clipped to the array; with `own`, what the owned boxes of the output need.
+
+        `slack` is, per axis, the number of further elements that the box may include at its end (a stride skips them).
+        If the held box ends at most this much later, the whole held box is used without a copy.
         """
-        layout = self.inputs[i].layout
-        blocks = self.needed(i).clipped(layout.shape)
-        return blocks if slack is None else blocks.ended(layout.boxes, slack)
+        value = self.inputs[i]
+        needed = self._needed_for(i, self.output.layout.boxes) if own else self.needed(i)
+        blocks = needed.clipped(value.layout.shape)
+        return blocks if slack is None else blocks.ended(value.held, slack)
 
     @property
     def gradient_blocks(self) -> Blocks:
         """Boxes of the output's gradient that each rank gathers."""
-        found = self.layer.gradient_blocks(self.inputs[0].layout, self.output.layout)
+        x = self.inputs[0]
+        found = self.layer.gradient_blocks(Layout(x.layout.shape, x.held_gradient), self.output.layout)
         assert found is not None, f"{self.layer.kind} does not gather the gradient of its output"
         return found
 
@@ -282,9 +291,14 @@ class Context:
 
     def timing(self, phase: str, **changes: Any) -> Timing:
         """Return the timing of a kernel of this layer, with the largest blocks of all ranks."""
+        outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
-        given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1], **changes}
-        return Timing(phase, **given)
+        if phase == "forward" and self.output.wide:
+            inputs = tuple(self.clipped(i).longest for i in range(len(self.inputs)))
+            outputs = self.output.held.longest[1:-1]
+        elif phase == "backward_data" and any(v.held_gradient != v.layout.boxes for v in self.inputs):
+            inputs, outputs = tuple(v.held_gradient.longest for v in self.inputs), None
+        return Timing(phase, **{"inputs": inputs, "outputs": outputs, **changes})
 
     def exchange(
         self,
@@ -338,6 +352,33 @@ class Context:
 
     # -- boxes of inputs and gradients ---------------------------------------------------------
 
+    def packed(self, view: View) -> View:
+        """Return the view, or a packed copy of it if it is strided."""
+        if view.packed:
+            return view
+        copy = self.scratch(view.shape, view.dtype)
+        self.copy((view, copy))
+        return copy
+
+    def read(self, i: int) -> View:
+        """Return the box of input `i` that a pointwise layer needs for `box`; packed."""
+        value = self.inputs[i]
+        return self.gather(i, self.clipped(i)).run().view if self.output.wide or value.wide else value.view
+
+    def y_of_gradient(self) -> View:
+        """Return the part of :meth:`y_again` in the box of `dy`; it may be strided."""
+        return Region(self.y_again(), self.box).part(self.output.held_gradient[self.rank])
+
+    def gradient_for(self, i: int, masked: View | None = None) -> View:
+        """Return the gradient of the output in the box of the gradient of input `i`; packed. For pointwise layers.
+
+        `masked` replaces `dy`, as in `gather_gradient`.
+        """
+        boxes = self.inputs[i].held_gradient
+        if boxes == self.output.held_gradient:
+            return self.dy if masked is None else masked
+        return self.gather_gradient(boxes, masked).run().view
+
     def gather(self, i: int, boxes: Blocks, fill: float | None = None, padded: bool = False) -> Gathered:
         """Gather boxes of input `i`; boxes that were gathered before are not sent again.
 
@@ -359,24 +400,26 @@ class Context:
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
         """Gather boxes of the output's gradient (the halo of `dy`).
 
-        `masked` holds the owned box if other values than the gradient are gathered (the gradient before an activation).
+        `masked` holds the box of `dy` if other values than the gradient are gathered (the gradient before an
+        activation).
         """
-        source = self.output.gradient if masked is None else Region(masked, self.box)
+        value = self.output
+        source = value.gradient if masked is None else Region(masked, value.held_gradient[self.rank])
         assert source is not None
-        owned = self.output.layout.boxes
-        return _gathered(self, source, owned, owned, boxes, kind, "transient", None)
+        return _gathered(self, source, value.held_gradient, value.layout.boxes, boxes, kind, "transient", None)
 
-    def return_gradient(self, i: int, boxes: Blocks) -> Returned:
+    def return_gradient(self, i: int, boxes: Blocks, some: Blocks | None = None) -> Returned:
         """Return the array for the gradient of gathered boxes, which is summed on the owners.
 
-        Adjoint of `gather`.
+        Adjoint of `gather`. `some` are the boxes outside of which the gradient is zero; None: all.
         """
         value = self.inputs[i]
-        target = self.gradient(i)
-        if boxes == value.layout.boxes:
+        target, own = self.gradient(i), value.layout.boxes
+        if boxes == own:
             return Returned(self, target, None)
-        array = self.scratch(boxes[self.rank].shape, value.dtype)
-        return Returned(self, array, self.exchange(boxes, value.layout.boxes, array, target, combine="sum"))
+        array, origin = self.scratch(boxes[self.rank].shape, value.dtype), boxes[self.rank].start
+        made = self.exchange(some or boxes, own, array, target, source_origin=origin, combine="sum")
+        return Returned(self, array, made)
 
 
 def _end_of(layer: str, message: ExchangeSpec | Sum | None, end: str, when: str | None) -> list[Operation]:
@@ -411,7 +454,7 @@ def _gathered(
         view = Buffer(box.shape, region.view.dtype, use, kept=kept, fill=fill or 0.0).view
         if everyone_has:  # only this rank copies; no rank communicates
             return Gathered(context, view, box, copied=region.part(box))
-    if stored != owned:  # halos that were read from disk are not sources: blocks with halos overlap
+    if stored != owned:  # halos that were read from disk, or computed, are not sources: blocks with halos overlap
         stored, region = owned, Region(region.part(owned[context.rank]), owned[context.rank])
     made = context.exchange(
         stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind

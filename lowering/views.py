@@ -156,14 +156,18 @@ class Value:
         Whether its gradient is computed, because earlier parameters or probed inputs require it.
     read
         Whether it is an input of the network: every rank reads its whole box from disk, including halos.
+    held
+        Per rank, the box that the rank computes: the owned box; for wide values with a margin, in which it computes
+        what its neighbors own. For inputs the owned box.
+    held_gradient
+        Per rank, the box in which the rank computes the gradient: the owned box, or, for wide values, more.
     stored
-        Per rank, the box that is valid in memory without an exchange: the owned box; for inputs, including halos.
+        Per rank, the box that is valid in memory without an exchange: `held`; for inputs, the owned box and halos.
     region
-        Storage of this rank: the owned box, with margins if the owned view then stays packed (inputs: with all
-        margins).
+        Storage of this rank: the held box, with margins if its view then stays packed (inputs: with all margins).
     gradient_box
-        Box of the gradient's storage: the owned box, with margins for the halo that the previous layer needs, if the
-        owned view then stays packed.
+        Box of the gradient's storage: that of `held_gradient`, with margins for the halo that the previous layer needs,
+        if its view then stays packed.
     gradient
         Storage of the gradient, once all contributions are known.
     contributions
@@ -182,6 +186,8 @@ class Value:
     read: bool = False
     use: str = "activation"
     kept: bool = False
+    held: Blocks = field(init=False)
+    held_gradient: Blocks = field(init=False)
     stored: Blocks = field(init=False)
     region: Region = field(init=False)
     gradient_box: Box = field(init=False)
@@ -192,7 +198,21 @@ class Value:
     _home: Region | None = None
 
     def __post_init__(self) -> None:
-        self.stored, self.gradient_box = self.layout.boxes, self.box
+        self.held = self.stored = self.layout.boxes
+        self.hold_gradient(self.layout.boxes)
+
+    def hold(self, boxes: Blocks) -> None:
+        """Compute these boxes, which contain the owned ones, and not only the owned ones."""
+        self.held = self.stored = boxes
+
+    def hold_gradient(self, boxes: Blocks) -> None:
+        """Compute the gradient in these boxes, which contain the owned ones."""
+        self.held_gradient, self.gradient_box = boxes, boxes[self.rank]
+
+    @property
+    def wide(self) -> bool:
+        """Whether ranks compute elements that others own too; the same on all ranks."""
+        return self.held != self.layout.boxes
 
     @property
     def box(self) -> Box:
@@ -201,14 +221,14 @@ class Value:
 
     @property
     def view(self) -> View:
-        """View of the owned box; packed unless the value is an input (whose channels may also be padded)."""
-        return self.region.part(self.box)
+        """View of the held box; packed unless the value is an input (whose channels may also be padded)."""
+        return self.region.part(self.held[self.rank])
 
     @property
     def dy(self) -> View:
-        """View of the owned box of the gradient; packed."""
+        """View of the gradient in the box of `held_gradient`; packed."""
         assert self.gradient is not None, f"{self.name} has no gradient yet"
-        return self.gradient.part(self.box)
+        return self.gradient.part(self.held_gradient[self.rank])
 
     def brought(self, boxes: Blocks) -> View:
         """Return this rank's view of the boxes that a layer has gathered."""
@@ -220,7 +240,7 @@ class Value:
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
             box = self.stored[self.rank]
         else:
-            box, own = self.box, [blocks[self.rank] for blocks in needs if blocks != self.layout.boxes]
+            box, own = self.held[self.rank], [blocks[self.rank] for blocks in needs if blocks != self.held]
             if own:
                 own.append(box)
                 grown = hull(own)
@@ -231,17 +251,19 @@ class Value:
 
     def place_gradient(self, needed: Box) -> None:
         """Extend the gradient's storage by the halo `needed` of the previous layer, if the views stay packed."""
-        grown = hull([self.box, needed])
-        if is_packed(grown, self.box) and is_packed(grown, needed):
+        held = self.held_gradient[self.rank]
+        grown = hull([held, needed])
+        if is_packed(grown, held) and is_packed(grown, needed):
             self.gradient_box = grown
 
     def new_contribution(self) -> View:
-        """Return a packed array of the owned shape for the gradient of another reader."""
+        """Return a packed array of the shape of the held gradient for the gradient of another reader."""
+        held = self.held_gradient[self.rank]
         if self._home is None:
             self._home = Region(Buffer(self.gradient_box.shape, self.dtype, "transient").view, self.gradient_box)
-            view = self._home.part(self.box)
+            view = self._home.part(held)
         else:
-            view = Buffer(self.box.shape, self.dtype, "transient").view
+            view = Buffer(held.shape, self.dtype, "transient").view
         self.contributions.append(view)
         return view
 
@@ -250,14 +272,14 @@ class Value:
         if not self.contributions:
             return
         if len(self.contributions) == 1:
-            self.gradient = self._home or Region(self.contributions[0], self.box)
+            self.gradient = self._home or Region(self.contributions[0], self.held_gradient[self.rank])
             return
         summands = list(self.contributions)
         if self._home is None:
             self.new_contribution()
         assert self._home is not None
         self.gradient = self._home
-        add(summands, self._home.part(self.box))
+        add(summands, self._home.part(self.held_gradient[self.rank]))
 
 
 def is_packed(storage: Box, box: Box) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low, wide
-from ..dtensor import Blocks
+from ..dtensor import Blocks, Layout
 from ..kernels.access import reads, writes
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of
@@ -24,6 +24,7 @@ from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
 from .recompute import exchanges, exchanges_again, recompute
+from .widening import layout_held, widen
 
 __all__ = ["Alone", "compile_program", "lower_program", "outline"]
 
@@ -103,6 +104,7 @@ class _Compiler:
         }
         for node in network.nodes:
             self.add(node)
+        widen(self.program.steps)
 
     # -- values and steps ----------------------------------------------------------------------
 
@@ -167,10 +169,10 @@ class _Compiler:
         """Choose the storage of values, with margins for halos if the owned block then stays packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
-            layouts = [v.layout for v in step.inputs]
+            layouts, output = [v.layout for v in step.inputs], layout_held(step.output)
             for i, value in enumerate(step.inputs):
                 if value in needs:
-                    found = step.layer.needed_blocks(i, layouts, step.output.layout)
+                    found = step.layer.needed_blocks(i, layouts, output)
                     needs[value].append(found.clipped(value.layout.shape))
         for value, needed in needs.items():
             value.place(needed)
@@ -182,7 +184,8 @@ class _Compiler:
             self._pad(value)
         self.place([*inputs, *(step.output for step in self.program.steps)])
         for step in self.program.steps:
-            blocks = step.layer.gradient_blocks(step.inputs[0].layout, step.output.layout)
+            x = step.inputs[0].layout.shape, step.inputs[0].held_gradient
+            blocks = step.layer.gradient_blocks(Layout(*x), step.output.layout)
             if blocks is not None:
                 step.output.place_gradient(blocks[self.target.rank])
 
@@ -285,7 +288,7 @@ class _Compiler:
 
     def _add(self, name: str, value: Value, summands: list[View], total: View) -> None:
         views = {f"x{i}": view for i, view in enumerate(summands)}
-        timing = Timing("sum", (value.layout.boxes.longest,) * len(summands))
+        timing = Timing("sum", (value.held_gradient.longest,) * len(summands))
         run = Run(name, KernelSpec(_adding, {**views, "total": total}), timing=timing)
         self.program.backward.append(Segment(name, [run]))
 

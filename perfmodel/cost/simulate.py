@@ -133,7 +133,7 @@ class Simulation:
         self._known = _Remembered()
         self._rank = _middle(network, strategy, batch, self.ranks)
         self.costs: Mapping[str, LayerCost] = {}
-        if strategy.passes or strategy.recomputes:  # operations are played as the passes leave them
+        if strategy.passes or strategy.recomputes or strategy.widens:  # operations are played as the passes leave them
             self._outline = compile_program(network, strategy, self._target(self._rank), self.blocks)
             self._gathered: Mapping[Value, Collection[Any]] = {v: v.gathered for v in self._outline.values.values()}
         else:
@@ -226,7 +226,7 @@ class Simulation:
         held = copies * np.sum([one.boxes.sizes() for one in self.blocks.values()], axis=0) + np.zeros(self.ranks)
         for value in self._outline.values.values():
             needed = {boxes for boxes, *_ in self._gathered.get(value, ())}
-            held += value.dtype.itemsize * np.maximum.reduce([value.layout.boxes.sizes(), *(b.sizes() for b in needed)])
+            held += value.dtype.itemsize * np.maximum.reduce([value.held.sizes(), *(b.sizes() for b in needed)])
         return int(held.argmax())
 
     @cached_property

@@ -1,0 +1,243 @@
+"""Margins of batch norms: elements that other ranks own too, normalized by the statistics of the owned elements.
+
+The kernels of a batch norm see the owned box only, so that sums have each element once, in the same order as without a
+margin. Further kernels normalize the margin, which is a few thin boxes, and compute its gradients. ::
+
+    +---------------+
+    |     margin    |      owned: statistics, forward, sums of the gradients, backward
+    +---+-------+---+      margin: forward by the mean and variance of the group; backward by the sums of the group
+    |   | owned |   |
+    +---+-------+---+
+    |               |
+    +---------------+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..dtensor import Box
+from ..kernels.access import Access, makes
+from ..kernels.fused import FusedActivation
+from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
+from ..lowering.context import Context, Gathered
+from ..lowering.operations import KernelSpec, Timing
+from ..lowering.views import Region, View
+
+__all__ = ["NormMargin", "block"]
+
+
+class NormMargin:
+    """Margin of one batch norm; without one, all methods leave everything to the kernels of the whole block.
+
+    Parameters
+    ----------
+    x
+        Gathered input.
+    vectors
+        Arrays per channel by name: ``gamma``, ``mean``, ``running_mean``, ``sums``, ...
+
+    Attributes
+    ----------
+    x, y
+        Arrays of the owned box; packed.
+    """
+
+    def __init__(self, context: Context, x: Gathered, vectors: Mapping[str, View]) -> None:
+        self.context, self._wide = context, context.output.wide
+        self._gathered, self._vectors = x, vectors
+        self._boxes = _around(context.box, context.own) if self._wide else []
+        self.x, self.y = x.view, context.y
+        self._out: list[tuple[View, View]] = []
+        self._kernel: KernelSpec | None = None
+        if self._wide:
+            # The view of a box is strided if more than the first cut axis has a margin.
+            view = Region(x.view, x.box).part(context.own)
+            self.x = view if view.packed else context.scratch(view.shape)
+            self.y = self._made(Region(context.y, context.box), context.own)
+
+    def _made(self, region: Region, box: Box) -> View:
+        """Return a packed array for a box of the region, into which `_write` copies it."""
+        view = region.part(box)
+        if view.packed:
+            return view
+        array = self.context.scratch(view.shape)
+        self._out.append((array, view))
+        return array
+
+    def _write(self) -> None:
+        self.context.copy(*self._out)
+        self._out = []
+
+    def read(self) -> None:
+        """Copy the owned box of the input, if its view is strided."""
+        if self._wide and self.x.buffer is not self._gathered.view.buffer:
+            self.context.copy((Region(self._gathered.view, self._gathered.box).part(self.context.own), self.x))
+
+    def normalize(self, layer: Any, f: FusedActivation | None) -> None:
+        """Add the forward pass of the margin, and the copy of the owned box into the output."""
+        if not self._wide:
+            return
+        context = self.context
+        if self._boxes:
+            x, y = Region(self._gathered.view, self._gathered.box), Region(context.y, context.box)
+            views = {f"x{i}": context.packed(x.part(box)) for i, box in enumerate(self._boxes)}
+            views |= {f"y{i}": self._made(y, box) for i, box in enumerate(self._boxes)}
+            vectors = {k: v for k, v in self._vectors.items() if k != "moments"}
+            kernel = context.kernel(partial(_normalizing, layer.eps, f), **views, **vectors)
+            timing = _timing(context, self._boxes)
+            context.run(kernel, "evaluate", when="evaluation", timing=timing)
+            context.run(kernel, "train", when="training", timing=timing)
+        self._write()
+
+    def gradients(self, layer: Any, f: FusedActivation | None, count: int) -> tuple[View, View]:
+        """Return the arrays of the gradients of output and input in the owned box."""
+        context, value = self.context, self.context.inputs[0]
+        dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.own.shape)
+        dy, box = context.gradient_for(0), value.held_gradient[context.rank]
+        if not self._wide and box == context.own:
+            return dy, dx
+        grads, target = Region(dy, box), Region(dx, box)
+        boxes = _around(box, context.own)
+        if boxes:
+            x = Region(self._gathered.view, self._gathered.box)
+            views = {f"x{i}": context.packed(x.part(one)) for i, one in enumerate(boxes)}
+            views |= {f"dy{i}": context.packed(grads.part(one)) for i, one in enumerate(boxes)}
+            views |= {f"y{i}": context.scratch(one.shape) for i, one in enumerate(boxes)}
+            views |= {f"dx{i}": self._made(target, one) for i, one in enumerate(boxes)}
+            vectors = {k: self._vectors[k] for k in ("gamma", "beta", "mean", "var", "sums", "means")}
+            self._kernel = context.kernel(partial(_differentiating, layer.eps, f, count), **views, **vectors)
+            self._timing = _timing(context, boxes)
+        return context.packed(grads.part(context.own)), self._made(target, context.own)
+
+    def differentiate(self) -> None:
+        """Add the first part of the backward pass of the margin; it overwrites the sums."""
+        if self._kernel is not None:
+            self.context.run(self._kernel, "begin", timing=self._timing)
+
+    def correct(self) -> None:
+        """Add the second part of the backward pass of the margin, which reads the sums of the group."""
+        if self._kernel is not None:
+            self.context.run(self._kernel, "correct", timing=self._timing)
+        self._write()
+
+
+def _around(box: Box, own: Box) -> list[Box]:
+    """Return disjoint boxes that cover what `box` has outside of `own`.
+
+    >>> _around(Box((0, 2), (9, 6)), Box((3, 2), (9, 5)))
+    [Box((0, 2), (3, 6)), Box((3, 5), (9, 6))]
+    """
+    if not own.size:
+        return [box] if box.size else []
+    boxes, rest = [], box
+    for axis, ((a, b), (c, d)) in enumerate(zip(box.ranges, own.ranges)):
+        boxes += [rest.replace(axis, a, c), rest.replace(axis, d, b)]
+        rest = rest.replace(axis, c, d)
+    return [one for one in boxes if one.size]
+
+
+def _timing(context: Context, boxes: Sequence[Box]) -> Timing:
+    """Return the timing of a kernel on all boxes, as of one box of their size."""
+    samples, *spatial, channels = boxes[0].shape
+    elements = sum(math.prod(box.shape[1:-1]) for box in boxes)
+    shape = (samples, elements, *(1 for _ in spatial[1:]), channels)
+    return context.timing("boundary", inputs=(shape,), outputs=shape[1:-1])
+
+
+class _Kernels:
+    """Kernels of the boxes of a margin."""
+
+    def __init__(self, parts: Sequence[BatchNormKernels]) -> None:
+        self.parts = parts
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for part in self.parts:
+            part.close()
+
+
+class _Normalizing:
+    """Forward kernels of a margin: by the statistics of the batch, and by the running ones."""
+
+    def __init__(self, trained: _Kernels, evaluated: _Kernels) -> None:
+        self._made = trained, evaluated
+
+    def train(self) -> None:
+        for part in self._made[0].parts:
+            part.forward()
+
+    def evaluate(self) -> None:
+        for part in self._made[1].parts:
+            part.forward()
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for made in self._made:
+            made.close()
+
+
+_READ = ("x*", "gamma", "beta")
+
+
+@makes(
+    train=Access((*_READ, "mean", "var"), ("y*",)),
+    evaluate=Access((*_READ, "running_*"), ("y*",)),
+)
+def _normalizing(eps: float, f: FusedActivation | None, environment: Any, **arrays: Any) -> _Normalizing:
+    def kernels(mean: Any, var: Any, of_x: bool) -> _Kernels:
+        moments = {"mean": mean, "var": var, "of_x": of_x}
+        return _Kernels([_made(environment, arrays, i, eps=eps, activation=f, **moments) for i in _numbers(arrays)])
+
+    batch = kernels(arrays["mean"], arrays["var"], True)
+    return _Normalizing(batch, kernels(arrays["running_mean"], arrays["running_var"], False))
+
+
+class _Differentiating(_Kernels):
+    """Backward kernels of a margin. They normalize it again: backward may use what forward stores."""
+
+    def begin(self) -> None:
+        for part in self.parts:
+            assert part.backward_sums is not None
+            part.forward()
+            part.backward_sums()
+
+    def correct(self) -> None:
+        for part in self.parts:
+            assert part.backward_data is not None
+            part.backward_data()
+
+
+@makes(
+    begin=Access((*_READ, "dy*", "mean", "var"), ("y*", "dx*", "sums")),
+    correct=Access((*_READ, "dy*", "dx*", "mean", "var", "sums"), ("dx*", "means")),
+)
+def _differentiating(
+    eps: float, f: FusedActivation | None, count: int, environment: Any, **arrays: Any
+) -> _Differentiating:
+    training = BatchNormTraining(count, from_sums=False)
+    moments = {"mean": arrays["mean"], "var": arrays["var"], "of_x": True}
+    made: Callable[..., BatchNormKernels] = partial(_made, environment, arrays, eps=eps, activation=f, **moments)
+    return _Differentiating([made(i, training=training) for i in _numbers(arrays)])
+
+
+def _numbers(arrays: Mapping[str, Any]) -> range:
+    return range(sum(name[0] == "x" for name in arrays))
+
+
+def _made(environment: Any, arrays: Mapping[str, Any], i: int, **more: Any) -> BatchNormKernels:
+    """Return the backend's kernels of one box."""
+    given: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in ("x", "y", "dy", "dx")}
+    given |= {name: arrays[name] for name in ("gamma", "beta", "sums", "means")}
+    found: BatchNormKernels = environment.kernels.batch_norm(BatchNormArrays(**given, **more))
+    return found
+
+
+def block(array: Any, channels: int) -> Any:
+    """Return the array of a block with its channels, also if it is empty; None stays None."""
+    if array is None or array.size:
+        return array
+    return array.reshape(*[0] * (array.ndim - 1), channels)
