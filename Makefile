@@ -6,7 +6,8 @@
 #   make bench-step  step times beside torch and JAX (installs them)
 #   make docs        the documentation as a site in site/, broken links as errors
 #   make docs-pages  the tables of docs/configuration.md and docs/when_to_cut.md anew, after a change of a key or a figure
-#   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one); PARTS=... some of it
+#   make gpu-check   everything there is to check on a GPU; PARTS=... some of it; installs nothing
+#   make gpu-tools   CuPy and cuDNN for gpu-check on a machine with a package index
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,16 +84,12 @@ docs-pages: docs-tools
 bench-step: peers
 	@$(PY) benchmarks/step.py
 
-# With .gpu-wheels/ nothing is installed: a machine without an index has CuPy, cuDNN and torch of its own.
-gpu-check: $(if $(wildcard .gpu-wheels),gpu-check-offline,gpu-check-here)
+# Without .gpu-wheels/ the check itself says which packages are missing: pip, on a machine without an index, would wait.
+gpu-check:
+	@$(if $(wildcard .gpu-wheels),$(PYTHON),$(if $(wildcard $(PY)),$(PY),$(PYTHON))) -m halograd.gpucheck $(if $(wildcard .gpu-wheels),--wheels .gpu-wheels) $(PARTS)
 
-gpu-check-offline:
-	@$(PYTHON) -m halograd.gpucheck --wheels .gpu-wheels $(PARTS)
-
-# The wheels for a GPU are large: only where a driver answers.
-gpu-check-here: venv
-	@if [ -n "$(OWN)" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then $(PIP) install -e ".[$(EXTRAS),gpu]"; fi
-	@$(PY) -m halograd.gpucheck $(PARTS)
+gpu-tools: venv
+	@$(if $(OWN),$(PIP) install -e ".[$(EXTRAS),gpu]",echo "$(VENV) stays as it is")
 
 gpu-wheels: venv
 	@$(PY) -m tests.gpu.wheels .gpu-wheels

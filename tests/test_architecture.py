@@ -59,6 +59,7 @@ PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "sh
 # deadlock come from tests/harness/limits.py. These files may read or sleep on a clock:
 CLOCKS = {"monotonic", "perf_counter", "process_time", "sleep", "thread_time", "time"}
 MAY_READ_CLOCKS = {
+    "tests/gpu/command.py": "limit of a call",
     "tests/gpu/recording.py": "what checks took",
     "tests/gpu/runner.py": "limits of processes",
     "tests/harness/": "limits, and polling up to them",

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.gpu host | copies | cutting [SUBJECT PRECISION] | steps SUBJECT PRECISION``: JSON lines.
+"""``python -m benchmarks.gpu host | copies | fusions | cutting SUBJECT PRECISION | steps SUBJECT PRECISION``.
 
-The command prints ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ..., "numbers":
-{...}}`` after it.
+The command prints JSON lines: ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ...,
+"numbers": {...}}`` after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from benchmarks.gpu.contest import contest, contest_compiled
+from benchmarks.gpu.contest import COMPILED, contest, contest_compiled
+from benchmarks.gpu.fusions import CASES, time_fusions
 from benchmarks.gpu.host import time_host
 from benchmarks.gpu.subjects import SUBJECTS, Subject
 from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
@@ -59,6 +60,10 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
     elif name == "copies":
         measure("copy within the device", lambda: time_copies(kernels))
         measure("halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels))
+    elif name == "fusions":
+        for case in CASES:
+            for backward, direction in ((False, "forward"), (True, "backward")):
+                measure(f"{case.title}, {direction}", partial(time_fusions, kernels, case, backward))
     elif name == "cutting":
         subject, precision = SUBJECTS[what[1]], what[2]
         for graph, how in ((True, "as graphs"), (False, "one by one")):
@@ -77,8 +82,9 @@ def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: st
         return
     with TorchProcess(torch_device) as torch:
         measure(title, lambda: contest(kernels, comm, subject, precision, torch))
-    with TorchProcess(torch_device) as torch:
-        measure(f"{title}, compiled", lambda: contest_compiled(kernels, comm, subject, precision, torch))
+    for mode in COMPILED:
+        with TorchProcess(torch_device) as torch:
+            measure(f"{title}, {mode}", partial(contest_compiled, kernels, comm, subject, precision, torch, mode))
 
 
 def main() -> int:

@@ -52,6 +52,7 @@ class Subject:
 SUBJECTS: dict[str, Subject] = {
     "mesh-2K": Subject("mesh-2K, batch 1", "mesh_2k"),
     "resnet50": Subject("ResNet-50 224, batch 64", "resnet50", 64),
+    "resnet50-b1": Subject("ResNet-50 224, batch 1", "resnet50", 1),
     "mesh-1K": Subject("mesh-1K, batch 1", "mesh_1k"),
     "unet-512": Subject("U-Net 512, batch 1", "unet2d", 1, {"resolution": 512}),
     "unet-3d": Subject("U-Net 128^3, batch 1", "unet3d", 1, {"resolution": 128}),

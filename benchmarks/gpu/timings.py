@@ -14,7 +14,7 @@ from halograd.device import DeviceError, as_dtype
 from halograd.dtensor import End, Exchange, Layout
 from halograd.kernels import Backend
 
-__all__ = ["time_copies", "time_cutting", "time_halo"]
+__all__ = ["fastest", "recorded", "time_copies", "time_cutting", "time_halo"]
 
 ROUNDS, STEPS = 3, 20
 CUTS: tuple[dict[str, int], ...] = ({"height": 2}, {"height": 2, "width": 2})
@@ -24,7 +24,7 @@ Outcome = tuple[str, Mapping[str, float]]
 def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
     """Time a copy; return the bandwidth of its reads and writes together [B/s]."""
     source, target = (kernels.zeros((nbytes,), "uint8") for _ in range(2))
-    rate = 2 * nbytes / _fastest(kernels, lambda: np.copyto(target, source))
+    rate = 2 * nbytes / fastest(kernels, lambda: np.copyto(target, source))
     return f"{rate / 1e9:.0f} GB/s", {"bytes_per_second": rate}
 
 
@@ -51,8 +51,8 @@ def time_halo(
         for _ in range(3):
             np.copyto(small[0], small[1])
 
-    seconds, least = _fastest(kernels, _recorded(kernels, exchange.run)), _fastest(kernels, _recorded(kernels, floor))
-    enqueued = _fastest(kernels, exchange.run)
+    seconds, least = fastest(kernels, recorded(kernels, exchange.run)), fastest(kernels, recorded(kernels, floor))
+    enqueued = fastest(kernels, exchange.run)
     exchange.close()
     # Packing, the copy and unpacking each read and write the halo.
     rate = 6 * nbytes / seconds
@@ -83,7 +83,7 @@ def time_cutting(
     uncut.warm_up()
     numbers["uncut"] = _median(uncut.seconds)
     numbers["uncut host"] = uncut.host_seconds(STEPS // 4)
-    numbers["update"] = update = _fastest(kernels, uncut.update)
+    numbers["update"] = update = fastest(kernels, uncut.update)
     uncut.close()
     texts = []
     for parts in cuts:
@@ -106,7 +106,7 @@ def _median(run: Callable[[int], float]) -> float:
     return float(np.median(rounds({"it": run}, ROUNDS)["it"]))
 
 
-def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
+def recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
     """Return a function captured as a graph if the device supports graphs, else `run`."""
     run()  # load libraries at a first launch, before the capture
     kernels.device.synchronize()
@@ -119,7 +119,7 @@ def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
-def _fastest(kernels: Backend, run: Callable[[], None]) -> float:
+def fastest(kernels: Backend, run: Callable[[], None]) -> float:
     """Return the mean device time of a run in the fastest of several rounds [s]."""
     device, seconds = kernels.device, []
     for _ in range(ROUNDS + 1):

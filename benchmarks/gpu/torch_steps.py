@@ -3,13 +3,13 @@
 ``python -m benchmarks.gpu.torch_steps DEVICE``; commands and replies are JSON lines::
 
     {"do": "build", "name": "eager", "subject": {...},
-     "precision": "bf16" | "tf32", "compiled": false}   -> {"loss": ..., "about": ..., "bytes": ...}
+     "precision": "bf16" | "tf32", "compiled": null}    -> {"loss": ..., "about": ..., "bytes": ...}
     {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
     {"do": "free"}                                      -> {}
 
 The settings are channels-last, ``cudnn.benchmark``, fused SGD with momentum, and gradients set to None. ``bf16`` is
-autocast, whose parameters stay float32; ``compiled`` is `torch.compile` of the forward pass, and with it of the
-backward pass.
+autocast, whose parameters stay float32; ``compiled`` is the mode of `torch.compile` of the forward pass, and with it
+of the backward pass, or null.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ __all__ = ["Steps", "serve"]
 class Steps:
     """Training steps of one network on a device."""
 
-    def __init__(self, subject: Subject, precision: str, compiled: bool, device: str) -> None:
+    def __init__(self, subject: Subject, precision: str, compiled: str | None, device: str) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         description = subject.network()
         weights, data = subject.weights(description), subject.data(description)
         network = TorchNetwork(description, weights, data, device)
         self.device, self._low = device, precision == "bf16"
-        self._forward = torch.compile(network.loss) if compiled else network.loss
+        self._compiled = compiled
+        self._forward = torch.compile(network.loss, mode=compiled) if compiled else network.loss
         self._optimizer = torch.optim.SGD(list(network.params.values()), lr=RATE, momentum=MOMENTUM, fused=True)
 
     def step(self) -> torch.Tensor:
         self._optimizer.zero_grad(set_to_none=True)
+        if self._compiled:
+            torch.compiler.cudagraph_mark_step_begin()  # the graphs of the last step may be overwritten
         with torch.autocast(self.device, torch.bfloat16, enabled=self._low):
             loss = self._forward()
         loss.backward()

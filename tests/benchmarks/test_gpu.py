@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import contest as contests
 from benchmarks.gpu import host
-from benchmarks.gpu.contest import Ours, contest, contest_compiled, rounds
+from benchmarks.gpu.contest import COMPILED, Ours, contest, contest_compiled, rounds
 from benchmarks.gpu.lone import LoneCommunicator
 from benchmarks.gpu.subjects import SUBJECTS, Subject
 from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
@@ -135,8 +136,10 @@ def test_torch_that_fails_or_takes_too_long_is_told():
 class Answers:
     """Double of torch that returns the loss of our network and a constant time."""
 
+    asked: ClassVar[list[dict]] = []
+
     def __init__(self, device="cuda"):
-        self.asked = []
+        pass
 
     def ask(self, patience, **command):
         self.asked.append(command)
@@ -149,6 +152,11 @@ class Answers:
         pass
 
 
+def batched(values):
+    """Return pairs of values that follow each other."""
+    return zip(values[::2], values[1::2])
+
+
 def lines(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -158,16 +166,21 @@ def small_subjects(monkeypatch):
     monkeypatch.setattr(program, "SUBJECTS", {"mesh-2K": MESH})
 
 
-def test_steps_beside_torch_are_two_timings(kernels, monkeypatch, capsys, small_subjects):
+def test_steps_beside_torch_are_three_timings(kernels, monkeypatch, capsys, small_subjects):
     monkeypatch.setattr(program, "find_torch", lambda: None)
     monkeypatch.setattr(program, "TorchProcess", Answers)
     with Communicator(MPI.COMM_SELF) as comm:
         Answers.loss = contest(kernels, comm, MESH, "bf16", None)[1]["loss"]
+        Answers.asked.clear()
         program.run(["steps", "mesh-2K", "bf16"], kernels, comm)
-    begun, eager, again, compiled = lines(capsys)
-    assert (begun, again) == ({"begin": "small mesh, bf16"}, {"begin": "small mesh, bf16, compiled"})
-    assert eager["status"] == compiled["status"] == "ok" and eager["detail"].startswith("ms/step: ours")
-    assert {"eager", "host"} <= set(eager["numbers"]) and {"compiled", "ours, graph"} <= set(compiled["numbers"])
+    begun, results = (list(part) for part in zip(*batched(lines(capsys))))
+    names = ["small mesh, bf16", *(f"small mesh, bf16, {mode}" for mode in COMPILED)]
+    assert begun == [{"begin": name} for name in names] and [r["status"] for r in results] == ["ok"] * 3
+    eager, *compiled = results
+    assert eager["detail"].startswith("ms/step: ours") and {"eager", "host"} <= set(eager["numbers"])
+    for mode, result in zip(COMPILED, compiled):
+        assert {mode, "ours, graph"} <= set(result["numbers"])
+    assert [command["compiled"] for command in Answers.asked if command["do"] == "build"] == [None, *COMPILED.values()]
 
 
 def test_without_torch_ours_is_measured(kernels, monkeypatch, capsys, small_subjects):

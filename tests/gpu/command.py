@@ -1,8 +1,8 @@
 """The command ``python -m halograd.gpucheck [PART ...]``: it runs parts of the GPU check, keeps and prints the results.
 
 Results are appended to a file of JSON lines. A check with a recorded result is not run again: after an interruption
-the user repeats the call to continue. Exit code 0: all checks passed, or there is no GPU; 1: a check failed; 3: the
-time of the call ended before the last check.
+the user repeats the call to continue, on another machine too (`--out`, `--resume`). Exit code 0: all checks passed, or
+there is no GPU; 1: a check failed; 3: the time of the call ended before the last check.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.facts import commit, missing
+from tests.gpu.kept import Kept
 from tests.gpu.parts import PARTS
 from tests.gpu.results import BAD, STATES, Result, Results
 from tests.gpu.runner import ROOT, Part, Runner
 from tests.gpu.table import table
-from tests.gpu.wheels import WheelError, unpack
+from tests.gpu.wheels import WheelError, lacking, unpack
 from tests.harness.limits import slowness
 
 __all__ = ["main"]
 
-#: Of one call [s], below the eight minutes that one is allowed on a machine that is lent.
-SECONDS = 460.0
+#: Duration of one call from its start [s]; three calls, and the starts of three machines, fit into half an hour.
+SECONDS = 540.0
+RESULTS_NAME = "gpu-check.jsonl"
 FACTS_SECONDS = 90.0
 WELL, FAILED, UNFINISHED = 0, 1, 3
 
@@ -44,7 +47,9 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
     )
     choices = [*(part.name for part in parts), "table"]
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts (default: all)")
-    parser.add_argument("--results", type=Path, default=Path("gpu-check.jsonl"), help="file (default: %(default)s)")
+    parser.add_argument("--results", type=Path, help=f"file (default: {RESULTS_NAME}, in --out if that is given)")
+    parser.add_argument("--out", type=Path, help="folder that is kept: results, log and caches are written there")
+    parser.add_argument("--resume", type=Path, help="folder from --out of an earlier call, to continue it")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of this call (default: %(default)g)")
     again = "forget what is recorded of these parts; with 'failed' what went wrong only"
     parser.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help=again)
@@ -59,19 +64,26 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     """Execute the command line and return its exit code (see the module's docstring)."""
+    begin = time.monotonic()
     given = parse(arguments, parts)
-    results = Results(given.results.absolute())
+    try:
+        kept = Kept(given.out, given.resume)
+    except FileNotFoundError as error:
+        _say(str(error))
+        return 2
+    results = Results((given.results or (given.out or Path()) / RESULTS_NAME).absolute())
     wanted = [part for part in parts if not given.parts or part.name in given.parts]
     complete = True
     if wanted:
         lacks = _prepare(given, results)
         if lacks is not None:
             return lacks
-        runner = Runner(results, given.seconds, _limits(), say=_say, commit=commit())
-        for part in wanted:
-            if given.again:
+        seconds = given.seconds - (time.monotonic() - begin)
+        runner = Runner(results, seconds, {**_limits(), **kept.environment}, _say, commit(), after_part=kept.save)
+        if given.again:
+            for part in wanted:
                 results.again(part.name, STATES if given.again == "all" else BAD)
-            complete &= runner.run(part)
+        complete = runner.run(*wanted)
     _say(table(results, parts))
     _say(f"recorded in {results.path}")
     names = {part.name for part in wanted} or {part.name for part in parts}
@@ -95,6 +107,11 @@ def _prepare(given: argparse.Namespace, results: Results) -> int | None:
     answers = _gpu_answers()
     found = _facts(results)
     lacks = missing(found)
+    if given.wheels is None and (names := lacking()):
+        remedy = (
+            "make gpu-tools where there is a package index; where there is none, carry .gpu-wheels (make gpu-wheels)"
+        )
+        lacks.append(f"the packages {', '.join(names)} ({remedy})")
     if not answers and not found.get("devices"):
         _say(f"needs {'; '.join(lacks)}: nothing is checked without a GPU")
         return WELL

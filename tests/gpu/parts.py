@@ -1,6 +1,7 @@
-"""The parts of the GPU check, in the order in which to run them: each part comes after those that it depends on.
+"""The parts of the GPU check in the order of their value, each after those that it depends on.
 
-The limits of the jobs of a part add up to less than eight minutes.
+The limits of the jobs up to `cutting` add up to half an hour with the starts of three machines; most jobs need less,
+and the other parts follow in the time that is left. `tests/gpu/command.py: SECONDS` is the duration of a call.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from tests.gpu.runner import Job, Part
 
-__all__ = ["PARTS"]
+__all__ = ["HALF_HOUR", "PARTS"]
 
 OWN = "tests/kernels/cuda"
 CUDNN = "tests/kernels/cudnn/test_on_gpu.py"
@@ -27,8 +28,8 @@ def _convolutions() -> Iterator[Job]:
         yield Job(f"first, {precision}", (CUDNN, "-k", chosen), seconds=60)
     for precision in PRECISIONS:
         chosen = precision + " and not bfloat16" * (precision == "float16")
-        yield Job(precision, (CUDNN, KERNELS, "-k", chosen), seconds=65)
-    yield Job("denormals", (KERNELS, "-k", "denormals"), seconds=30)
+        yield Job(precision, (CUDNN, KERNELS, "-k", chosen), seconds=60 if precision in PRECISIONS[:2] else 40)
+    yield Job("denormals", (KERNELS, "-k", "denormals"), seconds=20)
 
 
 #: Of the tests that every backend passes, those of two jobs; the third has the rest.
@@ -38,10 +39,10 @@ SHAPES = "norm or resize or outputs or bits or infinite"
 
 def _own() -> Iterator[Job]:
     for name in ("boxes", "around", "pooling"):
-        yield Job(name, (f"{OWN}/test_{name}.py",), seconds=45)
+        yield Job(name, (f"{OWN}/test_{name}.py",), seconds=30)
     rest = f"not ({UPDATES}) and not ({SHAPES})"
     for what, chosen in (("updates", UPDATES), ("shapes", f"({SHAPES}) and not ({UPDATES})"), ("rest", rest)):
-        yield Job(f"as a backend, {what}", (f"{OWN}/test_as_backend.py", "-k", chosen), seconds=100)
+        yield Job(f"as a backend, {what}", (f"{OWN}/test_as_backend.py", "-k", chosen), seconds=45)
 
 
 def _staged() -> Iterator[Job]:
@@ -72,13 +73,15 @@ def _timing(*arguments: str, seconds: float) -> Job:
 
 
 _WAITS = "does_not_wait"
+#: Names of tests/training/device_steps.py: NETWORKS, which needs NumPy.
+NETWORKS = ("mesh", "resnet", "unet", "lenet")
 PARTS: tuple[Part, ...] = (
     Part(
         "environment",
         "do the libraries load and belong together, and do two ranks start?",
         (
-            Job("libraries", ("tests/gpu/test_environment.py",), seconds=90),
-            Job("2 ranks", ("tests/gpu/test_environment.py",), 2, 90, SHARING),
+            Job("libraries", ("tests/gpu/test_environment.py",), seconds=60),
+            Job("2 ranks", ("tests/gpu/test_environment.py",), 2, 40, SHARING),
         ),
     ),
     Part(
@@ -86,39 +89,34 @@ PARTS: tuple[Part, ...] = (
         "do plans of cuDNN execute, and are all kernels right in all precisions?",
         tuple(_convolutions()),
     ),
-    Part("own", "are our own kernels right on the device, each alone?", tuple(_own())),
-    Part(
-        "sanitizer",
-        "does compute-sanitizer find anything in a small step?",
-        tuple(Job(t, (t,), seconds=200, module="tests.gpu.sanitize") for t in ("memcheck", "racecheck")),
-    ),
     Part(
         "capture",
         "do graphs of cuDNN, cuBLAS and CuPy repeat what eager steps compute?",
         (
-            Job("graphs", ("tests/gpu/test_capture.py",), seconds=150),
-            Job("streams and plans", (CUDNN, "-k", "streams or kept or deterministic"), seconds=90),
+            Job("graphs", ("tests/gpu/test_capture.py",), seconds=80),
+            Job("streams and plans", (CUDNN, "-k", "streams or kept or deterministic"), seconds=60),
         ),
     ),
-    Part("host", "what does the host take per launch?", (_timing("host", seconds=120),)),
+    Part("host", "what does the host take per launch?", (_timing("host", seconds=40),)),
+    Part(
+        "fusions",
+        "are sums in the epilogue of a convolution faster than a pass over its output?",
+        (_timing("fusions", seconds=90),),
+    ),
     Part(
         "steps",
         "does a step wait for the device; how long does it take beside torch?",
         (
-            Job("no waiting", ("tests/gpu/test_steps.py", "-k", _WAITS), seconds=100),
-            *_steps(("mesh-2K", "resnet50"), ("bf16",), 175),
+            Job("no waiting", ("tests/gpu/test_steps.py", "-k", _WAITS), seconds=40),
+            *_steps(("resnet50-b1",), ("bf16",), 110),
+            *_steps(("mesh-2K", "resnet50"), ("bf16",), 140),
         ),
     ),
-    Part("steps-tf32", "the same in TF32", tuple(_steps(("mesh-2K", "resnet50"), ("tf32",), 220))),
-    Part(
-        "models",
-        "how long do the other networks take?",
-        tuple(_steps(("mesh-1K", "unet-512", "unet-3d"), ("bf16",), 150)),
-    ),
+    Part("own", "are our own kernels right on the device, each alone?", tuple(_own())),
     Part(
         "cutting",
         "what do copies, halos and cutting cost, without the wires?",
-        (_timing("copies", seconds=90), _timing("cutting", "mesh-2K", "bf16", seconds=350)),
+        (_timing("copies", seconds=40), _timing("cutting", "mesh-2K", "bf16", seconds=150)),
     ),
     Part(
         "staged",
@@ -134,4 +132,21 @@ PARTS: tuple[Part, ...] = (
             Job("memory", ("tests/gpu/test_steps.py", "-k", "memory"), seconds=200),
         ),
     ),
+    Part(
+        "models",
+        "how long do the other networks take?",
+        tuple(_steps(("mesh-1K", "unet-512", "unet-3d"), ("bf16",), 150)),
+    ),
+    Part("steps-tf32", "the same in TF32", tuple(_steps(("mesh-2K", "resnet50"), ("tf32",), 220))),
+    Part(
+        "sanitizer",
+        "does compute-sanitizer find anything in a small step?",
+        tuple(
+            Job(f"{tool}, {network}", (tool, network), seconds=60, module="tests.gpu.sanitize")
+            for tool in ("memcheck", "racecheck")
+            for network in NETWORKS
+        ),
+    ),
 )
+#: The parts whose limits add up to half an hour.
+HALF_HOUR = PARTS[: [part.name for part in PARTS].index("cutting") + 1]

@@ -28,13 +28,19 @@ class Recording:
     """Hooks that write the outcome of every test."""
 
     def __init__(self, config: pytest.Config) -> None:
-        rank = 0
+        self._path, self._job = Path(os.environ[RESULTS]), json.loads(os.environ[JOB])
+        ranks, rank = self._job.pop("ranks", 0), 0
         if config.getoption("--with-mpi", False):
             from mpi4py import MPI
 
             rank = MPI.COMM_WORLD.rank
-        self._path, self._writes = Path(os.environ[RESULTS]), rank == 0
-        self._job = json.loads(os.environ[JOB])
+            if MPI.COMM_WORLD.size != ranks:  # every process is then rank 0 of 1, and its tests pass or are not chosen
+                self._writes = rank == 0
+                text = f"expected {ranks} ranks, got {MPI.COMM_WORLD.size}: mpiexec and mpi4py belong to different MPIs"
+                self._write(check="ranks", status="failed", detail=text)
+                self._write(done=True)
+                pytest.exit(text, returncode=1)
+        self._writes = rank == 0
         self._skip = set(json.loads(Path(os.environ[SKIP]).read_text(encoding="utf-8")))
         self._begin, self._broken = 0.0, False
         self._outcome: tuple[str, str] = ("failed", "no outcome was reported")

@@ -24,7 +24,7 @@ from tests.gpu.results import ABANDONED, JOB, RESULTS, SKIP, Result, Results
 from tests.harness import jobs
 from tests.launch import find_mpiexec
 
-__all__ = ["Job", "Part", "Runner"]
+__all__ = ["UNPLUGGED", "Job", "Part", "Runner"]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A job that has died so often is left alone; a check in which whole runs were ended so often is, too.
@@ -46,7 +46,7 @@ class Job:
     ranks
         Number of ranks of an MPI job; 0 for a process without MPI.
     seconds
-        Limit [s]; the limit of one check is half of it.
+        Limit [s] of the job in one pass over the parts, restarts included; the limit of one check is half of it.
     module
         Module to run in place of pytest.
     """
@@ -68,7 +68,10 @@ class Job:
         return [find_mpiexec(), "-n", str(self.ranks), *run] if self.ranks else run
 
 
-_PYTEST = ("pytest", "-q", "--no-header", "--tb=short", "-p", "tests.gpu.recording", "-m", "gpu")
+#: Plugins of pytest that the machine has of its own could fail in every job: only named ones are loaded.
+UNPLUGGED: Mapping[str, str] = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+_PLUGINS = ("tests.gpu.recording", "pytest_mpi", "pytest_timeout", "_hypothesis_pytestplugin")
+_PYTEST = ("pytest", "-q", "--no-header", "--tb=short", *(f"-p{name}" for name in _PLUGINS), "-m", "gpu")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,10 @@ class Runner:
         Variables for all jobs, in addition to their own.
     say
         Function that prints a line on the terminal.
+    commit
+        Commit of the repository, for the results.
+    after_part
+        Function to call after every part of a pass.
     """
 
     def __init__(
@@ -102,7 +109,9 @@ class Runner:
         environment: Mapping[str, str] | None = None,
         say: Callable[[str], None] = print,
         commit: str = "",
+        after_part: Callable[[], None] = lambda: None,
     ) -> None:
+        self._after_part = after_part
         self.results, self._environment, self._say, self._commit = results, dict(environment or {}), say, commit
         self._deadline = time.monotonic() + seconds
         self._log = results.path.with_suffix(".log")
@@ -112,7 +121,20 @@ class Runner:
         """Return the remaining time of this call [s]."""
         return self._deadline - time.monotonic()
 
-    def run(self, part: Part) -> bool:
+    def run(self, *parts: Part) -> bool:
+        """Run the jobs of the parts that are incomplete, in passes over all parts; return whether all are complete.
+
+        A job that has used its time continues after the parts that come next, if the call has time left then.
+        """
+        left = list(parts)
+        while left:
+            known = sum(1 for _ in self.results.all())
+            left = [part for part in left if not self._run(part)]
+            if self.seconds_left < LEAST_SECONDS or sum(1 for _ in self.results.all()) == known:
+                break
+        return not left
+
+    def _run(self, part: Part) -> bool:
         """Run the jobs of a part that are incomplete; return whether the part is complete."""
         self._say(f"== {part.name}: {part.question}")
         complete = True
@@ -122,20 +144,25 @@ class Runner:
         counts = {state: sum(r.status == state for r in found) for state in dict.fromkeys(r.status for r in found)}
         counted = ", ".join(f"{n} {state}" for state, n in counts.items()) or "nothing"
         self._say(f"== {part.name}: {counted}" + ("" if complete else "; not all, run it again to go on"))
+        self._after_part()
         return complete
 
     def _complete(self, part: str, job: Job) -> bool:
-        """Run a job until it is complete; return False if the remaining time is too short."""
+        """Run a job until it is complete; return False if its time, or that of the call, is too short for the rest."""
         key = (part, job.name)
         crashes = 0
+        until = time.monotonic() + job.seconds
         while True:
             self._settle_interrupted(key)
             if self.results.done(key):
+                if not self.results.of(key):  # else a job in which nothing runs would look like one without a fault
+                    self._tell([self._add(key, "job", "failed", "it ended without a result: no check has run")])
                 return True
-            if self.seconds_left < LEAST_SECONDS:
+            limit = min(until - time.monotonic(), self.seconds_left)
+            if limit < min(LEAST_SECONDS, job.seconds / 2):
                 return False
             before = {result.check for result in self.results.of(key)}
-            ended = self._once(key, job)
+            ended = self._once(key, job, limit)
             self._tell([result for result in self.results.of(key) if result.check not in before])
             crashes += ended.startswith(("killed", "ended", "exit"))
             if ended == "late":
@@ -152,20 +179,21 @@ class Runner:
                 text = f"begun {times} times, and every time the whole run was ended in it; run it alone"
                 self._tell([self._add(key, check, "hung", text)])
 
-    def _once(self, key: tuple[str, str], job: Job) -> str:
-        """Run a job once; return how it ended as a text, or ``"late"`` if the time of the call was over.
+    def _once(self, key: tuple[str, str], job: Job, limit: float) -> str:
+        """Run a job once; return how it ended as a text, or ``"late"`` if it was killed at `limit` without a fault.
 
-        A job that was killed at its limit after some progress continues from there: none of its checks is at fault.
+        A job that was killed at its limit after some progress continues in the next pass: none of its checks is at
+        fault. Neither is one at fault that had less time than the limit of the job.
         """
-        limit = min(job.seconds, self.seconds_left)
-        own = job.seconds <= limit  # else this call ends, and it was not the job's fault
+        own = limit > 0.95 * job.seconds
         begun, known = set(self.results.unfinished(key)), len(self.results.of(key))
         with tempfile.TemporaryDirectory(prefix="halograd-gpu-") as folder:
             skip = Path(folder) / "skip.json"
             skip.write_text(json.dumps([result.check for result in self.results.of(key)]), encoding="utf-8")
             mark = jobs.new_mark()
             about = {"part": key[0], "job": key[1], "commit": self._commit}
-            environment = {RESULTS: str(self.results.path), JOB: json.dumps(about), SKIP: str(skip), "TMPDIR": folder}
+            environment = {RESULTS: str(self.results.path), SKIP: str(skip), "TMPDIR": folder}
+            environment |= {JOB: json.dumps({**about, "ranks": job.ranks}), **UNPLUGGED}
             try:
                 process = self._start(job, mark, {**environment, **self._environment, **job.environment})
             except FileNotFoundError as error:
@@ -176,10 +204,8 @@ class Runner:
         self.results.refresh()
         if job.module and code == 0:
             self.results.write(part=key[0], job=key[1], done=True)
-        if code is None and not own:
+        if code is None and (not own or len(self.results.of(key)) > known):
             return "late"
-        if code is None and len(self.results.of(key)) > known:
-            return "slow"
         ended = f"killed after {limit:.0f} s" if code is None else _ending(code)
         if code != ABANDONED:
             self._blame(key, code, f"{ended}\n{tail}", begun)

@@ -163,6 +163,31 @@ def test_jobs_of_several_ranks(checks, run, fault):
     assert complete and list(found.values()) == ["ok", "crashed" if "abort" in fault else "failed", "ok"]
 
 
+STRANGER = """#!/bin/sh
+# Starts processes that know nothing of each other, as a launcher of another MPI does.
+shift; count=$1; shift
+for i in $(seq "$count"); do env MPIR_CVAR_NEMESIS_SHM_EAGER_MAX_SZ=-1 "$@" & done
+wait
+"""
+
+
+def test_a_launcher_of_another_mpi_fails_loudly(checks, run, tmp_path, monkeypatch):
+    """Each process would be rank 0 of 1: tests of two ranks would not be chosen, others pass with one rank each."""
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(STRANGER)
+    launcher.chmod(0o755)
+    monkeypatch.setattr("tests.gpu.runner.find_mpiexec", lambda: str(launcher))
+    job = checks("def test_a(): pass", ranks=2, environment={"PYTEST_ADDOPTS": "-p tests.conftest"})
+    complete, found, results = run(job)
+    assert complete and found == {("job", "ranks"): "failed"}
+    assert "expected 2 ranks, got 1: mpiexec and mpi4py" in next(results.all()).detail
+
+
+def test_a_job_in_which_no_check_runs_has_failed(checks, run):
+    complete, found, _ = run(checks("x = 5"))
+    assert complete and found == {("job", "job"): "failed"}
+
+
 def test_modules_print_their_results(run, tmp_path):
     (tmp_path / "timing.py").write_text(
         "import json, os, sys\n"

@@ -1,11 +1,15 @@
 """Tests of the use of compute-sanitizer with a stub: success, findings, unsupported devices, and a missing program."""
 
 import json
+import re
 import sys
 
 import pytest
 
+from halograd.kernels.cuda.sources import FOLDER, text_of
 from tests.gpu import sanitize
+
+SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @pytest.fixture
@@ -37,16 +41,26 @@ def stub(tmp_path, monkeypatch):
 )
 def test_what_it_says(stub, tmp_path, text, code, status, detail):
     stub(text, code)
-    found = sanitize.sanitize("memcheck")
-    assert (found["check"], found["status"]) == ("memcheck", status) and detail in found["detail"]
+    found = sanitize.sanitize("memcheck", ["mesh"])
+    assert (found["check"], found["status"]) == ("memcheck mesh", status) and detail in found["detail"]
     arguments = (tmp_path / "arguments").read_text().split()
-    assert arguments[:2] == ["--tool", "memcheck"] and arguments[-2:] == ["-m", "tests.gpu.small_step"]
+    assert arguments[:2] == ["--tool", "memcheck"] and arguments[-3:] == ["-m", "tests.gpu.small_step", "mesh"]
+
+
+def test_races_are_sought_in_our_own_kernels(stub, tmp_path):
+    stub(["RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"], 0)
+    sanitize.sanitize("racecheck")
+    chosen = re.search(r"--kernel-regex kns=(\S+)", (tmp_path / "arguments").read_text())[1]
+    ours = {name for source in SOURCES for name in re.findall(r"KERNEL\((\w+), \w+\) \{", text_of(source))}
+    assert all(re.fullmatch(chosen, name) for name in ours) and len(ours) > 20
+    for other in ("sm90_xmma_fprop_implicit_gemm_bf16bf16", "cub_forward_kernel"):
+        assert not re.search(chosen, other)
 
 
 def test_without_it(stub, monkeypatch, capsys):
     monkeypatch.setattr(sanitize, "PLACE", "/nowhere")
-    monkeypatch.setattr(sys, "argv", ["sanitize", "memcheck", "racecheck"])
+    monkeypatch.setattr(sys, "argv", ["sanitize", "racecheck", "mesh"])
     assert sanitize.main() == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [f.get("status") for f in found] == [None, "missing", None, "missing"]
-    assert found[0] == {"begin": "memcheck"} and found[3]["check"] == "racecheck"
+    assert [f.get("status") for f in found] == [None, "missing"]
+    assert found[0] == {"begin": "racecheck mesh"} and found[1]["check"] == "racecheck mesh"

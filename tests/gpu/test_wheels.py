@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu import wheels
 from tests.gpu.wheels import WheelError, collect, unpack
+from tests.harness.mpi import LAUNCHER
 
 
 @pytest.fixture
@@ -63,6 +64,19 @@ def test_wheels_of_another_python_are_refused_unless_they_are_not_needed(wheel, 
         unpack(folder, tmp_path / "elsewhere")
     with pytest.raises(WheelError, match=r"wheels: expected some in .*, got none; make gpu-wheels where"):
         unpack(tmp_path)
+
+
+def test_mpi_comes_with_its_bindings_and_its_launcher(wheel, tmp_path):
+    """A present mpi4py may belong to another MPI, and a launcher beside the interpreter too."""
+    bindings = importlib.metadata.version("mpi4py")
+    wheel("mpich-9999.1-py3-none-any.whl", {"mpich-9999.1.data/data/bin/mpiexec": ("", 0o755)})
+    folder = wheel(f"mpi4py-{bindings}-py3-none-any.whl", {"mpi4py/__init__.py": ("", 0o644)})
+    said, environment = unpack(folder, tmp_path / "there")
+    assert f"mpi4py {bindings}, mpich 9999.1; 0 are" in said
+    assert environment[LAUNCHER] == str(tmp_path / "there" / "bin" / "mpiexec")
+    (folder / "mpich-9999.1-py3-none-any.whl").unlink()
+    said, environment = unpack(folder, tmp_path / "elsewhere")
+    assert "nothing; 1 are installed" in said and LAUNCHER not in environment
 
 
 def pip(monkeypatch, sizes, code=0):

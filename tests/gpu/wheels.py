@@ -26,7 +26,9 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-__all__ = ["MOST_BYTES", "WheelError", "collect", "unpack"]
+from tests.harness.mpi import LAUNCHER
+
+__all__ = ["MOST_BYTES", "WheelError", "collect", "lacking", "unpack"]
 
 MOST_BYTES = 60 << 20
 #: As pyproject.toml has them; matplotlib is needed for reports only.
@@ -87,6 +89,8 @@ def unpack(folder: Path, where: Path | None = None) -> tuple[str, dict[str, str]
     if not wheels:
         raise WheelError(f"wheels: expected some in {folder}, got none; make gpu-wheels where there is a package index")
     needed = [path for path in wheels if _lacks(*_name(path))]
+    if any(_name(path)[0] == "mpich" for path in needed):  # a present mpi4py may be linked with another MPI
+        needed = [path for path in wheels if path in needed or _name(path)[0] == "mpi4py"]
     for path in needed:
         _check_python(path)
     key = hashlib.sha256("\n".join([sys.executable, *(path.name for path in needed)]).encode()).hexdigest()[:12]
@@ -102,14 +106,23 @@ def unpack(folder: Path, where: Path | None = None) -> tuple[str, dict[str, str]
     return f"unpacked into {target}: {names}; {kept} are installed already", _environment(target)
 
 
+def lacking() -> list[str]:
+    """Return the required packages that are not installed; tests/gpu/facts.py reports cuDNN's front end."""
+    names = [re.split(r"[<>=]", requirement)[0] for requirement in REQUIREMENTS]
+    return [name for name in names if _lacks(name, "") and name != "nvidia-cudnn-frontend"]
+
+
 def _environment(target: Path) -> dict[str, str]:
     def before(name: str, path: Path) -> str:
         return os.pathsep.join([str(path), *filter(None, [os.environ.get(name, "")])])
 
+    # The launcher of the unpacked MPI, not one next to the interpreter.
+    launcher = target / "bin" / "mpiexec"
     return {
         "PYTHONPATH": before("PYTHONPATH", target / "site"),
         "PATH": before("PATH", target / "bin"),
         "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", target / "lib"),
+        **({LAUNCHER: str(launcher)} if launcher.exists() else {}),
     }
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import cudnn
 
+from benchmarks.gpu import fusions
 from halograd.kernels import Geometry, KernelError
 from halograd.kernels.cudnn.frontend import Frontend
 from halograd.kernels.cudnn.graphs import (
@@ -82,6 +84,17 @@ def main() -> None:
                     json.dumps([str(case), direction, key.dtype, key.arithmetic.precision, *plan(frontend, key, where)])
                 )
                 sys.stdout.flush()
+    for case in fusions.CASES:
+        for build in (fusions.forward_graph, fusions.backward_graph):
+            name, nbytes, table = with_sums(frontend, build(frontend, case.shapes, where))
+            print(json.dumps([case.title, build.__name__, "bfloat16", "", name, nbytes, table]), flush=True)
+
+
+def with_sums(frontend: Frontend, graph: Any) -> tuple[str, int, bool]:
+    """Return the same as `plan`, for a convolution with sums in its epilogue."""
+    for name, nbytes, _ in fusions.plans(frontend, graph, ()):
+        return name, nbytes, hasattr(graph, "_execute_with_raw_ptrs")
+    return "none: no engine", 0, False
 
 
 def plan(frontend: Frontend, key: PlanKey, where: dict) -> tuple[str, int, bool]:
