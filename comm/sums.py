@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -26,8 +25,10 @@ __all__ = [
     "carrying",
     "held_together",
     "is_large",
+    "largest_shard",
     "node_shares",
     "ring_places",
+    "shard",
     "shards",
 ]
 
@@ -50,10 +51,30 @@ def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
     >>> shards(5, 2, 8)
     [slice(0, 0, None), slice(0, 5, None)]
     """
+    return [shard(size, ranks, itemsize, rank) for rank in range(ranks)]
+
+
+def shard(size: int, ranks: int, itemsize: int, rank: int) -> slice:
+    """Return the part of one rank, as of :func:`shards`. Local."""
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-size // step)
-    bounds = [min(size, lines * i // ranks * step) for i in range(ranks + 1)]
-    return [slice(a, b) for a, b in pairwise(bounds)]
+    return slice(min(size, lines * rank // ranks * step), min(size, lines * (rank + 1) // ranks * step))
+
+
+def largest_shard(size: int, ranks: int, itemsize: int) -> int:
+    """Return the number of elements of the largest part, as of :func:`shards`. Local.
+
+    >>> largest_shard(100, 3, 8), largest_shard(9, 8, 8)
+    (36, 8)
+    """
+    last = shard(size, ranks, itemsize, ranks - 1)
+    if ranks == 1:
+        return last.stop
+    step = max(1, ALIGNMENT // itemsize)
+    lines = -(-size // step)
+    # The last part has one more line than others if they cannot be equal; it is the only one if one line is left over.
+    whole = lines // ranks if lines % ranks == 1 else -(-lines // ranks)
+    return max(last.stop - last.start, whole * step)
 
 
 @dataclass(frozen=True)
@@ -102,7 +123,7 @@ class Method:
             return 0
         if self.adds:
             return self.codec.payload(size * itemsize)
-        own = shards(size, ranks, itemsize)[rank]
+        own = shard(size, ranks, itemsize, rank)
         return (own.stop - own.start) * itemsize
 
     def held(self, size: int, itemsize: int, ranks: int, rank: int, feedback: bool = False) -> Held:
@@ -114,13 +135,14 @@ class Method:
             Whether the encoding error is kept.
         """
         codec, wire = self.codec, itemsize if self.codec.identity else np.dtype(self.codec.wire).itemsize
-        shares = [part.stop - part.start for part in shards(size, ranks, wire)]
+        largest = largest_shard(size, ranks, wire)
         if not self.ordered:
-            return Held(0, max(shares) * itemsize if self.adds and not self.gathers else 0, size * itemsize)
+            return Held(0, largest * itemsize if self.adds and not self.gathers else 0, size * itemsize)
         # Encoded data are in the buffer, if they fit; the error is that of the sum of the own share.
-        beside = 0 if codec.identity else codec.held(itemsize) + shares[rank] * itemsize * feedback
+        own = shard(size, ranks, wire, rank)
+        beside = 0 if codec.identity else codec.held(itemsize) + (own.stop - own.start) * itemsize * feedback
         wide = size * wire if wire > itemsize else 0
-        return Held(beside + wide, (ranks - 1) * max(shares) * wire)
+        return Held(beside + wide, (ranks - 1) * largest * wire)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
 from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan, Request
-from .perfmodel.predict import Planning, plan_network
+from .perfmodel.predict import Planning, plan_network, quick_pricing
 from .perfmodel.quantities import Bytes
 from .schema import build as read
 from .schema import nearest
@@ -108,7 +109,16 @@ class Asked:
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
         """Return kernel times for this batch and number of ranks: measured times, or without any the roofline."""
-        return _measured(self, batch, ranks) or RooflineTimes(self.machine)
+        return _measured(self, batch, ranks) or self._quick.times
+
+    @cached_property
+    def _quick(self) -> Pricing:
+        """Cost model of candidates by the roofline, which plans for several numbers of ranks share."""
+        return quick_pricing(self.machine, RooflineTimes(self.machine), self.dtype)
+
+    def quick(self, times: KernelTimes) -> Pricing | None:
+        """Return the shared cost model of candidates, if it has these times of kernels; else None."""
+        return self._quick if times is self._quick.times else None
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
         """Return the cost model of a step of `batch` samples on `ranks` ranks; it takes the faster halo algorithms."""
@@ -196,7 +206,7 @@ def make_plan(
     """
     planning = planning or Planning(training=Training(asked.dtype, ahead=AHEAD))
     times = times or asked.times(batch, ranks)
-    plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning)
+    plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning, asked.quick(times))
     request = Request(
         asked.model,
         dict(asked.options),

@@ -222,6 +222,14 @@ class Network:
             for name, node in self.layers.items()
         }
 
+    def own_states(self, name: str) -> Mapping[str, Parameter]:
+        """Return the states of a layer by their short names, also of a later call of a shared layer. Local."""
+        return self._own_states[name]
+
+    @cached_property
+    def _own_states(self) -> dict[str, Mapping[str, Parameter]]:
+        return {name: node.layer.state(*_input_shapes(node)) for name, node in self.layers.items()}
+
     def is_shared(self, name: str) -> bool:
         """Return whether the layer is called several times. Local."""
         return sum(owner == self.owners[name] for owner in self.owners.values()) > 1

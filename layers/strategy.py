@@ -451,7 +451,7 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
     """
     result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
-        specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
+        specs = {**network.own_parameters(name), **network.own_states(name)}
         found = held(specs, node, strategy.cuts_of(name), size)
         result |= {f"{name}/{key}": blocks for key, blocks in found.items()}
     return result

@@ -110,10 +110,11 @@ class Contenders:
         """Return the strategies with the same cuts: under all schemes, with outputs computed again; fastest first."""
         key = self.cuts(found.strategy)
         if key not in self._variants:
-            some = [
-                Contender(found.name, found.simulation.with_reduction(scheme, nbytes), found.optimal, found.indices)
-                for scheme, nbytes in self._schemes(found.strategy)
-            ]
+            distinct: dict[object, Simulation] = {}  # buckets of several sizes may hold the same gradients
+            for scheme, nbytes in self._schemes(found.strategy):
+                made = found.simulation.with_reduction(scheme, nbytes)
+                distinct.setdefault((scheme, made.chunking), made)
+            some = [Contender(found.name, made, found.optimal, found.indices) for made in distinct.values()]
             self._variants[key] = sorted(some, key=lambda one: one.seconds)
         return self._variants[key]
 

@@ -47,7 +47,7 @@ from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
-__all__ = ["Planning", "plan_frontier", "plan_network"]
+__all__ = ["Planning", "plan_frontier", "plan_network", "quick_pricing"]
 
 Rule = Literal["none", "auto", "pointwise", "block"]
 
@@ -123,8 +123,15 @@ def plan_network(
     machine: Machine,
     times: KernelTimes,
     planning: Planning | None = None,
+    quick: Pricing | None = None,
 ) -> Plan:
     """Return the plan: the fastest of the simulated strategies that fit (see this module). Local.
+
+    Parameters
+    ----------
+    quick
+        Cost model of the candidates of all layers (:func:`quick_pricing`), which searches for several numbers of ranks
+        and batches share; None: an own one.
 
     Raises
     ------
@@ -132,7 +139,12 @@ def plan_network(
         For an unknown planner, or if no strategy fits into the memory (the text gives the excess).
     """
     with _uncollected():
-        return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
+        return _Search(network, batch, ranks, machine, times, planning or Planning(), quick).run()
+
+
+def quick_pricing(machine: Machine, times: KernelTimes, dtype: str) -> Pricing:
+    """Return the cost model of candidates, which looks at a few ranks; simulations look at more of them."""
+    return Pricing(Wires(machine, quick=True), times, dtype, best_halo=True)
 
 
 def plan_frontier(
@@ -154,7 +166,14 @@ def plan_frontier(
 
 class _Search:
     def __init__(
-        self, network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, planning: Planning
+        self,
+        network: Network,
+        batch: int,
+        ranks: int,
+        machine: Machine,
+        times: KernelTimes,
+        planning: Planning,
+        quick: Pricing | None = None,
     ) -> None:
         build(Ranks, ranks, at="ranks")
         self.chooser = PLANNERS.find(planning.planner, "planner")()
@@ -164,6 +183,7 @@ class _Search:
         self.buckets = (planning.bucket_bytes,) if planning.bucket_bytes else BUCKETS
         self.middle = self.buckets[len(self.buckets) // 2]
         self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
+        self.quick = quick or quick_pricing(machine, times, self.training.dtype)
         self.contenders = Contenders(network, partial(_schemes, network, batch, machine, planning, self.buckets))
         #: What plans are compared with, by name; several names may have the same cuts.
         self.compared: dict[str, Contender] = {}
@@ -231,8 +251,7 @@ class _Search:
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
-        pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
-        some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
+        some = (self.network, self.batch, self.ranks, self.quick, self.training, self.planning.full, self.middle)
         self.costs, self.has_costs = network_costs(*some, self._best_grids()), True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)

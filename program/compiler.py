@@ -131,6 +131,8 @@ class _Compiler:
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
         step = Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "", frozen)
+        if not step.owner:  # all programs of a network share the descriptions
+            vars(step).update(parameters=self.network.own_parameters(name), states=self.network.own_states(name))
         output.trainable = (bool(step.parameters) and not frozen) or any(v.trainable for v in inputs)
         self.program.steps.append(step)
         if step.owner:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..comm.sums import shards
+from ..comm.sums import shard
 from ..device import is_low
 from ..dtensor import Groups
 from ..layers.reduction_chunks import GradientChunk
@@ -293,7 +293,7 @@ class _Placing:
         if color is None:
             return 0
         members = bucket.sharing.members(color)
-        part = shards(own // itemsize, len(members), itemsize)[members.index(rank)]
+        part = shard(own // itemsize, len(members), itemsize, members.index(rank))
         return (part.stop - part.start) * itemsize
 
     def _first(self, i: int) -> str:

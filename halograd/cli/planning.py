@@ -109,13 +109,11 @@ def plan(
     with working(f"planning {asked.model} on {ranks} ranks"):
         made = make_plan(asked, batch, ranks, planning)
         others = baselines_of(asked, made)
+    # The plan is printed even if its file cannot be written after all, such as on a disk that is full by now.
+    print(json.dumps(_as_json(made, others)) if as_json else "\n".join(plan_text(made, others)), flush=True)
     if out is not None:
         made.save(out)
-    if as_json:
-        print(json.dumps(_as_json(made, others)), flush=True)
-        return
-    print("\n".join(plan_text(made, others)))
-    if out is not None:
+    if out is not None and not as_json:
         print(f'{out}: written; `halograd explain {out}` explains it, strategy.file = "{out}" trains under it')
 
 

@@ -356,7 +356,14 @@ class _Maker:
         flags = tuple((value.read, value.trainable, value.dtype) for value in plain.inputs)
         key = (self.pricing.signature(plain), flags, plain.name in self._trained, plain.owner, plain.frozen, some)
         if key not in self._priced:
-            rows = [self._row(plain, parts) for parts in some]
+            # A layer does not use more ranks than its cut has parts, so searches for other numbers of ranks share rows.
+            known, same = self.pricing.known, (key[:-1], self.batch, self.training, self.bucket_bytes)
+            rows = []
+            for parts in some:
+                row = same, parts
+                if row not in known:
+                    known[row] = self._row(plain, parts)
+                rows.append(known[row])
             times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
             self._priced[key] = _Priced(times, sums, memory, tuple(r[3] for r in rows))
         return self._priced[key]
@@ -366,7 +373,7 @@ class _Maker:
         trained = plain.name in self._trained
 
         def under(step: Step) -> Step:
-            return _under(step, dict(zip(AXES, parts)), self.ranks)
+            return _under(step, dict(zip(AXES, parts)), math.prod(parts))
 
         chosen = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
         step = under(chosen)

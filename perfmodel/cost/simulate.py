@@ -109,6 +109,7 @@ class _Remembered:
     memory: dict[tuple[int, tuple[str, ...]], dict[str, int]] = field(default_factory=dict)
     replicated: dict[str, tuple[LayerCost, KernelSpec]] = field(default_factory=dict)
     fullest: int | None = None
+    uniform: bool | None = None
 
 
 class Simulation:
@@ -205,7 +206,7 @@ class Simulation:
         return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
 
     def _memory(self, rank: int) -> dict[str, int]:
-        key = rank, tuple(exposed_layers(self.strategy, self.network, self.batch))
+        key = rank * (not self._uniform), tuple(exposed_layers(self.strategy, self.network, self.batch))
         if key not in self._known.memory:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks, self.training.ahead)
         target = replace(self._outline.target, rank=rank)
@@ -213,6 +214,22 @@ class Simulation:
         found = Counter(self._known.memory[key])
         found.update(gradients_memory(program, self.training.slots, self.pricing.wires.per_node))
         return dict(found)
+
+    @property
+    def _uniform(self) -> bool:
+        """Whether the programs of all ranks have arrays of the same shapes: equal blocks, and no element of another
+        rank is read.
+        """
+        known = self._known
+        if known.uniform is None:
+            values, gathered = self._outline.values.values(), self._gathered
+            apart = all(boxes == v.layout.boxes for v in values for boxes, *_ in gathered.get(v, ()))
+            held = (*(v.layout.boxes for v in values), *(one.boxes for one in self.blocks.values()))
+            equal = all(len(set(lengths.tolist())) == 1 for one in set(held) for lengths in one.extents)
+            everywhere = all(one.placed == self.ranks for one in held)
+            moved = any(step.name not in self.network.layers for step in self._outline.steps)
+            known.uniform = apart and equal and everywhere and not moved
+        return known.uniform
 
     @property
     def _fullest(self) -> int:
@@ -245,8 +262,15 @@ class Simulation:
         key = rule, self.strategy.bucket_bytes * scheme.has_buckets, apart
         if key not in chunked.buckets:
             nbytes, itemsize = self.strategy.bucket_bytes, self._outline.wide.itemsize
-            chunked.buckets[key] = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
+            made = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
+            # Equal buckets of several rules are one object.
+            chunked.buckets[key] = next((one for one in chunked.buckets.values() if one == made), made)
         return chunked.buckets[key]
+
+    @property
+    def chunking(self) -> int:
+        """Number that is equal for simulations of the same cuts with the same buckets."""
+        return id(self._buckets())
 
     def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:
         """Return the cost and the kernel of every dense layer whose gradient the scheme replicates."""

@@ -53,6 +53,17 @@ def test_a_plan_with_ranks_that_are_idle_says_so(typed, planned):
     assert "idle" not in typed("plan", *SMALL, *few)[1]
 
 
+@pytest.mark.parametrize("options, table", [((), "conv1_1 "), (("--json",), '"step_seconds"')])
+def test_a_plan_is_printed_if_its_file_cannot_be_written_after_all(typed, monkeypatch, tmp_path, options, table):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("halograd.perfmodel.plans.write_whole", full)
+    planner = ("--planner", "data", "-o", tmp_path / "plan.json")
+    code, out, err = typed("plan", *SMALL, *LASSEN, *planner, *options)
+    assert (code, table in out) == (2, True) and "No space left on device" in err
+
+
 def test_a_plan_along_an_axis_that_the_network_lacks_is_not_explained(typed, planned, tmp_path):
     made = json.loads(planned.read_text())
     made["strategy"]["layers"]["conv1_1"] = {"depth": 2}
