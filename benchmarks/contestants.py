@@ -102,6 +102,7 @@ class Entry:
         return result
 
 
+_LOW = {"dtype": "bfloat16"}
 CONTESTANTS = (
     Entry("halograd-1x2", "halograd, 1 rank x 2 threads", "halograd"),
     Entry("halograd-2x1", "halograd, 2 ranks x 1 thread, cut along H", "halograd", ranks=2, threads=1),
@@ -110,6 +111,8 @@ CONTESTANTS = (
     Entry("torch-compile", "torch.compile, channels-last, 2 threads", "torch", spec={"compile": True}),
     Entry("torch-gloo", "torch, halos by hand over gloo, 2 ranks x 1", "gloo", ranks=2, threads=1),
     Entry("shardtensor", "ShardTensor, NCHW over gloo, 2 ranks x 1", "shardtensor", ranks=2, threads=1, problems=PLAIN),
+    Entry("halograd-1x2-bf16", "halograd, bfloat16, 1 rank x 2 threads", "halograd", spec=_LOW, tolerance=0.1),
+    Entry("halograd-2x1-bf16", "halograd, bfloat16, 2 ranks x 1 thread", "halograd", 2, 1, spec=_LOW, tolerance=0.1),
     Entry("torch-bf16", "torch, bfloat16 autocast, 2 threads", "torch", spec={"bfloat16": True}, tolerance=0.1),
     Entry("jax", "JAX, jit, 1 device (2 threads)", "jax"),
     Entry("jax-sharded", "JAX, jit, image sharded over 2 devices", "jax", devices=2),

@@ -10,7 +10,8 @@ from benchmarks.contestants import CONTESTANTS
 
 __all__ = ["ratios", "summary", "table", "worst"]
 
-_OURS = tuple(e.name for e in CONTESTANTS if e.ours)
+_OURS = tuple(e.name for e in CONTESTANTS if e.ours and e.equal)
+_OURS_LOW = tuple(e.name for e in CONTESTANTS if e.ours and not e.equal)
 _PEERS = tuple(e.name for e in CONTESTANTS if e.peer and e.equal)
 #: Limits of CPU usage [cores] by others, idle contestants and other machines, above which times are unreliable.
 _DISTURBED = {"others": 0.08, "idle": 0.02, "stolen": 0.02}
@@ -24,8 +25,9 @@ def ratios(outcome: Outcome) -> dict[str, float]:
     result = {}
     if ours and peers:
         result["ratio to best peer"] = min(ours) / min(peers)
-    if ours and "torch-bf16" in median:
-        result["ratio to bfloat16"] = min(ours) / median["torch-bf16"]
+    low = [median[name] for name in _OURS_LOW if name in median]
+    if low and "torch-bf16" in median:
+        result["ratio in bfloat16"] = min(low) / median["torch-bf16"]
     for label, above, below in (
         ("ratio to raw sum", "halograd-1x2", "raw"),
         ("ratio to gloo", "halograd-2x1", "torch-gloo"),

@@ -30,8 +30,9 @@ class HalogradSubject:
     Parameters
     ----------
     spec
-        ``problem``, ``threads`` per rank, ``options`` of the strategy; on one rank ``recompute``, the rule of the
-        outputs that are computed again, or ``arena``, the bytes of an arena in which as little as possible is.
+        ``problem``, ``threads`` per rank, ``dtype``, ``options`` of the strategy; on one rank ``recompute``, the
+        rule of the outputs that are computed again, or ``arena``, the bytes of an arena in which as little as possible
+        is.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -46,7 +47,8 @@ class HalogradSubject:
         if "arena" in spec:
             keeping = Keeping(network, strategy, Target(problem.batch))
             strategy = keeping.within(spec["arena"]) or keeping.fewest()
-        self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, "float32", seed=0)
+        dtype = spec.get("dtype", "float32")
+        self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, dtype, seed=0)
         self.trainer = Trainer(self.executor, SGD(self.executor.store), Constant(problem.rate))
         for name, array in problem.data(network).items():
             self.executor.set_input(name, array)
@@ -55,7 +57,9 @@ class HalogradSubject:
         )
 
     def _backend(self, spec: dict[str, Any]) -> Any:
-        return get_backend(spec.get("backend", "onednn"), threads=spec["threads"])
+        backend = get_backend(spec.get("backend", "onednn"), threads=spec["threads"])
+        backend.emulate = True  # the caller leaves out what is emulated
+        return backend
 
     def step(self) -> float:
         return float(self.trainer.step())

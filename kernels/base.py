@@ -27,6 +27,8 @@ class Base(ABC):
     dtypes: tuple[str, ...]
     conv_dtypes: tuple[str, ...]
     dtype_remedy: str
+    #: Whether training in a 16-bit dtype that the backend only emulates (`emulates`) is permitted.
+    emulate: bool = False
     device: Device = HOST
 
     @abstractmethod
@@ -57,6 +59,12 @@ class Base(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the memory and handles of the backend. Close its kernels first. `close` may be called twice."""
+
+    def emulates(self, dtype: str) -> str:
+        """Return the reason why the backend only emulates a dtype of 16 bits, with its kernels of float32; "" if it
+        computes in it.
+        """
+        return ""
 
     def take_substitutes(self) -> list[Substitute]:
         """Return the kernels built since the last call that come from another library, because that of the backend has

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..device import is_low
 from .geometry import Geometry, channels_in_memory
 from .kernel import BatchNormArrays, KernelError
 
 __all__ = [
     "check_batch_norm",
+    "check_beside",
     "check_bias",
     "check_conv",
     "check_dense",
@@ -54,6 +56,18 @@ def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) 
     dtype = next(iter(found.values()))
     if dtype not in allowed:
         raise KernelError(f"{what}: expected dtype {' or '.join(allowed)}, got {dtype}; {remedy}")
+
+
+def check_beside(what: str, x: Any, **arrays: Any) -> None:
+    """Check that all given arrays have the dtype of `x`, or float32 if `x` has 16 bits."""
+    found = np.dtype(x.dtype).name
+    allowed = (found, "float32") if is_low(x.dtype) else (found,)
+    for name, a in arrays.items():
+        if a is not None and np.dtype(a.dtype).name not in allowed:
+            raise KernelError(
+                f"{what}: expected {name} of dtype {' or '.join(allowed)} with arrays of {found}, got "
+                f"{np.dtype(a.dtype).name}; convert them"
+            )
 
 
 def check_same_shape(what: str, **arrays: Any) -> None:

@@ -60,7 +60,12 @@ class Convolutions(Base):
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
-        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y, weights=w, bias=b)
+        """Check the dtypes of a convolution.
+
+        With images of 16 bits, the weights, the bias and their gradients may be float32: gradients are float32 sums.
+        """
+        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
+        checks.check_beside(what, x, weights=w, bias=b)
 
     def bias(self, y: Any, b: Any) -> Kernel:
         """Build ``y = y + b`` in place; y ``(..., C)``, b ``(C,)``. A no-op if `y` is empty."""
@@ -102,7 +107,9 @@ class Convolutions(Base):
         return self._dense_backward_filter(x, dy, dw, db)
 
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
-        self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
+        """Check the dtypes of the gradients of a dense layer, which may be float32 with activations of 16 bits."""
+        self._check_dtypes(what, x=x, dy=dy)
+        checks.check_beside(what, x, dw=dw, db=db)
 
     def _room(self, x: Any, geometry: Geometry) -> int:
         """Return the number of channels that the input of a convolution may have in memory."""

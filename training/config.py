@@ -351,8 +351,8 @@ class TrainingConfig(Table):
     """Seed of initial values, shuffling, dropout and augmentation: runs with one seed draw the same numbers under every
     cut."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Dtype of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32, and with float16 the
-    loss is scaled."""
+    """Dtype of activations. ``"bfloat16"`` and ``"float16"`` need a GPU, or a processor that computes in them (see
+    docs/kernels.md); parameters stay float32, and with float16 the loss is scaled."""
     clip_norm: Positive | None = None
     """Global norm to which gradients are scaled down; by default they are not clipped."""
     patience: Whole = 0
@@ -415,6 +415,9 @@ class BackendConfig(Table):
     """Arithmetic of float32; ``"tf32"`` only on a GPU."""
     deterministic: bool = False
     """Whether two runs agree in every bit."""
+    emulate: bool = False
+    """Whether a CPU may compute a ``training.dtype`` of 16 bits in float32, with conversions before and after each
+    kernel, if it does not compute in 16 bits itself: slower than float32, for tests."""
     graph: bool = False
     """Whether to replay the forward and backward pass as CUDA graphs, between messages."""
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"

@@ -74,7 +74,7 @@ class Executor:
     strategy
         Cuts of the layers; by default samples only.
     dtype
-        Dtype of activations and their gradients: ``"float32"``, ``"float64"``, on a device also ``"bfloat16"`` and
+        Dtype of activations and their gradients: ``"float32"``, ``"float64"``, ``"bfloat16"`` or
         ``"float16"``, with parameters, their gradients, statistics and losses in float32.
     trainable
         Whether `backward` is called later (False saves its memory).

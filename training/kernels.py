@@ -12,7 +12,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import CommError
-from ..device import DeviceError, as_dtype, is_low
+from ..device import DeviceError, as_dtype
 from ..device.cupy import choose_ordinal, count_devices, import_cupy
 from ..kernels import BACKENDS, Backend, BackendOptions, KernelError, Substitute
 from .config import BackendConfig
@@ -46,9 +46,11 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
                 )
         try:
             ordinal = choose_ordinal(config.device, local_rank, count_devices(import_cupy())) if kind.on_device else 0
-            return kind.open(
+            opened = kind.open(
                 BackendOptions(config.threads, config.autotune, config.precision, config.deterministic, ordinal)
             )
+            opened.emulate = config.emulate
+            return opened
         except DeviceError:
             raise
         except KernelError as error:
@@ -127,13 +129,15 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
     Raises
     ------
     UserError
-        If the dtype has 16 bits on a CPU, or if these kernels do not support it.
+        If these kernels do not support the dtype, or only emulate it and this is not permitted.
     """
     found = as_dtype(dtype)
-    if is_low(found) and kernels.device.is_host:
+    reason = kernels.emulates(found.name)
+    if reason and not kernels.emulate:
         raise UserError(
-            f'training.dtype: expected "float32" or "float64" with kernels = "{kernels.name}", got "{found.name}", '
-            'which needs a GPU; set backend.kernels = "cudnn" or another dtype'
+            f'training.dtype: expected a dtype in which kernels = "{kernels.name}" compute, got "{found.name}": '
+            f"{reason}, and emulated it is slower than float32; use float32, a processor that has it, or a GPU "
+            '(backend.kernels = "cudnn"), or set backend.emulate = true'
         )
     if found.name not in kernels.dtypes:
         raise UserError(

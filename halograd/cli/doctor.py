@@ -76,6 +76,7 @@ def probe_numpy() -> Iterator[Finding]:
 
 def probe_onednn() -> Iterator[Finding]:
     """Report oneDNN, and compare one of its convolutions with NumPy's. Local."""
+    from ..device import LOW
     from ..kernels import KernelError, get_backend
     from ..kernels.onednn import OnednnBackend
 
@@ -86,7 +87,9 @@ def probe_onednn() -> Iterator[Finding]:
         yield Finding("oneDNN", "warn", " ".join(str(error).split()), remedy)
         return
     with backend, get_backend("numpy", threads=1) as reference:
-        yield Finding("oneDNN", "ok", f"{backend.describe()}, instruction set {backend.instruction_set}")
+        low = [dtype for dtype in LOW if not backend.emulates(dtype)]
+        computes = f"computes in float32{''.join(f', {dtype}' for dtype in low)}"
+        yield Finding("oneDNN", "ok", f"{backend.describe()}, instruction set {backend.instruction_set}, {computes}")
         for number, fault in enumerate(backend.refused, 1):
             yield Finding(f"oneDNN refused {number}", "note", fault)
         implementation, difference = convolve(backend, reference)

@@ -45,7 +45,7 @@ class MeasuringOptions:
 
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1
     kernels: Annotated[str, typer.Option(help="Kernel backend.")] = "auto"
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32"
+    dtype: Annotated[str, typer.Option(help="float32, float64, or 16 bits that the kernels compute in.")] = "float32"
     autotune: Annotated[bool, typer.Option("--autotune", help="Choose convolutions by measurement.")] = False
     transport: Annotated[str, typer.Option(help="How messages travel.")] = "auto"
     budget: Annotated[float | None, typer.Option(help="Seconds after which no further layer is measured.")] = None

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import checks
 from ..backend import BackendOptions
 from ..cuda import CudaKernels
 from ..fused import FusedActivation
@@ -175,34 +174,6 @@ class CudnnBackend(CudaKernels):
         return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
 
     # ------------------------------------------------------------------ convolution
-    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
-        """Check the dtypes of a convolution.
-
-        With images of 16 bits, the weights, the bias and their gradients may be float32; they are converted at each
-        call.
-        """
-        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
-        self._check_beside(what, x, w, b)
-
-    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
-        """Check the dtypes of the gradients of a dense layer.
-
-        With activations of 16 bits, the gradients may be float32: cuBLAS writes its float32 sums.
-        """
-        checks.check_dtypes(what, self.dtypes, self.dtype_remedy, x=x, dy=dy)
-        self._check_beside(what, x, dw, db)
-
-    @staticmethod
-    def _check_beside(what: str, x: Any, w: Any, b: Any) -> None:
-        found = np.dtype(x.dtype).name
-        allowed = (found, "float32") if found in HALF else (found,)
-        for name, a in (("weights", w), ("bias", b)):
-            if a is not None and np.dtype(a.dtype).name not in allowed:
-                raise KernelError(
-                    f"{what}: expected {name} of dtype {' or '.join(allowed)} with arrays of {found}, got "
-                    f"{np.dtype(a.dtype).name}; convert them"
-                )
-
     def padded_channels(self, channels: int, dtype: Any) -> int:
         return tensor_core_channels(channels, dtype)
 

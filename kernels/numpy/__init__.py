@@ -1,4 +1,4 @@
-"""The reference backend: NumPy, on every machine, in float32 and float64."""
+"""The reference backend: NumPy, on every machine, in float32 and float64; 16 bits are emulated."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import threadpoolctl
 
-from ..backend import Backend
+from ...device import LOW, is_low
 from ..memory import Scratch, aligned_empty
-from .attention import NumpyAttention
-from .convolution import COLUMN_BYTES, NumpyConvolutions
-from .losses import NumpyLosses
-from .norms import NumpyNorms
-from .pointwise import NumpyPointwise
-from .updates import NumpyUpdates
+from .convolution import COLUMN_BYTES
+from .staging import StagedKernels, StandInBuffers
 
 __all__ = ["BlasLimit", "NumpyBackend"]
 
@@ -42,7 +38,7 @@ class BlasLimit:
             self._limits.restore_original_limits()
 
 
-class NumpyBackend(NumpyConvolutions, NumpyAttention, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):
+class NumpyBackend(StagedKernels):
     """NumPy kernels.
 
     Parameters
@@ -59,9 +55,9 @@ class NumpyBackend(NumpyConvolutions, NumpyAttention, NumpyPointwise, NumpyNorms
         self.xp = np
         self.version = np.__version__
         self.threads = threads
-        self.dtypes = self.conv_dtypes = ("float32", "float64")
-        self.dtype_remedy = "use float32, or the backend onednn for bfloat16 convolutions"
-        self.scratch = Scratch(aligned_empty)
+        self.dtypes = self.conv_dtypes = ("float32", "float64", *LOW)
+        self.dtype_remedy = "use float32"
+        self.scratch, self.stage = Scratch(aligned_empty), StandInBuffers(aligned_empty)
         self.column_bytes = column_bytes
         self._blas = BlasLimit(threads)
 
@@ -70,8 +66,12 @@ class NumpyBackend(NumpyConvolutions, NumpyAttention, NumpyPointwise, NumpyNorms
 
     @property
     def held_bytes(self) -> int:
-        return self.scratch.nbytes
+        return self.scratch.nbytes + self.stage.nbytes
+
+    def emulates(self, dtype: str) -> str:
+        return "NumPy has only arithmetic of 32 and 64 bits" if is_low(dtype) else ""
 
     def close(self) -> None:
+        self.stage.release()
         self.scratch.release()
         self._blas.close()

@@ -1,4 +1,4 @@
-"""The CPU backend: oneDNN 3 through its C interface, in float32, with convolutions also in bfloat16."""
+"""The CPU backend: oneDNN 3 through its C interface, in float32, and in 16 bits that the processor computes in."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from ...device import LOW, as_dtype, is_low
 from .. import checks
 from ..backend import BackendOptions
 from ..fused import FusedActivation
 from ..geometry import Geometry
-from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute, chain
+from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, Substitute, chain
+from ..memory import aligned_empty
 from ..numpy import BlasLimit, NumpyBackend
 from ..numpy.attention import TileOperations
+from ..numpy.staging import StandInBuffers
 from . import conv, matmul, pointwise
-from .abi import Abi, open_library
+from .abi import NATIVE, Abi, open_library
 from .attention import OnednnTileOperations
 from .conv import ConvChoice
 from .faults import FAULTS
 from .norm import OnednnBatchNorm
-from .program import OnednnEngine, ReferenceOnly
+from .program import OnednnEngine, OnlyEmulated, ReferenceOnly
 
 __all__ = ["DELEGATED", "OnednnBackend"]
 
@@ -78,12 +81,13 @@ class OnednnBackend(NumpyBackend):
         self.version = abi.version
         self.instruction_set = abi.instruction_set()
         self.threads = threads
-        self.dtypes = ("float32",)
-        self.conv_dtypes = ("float32", "bfloat16")
+        self.dtypes = self.conv_dtypes = ("float32", *LOW)
         self.dtype_remedy = "use float32, or the backend numpy for float64"
         self._substitutes: list[Substitute] = []
         self._engine = OnednnEngine(abi, threads)
-        self.scratch = self._engine.scratch
+        self.scratch, self.stage = self._engine.scratch, StandInBuffers(aligned_empty)
+        self._reasons = {dtype: self._reason(dtype) for dtype in LOW}
+        self._engine.emulated.update(dtype for dtype, reason in self._reasons.items() if reason)
         self._choice = ConvChoice(autotune, threads)
         # One thread pool per process: NumPy's own pool would compete with oneDNN's for the same cores.
         self._blas = BlasLimit(1)
@@ -97,17 +101,35 @@ class OnednnBackend(NumpyBackend):
 
     @property
     def held_bytes(self) -> int:
-        return self._engine.workspace_bytes + self._engine.scratch.nbytes
+        return self._engine.workspace_bytes + self._engine.scratch.nbytes + self.stage.nbytes
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        self.stage.release()
         self._engine.close()
         self._blas.close()
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.path}"
+
+    def emulates(self, dtype: str) -> str:
+        return self._reasons.get(dtype, "")
+
+    def _reason(self, dtype: str) -> str:
+        """Return the reason why oneDNN would not train in a dtype of 16 bits with the speed of the processor, or ""."""
+        if self.instruction_set not in NATIVE[dtype]:
+            return f"the instruction set {self.instruction_set} has no products in {dtype}"
+        image, weights = np.zeros((1, 8, 8, 16), as_dtype(dtype)), np.zeros((16, 3, 3, 16), np.float32)
+        geometry = Geometry((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+        try:
+            conv.forward(self._engine, image, weights, None, image, geometry, []).close()
+            conv.backward_data(self._engine, image, weights, image, geometry).close()
+            conv.backward_filter(self._engine, image, image, weights, None, geometry).close()
+        except ReferenceOnly as error:
+            return str(error)
+        return ""
 
     def take_substitutes(self) -> list[Substitute]:
         taken, self._substitutes = self._substitutes, []
@@ -118,21 +140,6 @@ class OnednnBackend(NumpyBackend):
         return self._choice.found
 
     # ------------------------------------------------------------------ convolution
-    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
-        """Check the dtypes of a convolution.
-
-        With bfloat16 images, the weights, the bias and their gradients may be float32, as gradient sums and updates
-        need.
-        """
-        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
-        for name, a in (("weights", w), ("bias", b)):
-            allowed = {np.dtype(x.dtype).name, "float32"}
-            if a is not None and np.dtype(a.dtype).name not in allowed:
-                raise KernelError(
-                    f"{what}: expected {name} of dtype {' or '.join(sorted(allowed))}, got {np.dtype(a.dtype).name}; "
-                    f"{self.dtype_remedy}"
-                )
-
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
@@ -185,7 +192,7 @@ class OnednnBackend(NumpyBackend):
             "packed": lambda: conv.backward_filter(*args),
             "blocked": lambda: conv.backward_filter(*args, blocked=True),
         }
-        if x.dtype == np.float32:
+        if not is_low(x.dtype):
             candidates["taps"] = lambda: matmul.backward_filter_by_taps(*args)
         return self._convolution(
             "conv_backward_filter",
@@ -195,16 +202,9 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
-        """Return the chosen candidate, or NumPy's kernel where oneDNN has no fast one. NumPy has no bfloat16."""
-        if "bfloat16" not in key:
-            return self._or_numpy(lambda: self._choice.kernel(key, candidates), plain, what)
-        try:
-            return self._choice.kernel(key, candidates)
-        except ReferenceOnly as error:
-            raise KernelError(
-                f"{what}: expected a bfloat16 convolution with a fast implementation in oneDNN, got {key[1:]}: "
-                f"{error}; use float32"
-            ) from None
+        """Return the chosen candidate, or another library's kernel where oneDNN has no fast one."""
+        low = any(name in key for name in LOW)
+        return self._or_plain(lambda: self._choice.kernel(key, candidates), plain, what, low)
 
     # ------------------------------------------------------------------ attention
     def _tile_operations(self) -> Sequence[TileOperations]:
@@ -223,29 +223,34 @@ class OnednnBackend(NumpyBackend):
             other.result()
 
     # ------------------------------------------------------------------ all other kernels
-    def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
-        """Return oneDNN's kernel `fast`, or NumPy's kernel `plain` where oneDNN has no fast one (see DELEGATED).
+    def _or_plain(
+        self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None, low: bool = False
+    ) -> T:
+        """Return oneDNN's kernel `fast`, or `plain` where oneDNN has no fast one (see DELEGATED).
 
-        With `what`, the second case is recorded as a substitute.
+        `plain` is NumPy's kernel, or for 16 bits the kernel of float32. With `what`, the second case is recorded as a
+        substitute; `low`: the kernel has 16 bits.
         """
         try:
             return fast()
+        except OnlyEmulated:
+            return plain()
         except ReferenceOnly as error:
             if what is not None:
-                self._substitutes.append(Substitute(what, "numpy", str(error)))
+                self._substitutes.append(Substitute(what, "float32" if low else "numpy", str(error)))
             return plain()
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         args = (x, y, dy, dx, geometry)
         by_numpy = partial(super()._max_pool, *args)
-        return self._or_numpy(lambda: pointwise.max_pool(self._engine, *args, by_numpy), by_numpy)
+        return self._or_plain(lambda: pointwise.max_pool(self._engine, *args, by_numpy), by_numpy)
 
     def _average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
         args = (x, y, dy, dx, geometry)
         algorithm = pointwise.average(count_include_pad)
-        return self._or_numpy(
+        return self._or_plain(
             lambda: pointwise.pool(self._engine, algorithm, *args),
             partial(super()._average_pool, *args, count_include_pad),
         )
@@ -257,30 +262,32 @@ class OnednnBackend(NumpyBackend):
         apart = partial(super()._with_activation, arrays)
         if arrays.activation is None or arrays.activation.kind != "relu" or arrays.residual is not None:
             return apart()
-        return self._or_numpy(lambda: OnednnBatchNorm(self._engine, arrays).kernels(), apart)
+        plain = super()._batch_norm
+        return self._or_plain(lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), apart)
 
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        return self._or_numpy(
-            lambda: OnednnBatchNorm(self._engine, arrays).kernels(), partial(super()._batch_norm, arrays)
+        plain = super()._batch_norm
+        return self._or_plain(
+            lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), partial(plain, arrays)
         )
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         args = (kind, x, y, dy, dx, alpha)
         plain = partial(super()._activation, *args)
-        return self._or_numpy(lambda: pointwise.activation(self._engine, *args, plain), plain)
+        return self._or_plain(lambda: pointwise.activation(self._engine, *args, plain), plain)
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         if not pointwise.has(activation):
             return self.activated(self._add(xs, y, None), y, activation)
         plain = partial(super()._add, xs, y, activation)
         if pointwise.is_relu(activation) and not any(checks.same_elements(x, y) for x in xs):
-            return self._or_numpy(lambda: self._rectified_sum(None, xs, y, activation), plain)
-        return self._or_numpy(lambda: pointwise.add(self._engine, xs, y, pointwise.operations(activation)), plain)
+            return self._or_plain(lambda: self._rectified_sum(None, xs, y, activation), plain)
+        return self._or_plain(lambda: pointwise.add(self._engine, xs, y, pointwise.operations(activation)), plain)
 
     def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
         if not pointwise.is_relu(activation):
             return super().added(made, y, residual, activation)
-        return self._or_numpy(
+        return self._or_plain(
             lambda: self._rectified_sum(made, [y, residual], y, activation),
             partial(super().added, made, y, residual, activation),
         )
@@ -302,24 +309,27 @@ class OnednnBackend(NumpyBackend):
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         args = (x, w, b, y)
-        return self._or_numpy(
+        return self._or_plain(
             lambda: matmul.dense_forward(self._engine, *args).kernel(),
             partial(super()._dense_forward, *args),
             "dense_forward",
+            is_low(x.dtype),
         )
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
         args = (dy, w, dx)
-        return self._or_numpy(
+        return self._or_plain(
             lambda: matmul.dense_backward_data(self._engine, *args).kernel(),
             partial(super()._dense_backward_data, *args),
             "dense_backward_data",
+            is_low(dx.dtype),
         )
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
         args = (x, dy, dw, db)
-        return self._or_numpy(
+        return self._or_plain(
             lambda: matmul.dense_backward_filter(self._engine, *args).kernel(),
             partial(super()._dense_backward_filter, *args),
             "dense_backward_filter",
+            is_low(x.dtype),
         )

@@ -52,7 +52,7 @@ def open_library() -> tuple[ctypes.CDLL, str]:
 
 
 # Data types (dnnl_data_type_t).
-TYPES = {"bfloat16": 2, "float32": 3, "uint8": 6}
+TYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "uint8": 6}
 # Kinds of propagation (dnnl_prop_kind_t).
 FORWARD_TRAINING, FORWARD_INFERENCE, BACKWARD, BACKWARD_DATA = 64, 96, 128, 160
 # Algorithms (dnnl_alg_kind_t).
@@ -100,6 +100,11 @@ _INSTRUCTION_SETS = {
     0x1EF: "AVX-512-FP16",
     0xFEF: "AVX-512-AMX",
     0x1FEF: "AVX-512-AMX-FP16",
+}
+#: Instruction sets with products of 16 bits, by dtype. On others, oneDNN emulates bfloat16 or has no kernels.
+NATIVE = {
+    "bfloat16": ("AVX2-VNNI-2", "AVX-512-BF16", "AVX-512-FP16", "AVX-512-AMX", "AVX-512-AMX-FP16"),
+    "float16": ("AVX2-VNNI-2", "AVX-512-FP16", "AVX-512-AMX", "AVX-512-AMX-FP16"),
 }
 # Threading runtimes whose calls block until the work is done: sequential, OpenMP, TBB.
 _BLOCKING = (1, 2, 4)

@@ -16,6 +16,9 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
+
+from ...device import is_low
 from ..geometry import Geometry
 from ..numpy.convolution import Margins
 from ..numpy.norms import column_sums
@@ -60,7 +63,10 @@ def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: An
     """Return ``dw = dy^T x``, ``db = sum of dy`` as a list of primitives."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
-    if db is not None:
+    if db is not None and is_low(dy.dtype):
+        ones = np.ones((1, dy.shape[0]), dy.dtype)
+        _product(p, _matrix(p, ones), _matrix(p, dy), _matrix(p, db.reshape(1, -1)))
+    elif db is not None:
         p.call(column_sums(dy, db))
     return p
 

@@ -21,12 +21,12 @@ import numpy as np
 
 from halograd.documents import bytes_text
 
+from ...device import is_low
 from ..checks import same_elements
 from ..kernel import (
     BatchNormArrays,
     BatchNormKernels,
     Kernel,
-    ScratchKernel,
     chain,
     deferred,
     either,
@@ -35,7 +35,6 @@ from ..kernel import (
 )
 from ..memory import aligned_empty
 from ..norm_parts import mean_and_variance
-from ..numpy.norms import NumpyBatchNorm, moments, moments_scratch_bytes
 from . import abi as c
 from .conv import flat_shape, image, vector
 from .pointwise import Finite
@@ -73,6 +72,11 @@ class _Repeated:
 class OnednnBatchNorm:
     """Builder of the kernels of one batch norm; see :meth:`Backend.batch_norm`.
 
+    Parameters
+    ----------
+    plain
+        Factory of the kernels that compute what oneDNN does not.
+
     Raises
     ------
     ReferenceOnly
@@ -80,8 +84,12 @@ class OnednnBatchNorm:
         that oneDNN's offsets overflow.
     """
 
-    def __init__(self, engine: OnednnEngine, arrays: BatchNormArrays) -> None:
-        self.engine, self.a = engine, arrays
+    def __init__(
+        self, engine: OnednnEngine, arrays: BatchNormArrays, plain: Callable[[BatchNormArrays], BatchNormKernels]
+    ) -> None:
+        self.engine, self.a, self.plain = engine, arrays, plain
+        if any(is_low(v.dtype) for v in (arrays.gamma, arrays.beta, arrays.mean, arrays.var)):
+            raise ReferenceOnly("oneDNN's batch norm: expected parameters and statistics in float32, got 16 bits")
         n, _, rows, channels = flat_shape(arrays.x)
         if arrays.x.nbytes >= LARGEST:
             raise ReferenceOnly(
@@ -135,9 +143,9 @@ class OnednnBatchNorm:
         a = self.a
         if a.activation is None:
             return forward
-        given = dataclasses.replace(a, dy=None, dx=None, local=False)
+        given = dataclasses.replace(self._alone(), local=False)
         rectified = Kernel(lambda: np.maximum(a.y, 0, out=a.y), "numpy:relu")
-        plain = deferred(lambda: chain(NumpyBatchNorm(given, self.engine.scratch).kernels().forward, rectified))
+        plain = deferred(lambda: chain(self.plain(given).forward, rectified))
         if a.dx is not None or a.local or a.of_x:
             return fallback(forward, self._vectors_fail, plain)
         finite = Finite(self.engine, a.x)
@@ -157,9 +165,10 @@ class OnednnBatchNorm:
         the data are far from zero: then NumPy computes the sums.
         """
         a, p = self.a, PrimitiveList(self.engine)
-        careful = self._statistics_by_numpy()
         if same_elements(a.x, a.y):
-            return careful
+            return self._careful_statistics()
+        # The stand-ins of 16 bits take memory, which most networks do not need.
+        careful = deferred(self._careful_statistics) if is_low(a.x.dtype) else self._careful_statistics()
         x, y = self._image(p, a.x), self._image(p, a.y)
         pd = p.descriptor("batch_normalization_forward", c.FORWARD_TRAINING, x.desc, y.desc, a.eps, 0)
         found = aligned_empty((2, self.repeat * a.x.shape[-1]), np.float32)
@@ -194,11 +203,13 @@ class OnednnBatchNorm:
 
         return run
 
-    def _statistics_by_numpy(self) -> Kernel:
-        scratch, a = self.engine.scratch, self.a
-        return ScratchKernel(
-            lambda: moments(a.x, a.sums, scratch), scratch, moments_scratch_bytes(a.x), "numpy:moments"
-        )
+    def _careful_statistics(self) -> Kernel:
+        """Return the statistics kernel that is accurate for any mean."""
+        return self.plain(dataclasses.replace(self._alone(), local=False)).statistics
+
+    def _alone(self) -> BatchNormArrays:
+        """Return the arrays of the forward pass without activation."""
+        return dataclasses.replace(self.a, activation=None, dy=None, dx=None)
 
     def _image(self, p: PrimitiveList, array: Any) -> OnednnMemory:
         return image(p, array.reshape(self.shape))

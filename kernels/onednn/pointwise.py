@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from ...device import is_low
 from ..checks import same_elements
 from ..fused import FusedActivation
 from ..geometry import Geometry, read_part
@@ -47,7 +48,8 @@ __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 class Finite:
     """A check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
 
-    One thread computes the scalar product of the array with itself in BLAS; several threads compute sums in oneDNN.
+    One thread computes the scalar product of the array with itself in BLAS, or of 16 bits the largest bit patterns;
+    several threads compute sums in oneDNN.
 
     Attributes
     ----------
@@ -57,6 +59,7 @@ class Finite:
 
     def __init__(self, engine: OnednnEngine, x: Any) -> None:
         self._first = self._second = x.reshape(-1)
+        self._bits = _bits(x) if is_low(x.dtype) else None
         self.kernels: tuple[Kernel, ...] = ()
         self._failed = False
         if engine.threads > 1:
@@ -72,7 +75,7 @@ class Finite:
         target = p.array(sums, p.desc((rows, 1), np.float32, (1, 1)))
         pd = p.descriptor("reduction", c.REDUCTION_SUM, source.desc, target.desc, 0.0, 0.0)
         p.step(pd, {c.SRC: source, c.DST: target})
-        self.kernels = (p.kernel(),)
+        self.kernels, self._bits = (p.kernel(),), None
         self._first, self._second = sums, np.ones_like(sums)
 
     def fails(self) -> bool:
@@ -80,12 +83,26 @@ class Finite:
         """
         for kernel in self.kernels:
             kernel()
-        self._failed = not math.isfinite(np.dot(self._first, self._second))
+        if self._bits is not None:
+            positive, negative, infinity = self._bits
+            self._failed = positive.max() >= infinity or negative.max() >= infinity + (1 << 15)
+        else:
+            self._failed = not math.isfinite(np.dot(self._first, self._second))
         return self._failed
 
     def failed(self) -> bool:
         """Return the last result of `fails`."""
         return self._failed
+
+
+def _bits(x: Any) -> tuple[Any, Any, int]:
+    """Return the elements of a 16-bit array as signed and as unsigned integers, and the integer of infinity.
+
+    Positive elements are ordered as signed integers, and negative ones, by magnitude, as unsigned integers.
+    """
+    flat = x.reshape(-1)
+    infinity = int(np.array(np.inf, x.dtype).view(np.uint16))
+    return flat.view(np.int16), flat.view(np.uint16), infinity
 
 
 MAX = c.POOLING_MAX
@@ -225,15 +242,14 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apar
     relu = FusedActivation("relu")
     if engine.threads > 1:
         return build(operations(relu))
-    fast, invalid = build(operations(relu, c.KEEPING_RELU)), Invalid()
-    flat = y.reshape(-1)
+    fast, invalid, finite = build(operations(relu, c.KEEPING_RELU)), Invalid(), Finite(engine, y)
 
     def failed() -> bool:
         if not invalid.raised():
             return False
         # Elements that no output depends on may have set the flag, so check the output.
         with np.errstate(over="ignore", invalid="ignore"):
-            return flat.dtype != np.float32 or not math.isfinite(np.dot(flat, flat))
+            return finite.fails()
 
     return _watched(fast, invalid, failed, apart)
 
@@ -291,7 +307,7 @@ def activation(
 def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel | None:
     """Return the forward kernel, or None if oneDNN has no accurate one."""
     if f.kind == "gelu":
-        return gelu(engine, x, y)
+        return None if is_low(x.dtype) else gelu(engine, x, y)
     if not has(f):
         return None
     p = PrimitiveList(engine)
@@ -308,7 +324,7 @@ def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel
 def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any, dx: Any) -> Kernel | None:
     """Return the gradient kernel, or None if oneDNN has no accurate one."""
     if f.kind == "gelu":
-        return gelu(engine, x, dx, dy) if _packed(x) else None
+        return gelu(engine, x, dx, dy) if _packed(x) and not is_low(x.dtype) else None
     if f.by_input and f.kind not in (*_BY_INPUT, *_BELLS):
         return None
     q = PrimitiveList(engine)

@@ -14,11 +14,15 @@ from ..memory import Scratch, aligned_empty, round_up
 from . import abi as c
 from .abi import Abi, Argument, DnnlError
 
-__all__ = ["OnednnEngine", "OnednnMemory", "PrimitiveList", "ReferenceOnly", "packed_strides"]
+__all__ = ["OnednnEngine", "OnednnMemory", "OnlyEmulated", "PrimitiveList", "ReferenceOnly", "packed_strides"]
 
 
 class ReferenceOnly(KernelError):
     """Error: oneDNN has only its reference implementation, which is hundreds of times slower than the others."""
+
+
+class OnlyEmulated(ReferenceOnly):
+    """Error: the processor does not compute in a dtype, so that oneDNN would emulate it."""
 
 
 class OnednnEngine:
@@ -28,10 +32,13 @@ class OnednnEngine:
     ----------
     workspace_bytes : int
         Memory that kernels hold individually [B].
+    emulated : set of str
+        Dtypes of which no primitive is made.
     """
 
     def __init__(self, abi: Abi, threads: int) -> None:
         self.abi, self.threads = abi, threads
+        self.emulated = set[str]()
         self.scratch = Scratch(aligned_empty)
         self.workspace_bytes = 0
         self.handle = abi.cpu_engine()
@@ -100,8 +107,17 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ descriptors and memory
     def desc(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> int:
-        """Return a memory descriptor. Without strides the primitive chooses the format."""
-        return self.own("memory_desc", self.abi.desc(shape, np.dtype(dtype).name, strides))
+        """Return a memory descriptor. Without strides the primitive chooses the format.
+
+        Raises
+        ------
+        OnlyEmulated
+            For a dtype that oneDNN would only emulate.
+        """
+        name = np.dtype(dtype).name
+        if name in self.engine.emulated:
+            raise OnlyEmulated(f"oneDNN {self.abi.version} only emulates {name} on this processor")
+        return self.own("memory_desc", self.abi.desc(shape, name, strides))
 
     def size(self, desc: int) -> int:
         """Return the memory size of a descriptor [B]."""

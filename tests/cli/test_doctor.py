@@ -50,7 +50,7 @@ def test_onednn_is_checked_against_numpy():
     _, lines, _ = doctor()
     assert lines["oneDNN"].startswith("ok ") and "libdnnl" in lines["oneDNN"]
     limited = doctor(ONEDNN_MAX_CPU_ISA="SSE41")[1]["oneDNN"]
-    assert limited.endswith("instruction set SSE4.1") and "instruction set " in lines["oneDNN"]
+    assert limited.endswith("instruction set SSE4.1, computes in float32") and "instruction set " in lines["oneDNN"]
     refused = [text for name, text in lines.items() if name.startswith("oneDNN refuse")]
     assert any("jit_1x1" in text and "outside of its scratchpad" in text for text in refused)
     assert lines["convolution"].startswith("ok ") and "ref" not in lines["convolution"].split(",")[0]

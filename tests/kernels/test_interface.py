@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -79,9 +78,9 @@ def test_mixed_dtypes_are_refused(arrays):
 
 
 def test_unknown_dtype_is_refused_with_the_remedy(arrays):
-    x, w = arrays.draw(2, 6, 6, 4, dtype=np.float16), arrays.draw(4, 3, 3, 4, dtype=np.float16)
+    x, w = arrays.draw(2, 6, 6, 4, dtype=np.int32), arrays.draw(4, 3, 3, 4, dtype=np.int32)
     text = text_of(lambda: arrays.backend.conv_forward(x, w, None, x, G))
-    assert "got float16; use float32, or the backend" in text
+    assert "got int32; use float32" in text
 
 
 def test_float64_is_refused_by_onednn(backends):
@@ -89,9 +88,9 @@ def test_float64_is_refused_by_onednn(backends):
     a = Arrays(backend, np.float64)
     x, w = a.draw(2, 6, 6, 4), a.draw(4, 3, 3, 4)
     text = text_of(lambda: backend.conv_forward(x, w, None, x, G))
-    assert "expected dtype float32 or bfloat16, got float64; use float32, or the backend numpy for float64" in text
+    assert "got float64; use float32, or the backend numpy for float64" in text
     text = text_of(lambda: backend.add([x], x))
-    assert "expected dtype float32, got float64" in text
+    assert "expected dtype float32 or float16 or bfloat16, got float64" in text
 
 
 def test_wrong_arguments_of_a_pooling(arrays):
@@ -400,11 +399,3 @@ def test_missing_onednn_by_name_is_an_error(monkeypatch):
 def test_another_library_is_an_error(monkeypatch):
     monkeypatch.setenv("DNNL_LIB", "libc.so.6")
     assert "got a library without dnnl_version" in text_of(lambda: get_backend("onednn"))
-
-
-def test_bfloat16_is_refused_by_numpy():
-    with get_backend("numpy") as b:
-        a = Arrays(b, ml_dtypes.bfloat16)
-        x, w = a.draw(1, 4, 4, 4), a.draw(4, 3, 3, 4)
-        text = text_of(lambda: b.conv_forward(x, w, None, x, G))
-        assert "got bfloat16; use float32, or the backend onednn for bfloat16 convolutions" in text

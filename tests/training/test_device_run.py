@@ -116,8 +116,11 @@ def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
 
 def test_bfloat16_on_the_cpu_is_refused_in_one_line(tmp_path):
     path = write_config(tmp_path)
-    with pytest.raises(UserError, match=r'training.dtype: expected "float32" or "float64" with kernels = "numpy", got'):
+    with pytest.raises(UserError, match=r'training.dtype: .* kernels = "numpy" compute, got "bfloat16": NumPy has'):
         run(path, tmp_path / "out", 1, more=['training.dtype="bfloat16"'])
+    emulated = ['training.dtype="bfloat16"', "backend.emulate=true"]
+    found = run(path, tmp_path / "emulated", 1, more=emulated)
+    assert found["loss"] == pytest.approx(run(path, tmp_path / "wide", 1)["loss"], rel=0.05)
 
 
 def test_log_timeline_and_evaluation(tmp_path, on_device):

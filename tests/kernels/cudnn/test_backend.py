@@ -228,7 +228,7 @@ def test_gradients_of_dense_layers_of_16_bits_come_in_float32(backend, dtype):
     exact = [a.astype(np.float64) for a in (x, dy)]
     np.testing.assert_allclose(dw, exact[1].T @ exact[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(db, exact[1].sum(axis=0), rtol=0, atol=1e-5)
-    with pytest.raises(KernelError, match=f"expected weights of dtype {dtype} or float32 with arrays of {dtype}"):
+    with pytest.raises(KernelError, match=f"expected dw of dtype {dtype} or float32 with arrays of {dtype}"):
         backend.dense_backward_filter(x, dy, Arrays(backend, np.float64).poisoned(3, 7), None)
 
 
