@@ -19,7 +19,7 @@ from ..memory import aligned_empty
 from ..numpy import BlasLimit, NumpyBackend
 from ..numpy.attention import TileOperations
 from ..numpy.staging import StandInBuffers
-from . import conv, matmul, pointwise
+from . import conv, matmul, pointwise, taps
 from .abi import NATIVE, Abi, open_library
 from .attention import OnednnTileOperations
 from .conv import ConvChoice
@@ -193,7 +193,9 @@ class OnednnBackend(NumpyBackend):
             "blocked": lambda: conv.backward_filter(*args, blocked=True),
         }
         if not is_low(x.dtype):
-            candidates["taps"] = lambda: matmul.backward_filter_by_taps(*args)
+            by_taps: dict[str, Callable[[], Any]] = {"taps": lambda: taps.backward_filter_by_taps(*args)}
+            first = taps.preferred(x, dy, geometry, self.instruction_set)
+            candidates = by_taps | candidates if first else candidates | by_taps
         return self._convolution(
             "conv_backward_filter",
             key,

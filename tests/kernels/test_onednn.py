@@ -12,7 +12,7 @@ import threadpoolctl
 
 from halograd.kernels import Geometry, get_backend
 from halograd.kernels.kernel import BatchNormArrays
-from halograd.kernels.onednn import DELEGATED, OnednnBackend, matmul
+from halograd.kernels.onednn import DELEGATED, OnednnBackend, taps
 from halograd.kernels.onednn import norm as onednn_norm
 from halograd.kernels.onednn.abi import Abi, DnnlError
 from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
@@ -69,12 +69,14 @@ def test_dtypes_beside_bfloat16(onednn):
 # ---------------------------------------------------------------------- algorithms
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_algorithm_is_right(onednn, case, monkeypatch):
-    """Each candidate algorithm of a convolution is right, not only the fastest."""
+    """Each candidate algorithm of a convolution is right, not only the fastest, and products by taps also in blocks."""
     tried = []
-    for name in ("packed", "blocked", "taps"):
+    for name in ("packed", "blocked", "taps", "taps in blocks"):
+        if name == "taps in blocks":
+            monkeypatch.setattr(taps, "BLOCK_BYTES", 1)
 
         def only(candidates, name=name):
-            build = candidates.get(name, candidates["packed"])
+            build = candidates.get(name.split()[0], candidates["packed"])
             tried.append(name)
             try:
                 return build().kernel()
@@ -83,7 +85,7 @@ def test_every_algorithm_is_right(onednn, case, monkeypatch):
 
         monkeypatch.setattr(onednn._choice, "_first", only)
         check(Arrays(onednn, np.float32), case)
-    assert len(tried) == 9
+    assert len(tried) == 12
 
 
 def test_taps_are_used_where_they_can_be(onednn):
@@ -91,13 +93,44 @@ def test_taps_are_used_where_they_can_be(onednn):
     for case in CASES:
         xs, ws, _, ys = case.shapes
         try:
-            matmul.backward_filter_by_taps(
+            taps.backward_filter_by_taps(
                 onednn._engine, a.draw(*xs), a.draw(*ys), a.draw(*ws), None, case.geometry
             ).close()
             usable.append(case)
         except ReferenceOnly as error:
-            assert "expected stride 1 and one group" in str(error)
-    assert usable == [c for c in CASES if set(c.geometry.stride) == {1} and c.geometry.groups == 1]
+            assert "expected one group" in str(error)
+    assert usable == [c for c in CASES if c.geometry.groups == 1]
+
+
+def test_filter_gradients_are_chosen_by_instruction_set(onednn, monkeypatch):
+    """The algorithm of a filter gradient depends on shapes and instruction set alone, and not on a measurement."""
+
+    def by_taps(x, y, kernel, stride, isa, groups=1):
+        """Return the rule for images of zeros, which take no memory."""
+        images = [np.broadcast_to(np.float32(0), shape) for shape in (x, y)]
+        images = [SimpleNamespace(shape=a.shape, nbytes=a.size * 4) for a in images]
+        geometry = Geometry.of(kernel, stride=stride, padding=kernel[0] // 2, groups=groups)
+        return taps.preferred(*images, geometry, isa)
+
+    narrow, wide = "AVX2", "AVX-512-BF16"
+    middle, large = ((1, 128, 128, 48),) * 2, ((1, 256, 256, 64),) * 2
+    assert by_taps(*middle, (3, 3), 1, narrow) and not by_taps(*middle, (3, 3), 1, wide)
+    assert by_taps(*large, (3, 3), 1, wide)
+    assert not by_taps(*large, (3, 3), 1, narrow, groups=2)
+    for isa in (narrow, wide):
+        assert by_taps((1, 128, 128, 48), (1, 64, 64, 64), (3, 3), 2, isa)
+        assert not by_taps((1, 224, 224, 3), (1, 112, 112, 64), (7, 7), 2, isa), "first layers have few columns"
+        assert not by_taps((1, 56, 56, 64), (1, 56, 56, 64), (1, 1), 1, isa)
+        assert by_taps((1, 56, 56, 64), (1, 56, 56, 2), (1, 1), 1, isa), "few filters"
+        assert by_taps((1, 14, 14, 1024), (1, 14, 14, 512), (1, 1), 1, isa), "many weights"
+        assert not by_taps((1, 8, 8, 8, 256), (1, 8, 8, 8, 256), (3, 3, 3), 1, isa), "small blocks are extended too far"
+
+    a, impls = Arrays(onednn, np.float32), []
+    for isa in (narrow, wide):
+        monkeypatch.setattr(onednn, "instruction_set", isa)
+        x, dy, dw = a.draw(1, 12, 12, 16), a.draw(1, 12, 12, 16), a.draw(16, 3, 3, 16)
+        impls.append(onednn.conv_backward_filter(x, dy, dw, None, G).impl)
+    assert impls[0] == taps.backward_filter_by_taps(onednn._engine, x, dy, dw, None, G).kernel().impl != impls[1]
 
 
 def test_autotune_measures_once_per_shape(onednn):
