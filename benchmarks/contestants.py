@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.machine import cpu_seconds, tree
 from benchmarks.problems import PLAIN
 
-__all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError", "launcher"]
+__all__ = ["CONTESTANTS", "INSTRUCTION_SETS", "Contestant", "Entry", "EntryError", "launcher"]
 
 _WORKER = Path(__file__).resolve().parent / "worker.py"
 #: Time limit for a contestant to build or compile its step, and to answer a command [s].
@@ -32,6 +32,18 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+#: Limits of the instruction set: variables of oneDNN (halograd's, and the one in torch), torch, MKL and XLA.
+INSTRUCTION_SETS: dict[str, dict[str, str]] = {
+    "native": {},
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+    },
 }
 
 
@@ -98,6 +110,7 @@ class Entry:
         result |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         if self.kind == "jax":
             flags = f"--xla_cpu_multi_thread_eigen=true --xla_force_host_platform_device_count={self.devices}"
+            flags = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
             result |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_X64": "0"}
         return result
 

@@ -1,7 +1,7 @@
 """Time of a training step compared with torch and JAX: forward, backward, update by plain SGD, in float32.
 
     make bench-step                                  # or: pip install '.[mpich,peers]'; python benchmarks/step.py
-    python benchmarks/step.py --quick --networks mesh-256 --peers torch
+    python benchmarks/step.py --quick --networks mesh-256 --peers torch --isa avx2
 
 Every contestant is a separate process (two under MPI for two ranks) with its own settings of threads, on the same two
 cores and with the same allocator settings. All train the same network from the same weights on the same data: their
@@ -20,6 +20,8 @@ network::
     ratio to JAX sharded = (median, two ranks x 1 thread) / (median of JAX with the image sharded over 2 devices)
     two ranks to one     = (median, two ranks x 1 thread) / (median, one rank x 2 threads)
 
+``--isa avx2`` limits the instruction set of all contestants alike. Each says which one it has: halograd the one of
+oneDNN, torch its CPU capability, JAX the limit. A contestant in bfloat16 is left out where the processor emulates it.
 The last line is ``worst ratio to best peer: R`` with R the largest `ratio to best peer` of the networks. The raw sum
 leaves out the loss, copies, messages, the update, and the library around the kernels.
 """
@@ -43,7 +45,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 from benchmarks.contest import Outcome, Settings, run
-from benchmarks.contestants import ALLOCATOR, CONTESTANTS, Entry, EntryError
+from benchmarks.contestants import ALLOCATOR, CONTESTANTS, INSTRUCTION_SETS, Entry, EntryError
 from benchmarks.machine import choose_cores, describe
 from benchmarks.problems import DEFAULT, PROBLEMS
 from halograd.kernels import get_backend
@@ -95,12 +97,13 @@ def split(text: str, known: Sequence[str], option: str) -> list[str]:
     return names
 
 
-def record(path: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
+def record(path: Path, outcomes: Sequence[Outcome], settings: Settings, isa: str) -> None:
     """Write all measurements as JSON."""
     data = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "machine": describe(),
-        "environment": ALLOCATOR,
+        "isa": isa,
+        "environment": ALLOCATOR | INSTRUCTION_SETS[isa],
         "settings": asdict(settings),
         "worst_ratio_to_best_peer": report.worst(outcomes),
         "networks": [o.as_dict() | {"ratios": report.ratios(o)} for o in outcomes],
@@ -109,9 +112,10 @@ def record(path: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def results_path() -> Path:
-    """Return the default path of the results, with today's date."""
-    return Path(__file__).resolve().parent / "results" / f"step-{datetime.date.today().isoformat()}.json"
+def results_path(isa: str) -> Path:
+    """Return the default path of the results, with today's date and the limit of the instruction set."""
+    name = "-".join(["step", datetime.date.today().isoformat(), *([isa] if isa != "native" else [])])
+    return Path(__file__).resolve().parent / "results" / f"{name}.json"
 
 
 def main(
@@ -119,8 +123,13 @@ def main(
     peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; or none.")] = ",".join(PEERS),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most per network.")] = 12,
     budget: Annotated[float, typer.Option(min=0, help="Seconds of timing per network.")] = 240.0,
+    isa: Annotated[
+        str, typer.Option(help=f"Limit of the instruction set: {' or '.join(INSTRUCTION_SETS)}.")
+    ] = "native",
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: to see that it works.")] = False,
-    out: Annotated[str, typer.Option(help="Write JSON there; 'auto' for benchmarks/results/step-DATE.json.")] = "",
+    out: Annotated[
+        str, typer.Option(help="Write JSON there; 'auto' for benchmarks/results/step-DATE[-ISA].json.")
+    ] = "",
 ) -> None:
     """Time a training step of halograd, torch and JAX.
 
@@ -130,6 +139,9 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that contestants are ended too
     try:
         names = split(networks, list(PROBLEMS), "--networks")
+        if isa not in INSTRUCTION_SETS:
+            raise UsageError(f"--isa: expected {' or '.join(INSTRUCTION_SETS)}, got {isa!r}")
+        os.environ.update(INSTRUCTION_SETS[isa])  # all contestants inherit it, and oneDNN here reads it
         entries = select([] if peers == "none" else split(peers, PEERS, "--peers"))
         os.sched_setaffinity(0, choose_cores(CORES))
         outcomes = []
@@ -145,7 +157,7 @@ def main(
         print(f"step: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     if out:
-        record(results_path() if out == "auto" else Path(out), outcomes, settings)
+        record(results_path(isa) if out == "auto" else Path(out), outcomes, settings, isa)
     print("\n" + report.summary(outcomes))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.problems import PROBLEMS, has_relu
-from benchmarks.subject_torch import FUNCTIONS, TorchNetwork
+from benchmarks.subject_torch import FUNCTIONS, TorchNetwork, library
 from benchmarks.worker import launched_rank
 from halograd import layers as hl
 from halograd.dtensor.blocks import intervals
@@ -261,7 +261,7 @@ class GlooSubject:
             p.grad = self.flat[at : at + p.numel()].as_strided(p.shape, p.stride())
             at += p.numel()
         ranks = f"{spec['ranks']} x {torch.get_num_threads()} threads"
-        self.about = f"torch {torch.__version__}, channels-last, halos by hand over gloo, {ranks}"
+        self.about = f"{library()}, channels-last, halos by hand over gloo, {ranks}"
 
     def step(self) -> float:
         self.flat.zero_()

@@ -52,9 +52,11 @@ class HalogradSubject:
         self.trainer = Trainer(self.executor, SGD(self.executor.store), Constant(problem.rate))
         for name, array in problem.data(network).items():
             self.executor.set_input(name, array)
-        self.about = (
-            f"halograd {self.backend.name} {self.backend.version}, {self.comm.size} x {spec['threads']} threads"
-        )
+        self.about = f"halograd {self.backend.name} {self.backend.version}"
+        # The other backends have no choice of instruction sets.
+        if instruction_set := getattr(self.backend, "instruction_set", ""):
+            self.about += f" on {instruction_set}"
+        self.about += f", {self.comm.size} x {spec['threads']} threads"
 
     def _backend(self, spec: dict[str, Any]) -> Any:
         backend = get_backend(spec.get("backend", "onednn"), threads=spec["threads"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,7 +51,9 @@ class JaxSubject:
         self.data = {k: jax.device_put(v, _sharding(mesh, v)) for k, v in problem.data(network).items()}
         step = _step(functions, network.names[network.outputs["loss"]], problem.rate)
         self.run = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
-        self.about = f"jax {jax.__version__}, jit, NHWC, {len(devices)} device(s)"
+        limit = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
+        on = f" on {limit[1]} at most" if limit else ""
+        self.about = f"jax {jax.__version__}{on}, jit, NHWC, {len(devices)} device(s)"
 
     def step(self) -> float:
         self.params, self.state, loss = self.run(self.params, self.state, self.data)

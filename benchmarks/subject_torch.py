@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from benchmarks.problems import PROBLEMS, has_relu  # noqa: E402
 from halograd import layers as hl  # noqa: E402
 
-__all__ = ["TorchNetwork", "TorchSubject"]
+__all__ = ["TorchNetwork", "TorchSubject", "library"]
 
 Function = Callable[..., torch.Tensor]
 Params = Mapping[str, torch.Tensor]
@@ -109,7 +110,7 @@ class TorchSubject:
         if compiled:
             self.loss = torch.compile(self.loss)
         how = ", bfloat16 autocast" * low + ", compiled" * compiled
-        self.about = f"torch {torch.__version__}, channels-last{how}, {torch.get_num_threads()} threads"
+        self.about = f"{library()}, channels-last{how}, {torch.get_num_threads()} threads"
 
     def step(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,6 +127,13 @@ class TorchSubject:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def library() -> str:
+    """Return torch's version, the version of oneDNN in it, and the instruction set of its own kernels."""
+    onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
+    inside = f", oneDNN {onednn[1]}" if onednn else ""
+    return f"torch {torch.__version__}{inside} on {torch.backends.cpu.get_cpu_capability()}"
 
 
 def autocast(loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

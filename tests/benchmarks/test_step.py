@@ -17,6 +17,7 @@ from benchmarks.problems import has_relu
 from benchmarks.step import UsageError, select, split
 from halograd.layers import Add, BatchNorm, Conv, MaxPool
 from tests.harness.limits import LIMIT, wait_until
+from tests.support.onednn import opened
 
 OURS = [replace(e, threads=1) for e in CONTESTANTS if not e.peer and e.equal]
 NUMPY = {"backend": "numpy"}
@@ -114,6 +115,36 @@ def test_choices_are_checked_before_anything_is_started(monkeypatch, capsys):
         select(["torch"])
     assert not [e for e in select(["shardtensor"]) if e.peer], "it brings a CUDA toolkit with it"
     assert "left out: shardtensor, for which `pip install nvidia-physicsnemo`" in capsys.readouterr().out
+
+
+LIMITED = """
+import sys
+from benchmarks import step
+def run(name, entries, *rest):
+    for e in entries:
+        print(e.name, e.environment().get("XLA_FLAGS"))
+    raise step.EntryError("started nothing")
+step.run = run
+sys.argv = ["step.py", "--networks", "mesh-tiny", "--peers", "torch,torch-bf16,jax-sharded", "--isa", "avx2"]
+step.importlib.util.find_spec = lambda name: name
+step.choose_cores = lambda count: [0]
+try:
+    step.typer.run(step.main)
+finally:
+    print(step.os.environ["ONEDNN_MAX_CPU_ISA"], step.os.environ["ATEN_CPU_CAPABILITY"])
+"""
+
+
+def test_the_instruction_set_is_limited_for_all_contestants():
+    """Every contestant inherits the limit, and what would be emulated under it is left out."""
+    opened("onednn").close()
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=LIMIT)
+    lines = done.stdout.splitlines()
+    assert "AVX2 avx2" in lines and "torch None" in lines, done.stdout + done.stderr
+    assert any(line.startswith("left out: contestants in bfloat16") for line in lines)
+    assert not any(line.startswith("torch-bf16") for line in lines)
+    (flags,) = [line.split()[1:] for line in lines if line.startswith("jax-sharded")]
+    assert {"--xla_cpu_max_isa=AVX2", "--xla_force_host_platform_device_count=2"} <= set(flags)
 
 
 def test_peers_compute_no_other_activation_than_relu():
