@@ -18,8 +18,11 @@ of a switch, switches. An all-reduce is a reduce-scatter within the node, an all
 same part on other nodes, and an all-gather within the node (as in NCCL's and Aluminum's two-level algorithms).
 Reduce-scatter and all-gather proceed stage by stage. The devices of a node share its network adapters: with one
 adapter, all their parts together, the whole vector, go through it. Nodes of a switch have adapters of their own, so
-after that stage every node carries only its own part (a fat tree without contention). The flat ring over all ranks
-passes each node's adapter once in either direction at the speed of the slowest link; it is used if it is cheaper.
+after that stage every node carries only its own part, on the links that they share in a tapered tree. The flat ring
+over all ranks passes each node's adapter once in either direction at the speed of the slowest link; it is used if it is
+cheaper.
+
+A machine file may instead describe the all-reduces of a library of collectives (`library_seconds`).
 
 References
 ----------
@@ -30,11 +33,11 @@ The difference: the term ``gamma * n`` of the additions is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .machine import GroupStage, Link
+from .machine import GroupStage, Link, Protocol
 
-__all__ = ["ALGORITHMS", "group_seconds", "seconds"]
+__all__ = ["ALGORITHMS", "group_seconds", "library_seconds", "seconds"]
 
 #: Function of nbytes, ranks (at least 2) and link that returns seconds.
 Formula = Callable[[float, int, Link], float]
@@ -167,6 +170,48 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     ranks = math.prod(stage.size for stage in stages)
     slowest = Link(max(stage.link.alpha for stage in stages), max(stage.link.beta for stage in stages))
     return min(staged, seconds(collective, nbytes, ranks, slowest, "ring"))
+
+
+def library_seconds(
+    collective: str, nbytes: float, ranks: int, nodes: int, protocols: Iterable[Protocol], groups: int = 1
+) -> tuple[float, float] | None:
+    """Return the time of a collective of a library, by its fastest protocol for the size.
+
+    Parameters
+    ----------
+    collective, nbytes, ranks
+        As for `seconds`.
+    nodes
+        Number of nodes of the ranks.
+    protocols
+        Protocols of all-reduces. A reduce-scatter or all-gather is half of an all-reduce on a ring.
+    groups
+        Number of such groups of ranks on a node that communicate at the same time.
+
+    Returns
+    -------
+    (float, float) or None
+        Time, and the part of it in which bytes are transferred [s]; None if no protocol is valid for the collective and
+        size.
+    """
+    if collective == "allreduce":
+        valid, part = [one for one in protocols if not 0 < one.most < nbytes], 1.0
+    else:
+        valid, part = [one for one in protocols if one.algorithm == "ring" and not 0 < one.most < nbytes], 0.5
+    times = [_protocol_seconds(protocol, part * nbytes, ranks, nodes, groups, part) for protocol in valid]
+    return min(times, default=None)
+
+
+def _protocol_seconds(
+    protocol: Protocol, nbytes: float, ranks: int, nodes: int, groups: int, part: float
+) -> tuple[float, float]:
+    transfer = groups * nbytes / (protocol.bandwidth if nodes > 1 else protocol.node_bandwidth)
+    if protocol.algorithm == "tree":
+        hops = (-(-ranks // nodes) - 1) * protocol.node + _log(nodes) * protocol.network
+    else:
+        hops = (ranks - 1) * (protocol.network if nodes > 1 else protocol.node)
+        transfer *= 2 * (ranks - 1) / ranks
+    return protocol.start + part * 2 * hops + transfer, transfer
 
 
 def _staged(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:

@@ -197,10 +197,10 @@ _MASK = 3.0
 class RooflineTimes(KernelTimes):
     """Times from `Layer.flops` and bytes moved, on a machine that need not be available.
 
-    Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
-    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have
-    `Layer.backward_flops` as many operations as their forward. Bytes are those of the passes over inputs and output
-    (:class:`~halograd.layers.layer.Passes`) and of the weights.
+    Each kernel takes ``machine.roofline(flops, bytes)``, with the efficiency of its phase if the layer has weights.
+    Layers with weights run three kernels of the same number of operations (forward, gradient of the inputs, gradient of
+    the weights); the gradients of other layers have `Layer.backward_flops` as many operations as their forward. Bytes
+    are those of the passes over inputs and output (:class:`~halograd.layers.layer.Passes`) and of the weights.
 
     Parameters
     ----------
@@ -215,9 +215,6 @@ class RooflineTimes(KernelTimes):
     def of_work(self, work: LayerWork) -> LayerTime:
         passes = work.layer.passes
 
-        def kernel(flops: float, nbytes: float) -> float:
-            return self.machine.roofline(flops, nbytes, work.dtype)
-
         itemsize = np.dtype(work.dtype).itemsize
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
         x = sum(xs)
@@ -225,18 +222,22 @@ class RooflineTimes(KernelTimes):
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)
-        forward = kernel(flops, passes.inputs(False, xs) + passes.forward[1] * y + weights)
+        has_filter = "w" in parameters
+
+        def kernel(phase: str, flops: float, nbytes: float) -> float:
+            return self.machine.roofline(flops, nbytes, work.dtype, phase if has_filter else "")
+
+        forward = kernel("forward", flops, passes.inputs(False, xs) + passes.forward[1] * y + weights)
         if not work.trainable:
             return LayerTime(forward)
-        has_filter = "w" in parameters
         data = mask = filter_ = 0.0
         if has_filter and getattr(work.layer, "activation", None) is not None:
-            mask = kernel(0, _MASK * y)
+            mask = self.machine.roofline(0, _MASK * y, work.dtype)
         if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
             work_back = flops * work.layer.backward_flops
-            data = kernel(work_back, passes.inputs(True, xs) + passes.data[1] * y + weights)
+            data = kernel("backward_data", work_back, passes.inputs(True, xs) + passes.data[1] * y + weights)
         if has_filter:
-            filter_ = kernel(flops, x + y + weights)
+            filter_ = kernel("backward_filter", flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)
 
 

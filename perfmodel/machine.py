@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -35,6 +36,10 @@ __all__ = [
     "Machine",
     "MachineTable",
     "Overheads",
+    "Protocol",
+    "Topology",
+    "Variation",
+    "expected_maximum",
 ]
 
 FOLDER = Path(__file__).parent / "machines"
@@ -43,6 +48,8 @@ MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 #: Link levels, nearest first: the same device, the same node, the same switch, anywhere.
 LEVELS = ("device", "node", "switch", "across")
+#: Phases of the kernels of a layer with weights.
+PHASES = ("forward", "backward_data", "backward_filter")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,10 @@ class Link:
         """Return the time of one message of `nbytes` [B], in [s]."""
         return self.alpha + self.beta * nbytes
 
+    def shared_by(self, messages: float) -> Link:
+        """Return the link as each of `messages` equal messages sees it that travel at the same time."""
+        return self if messages == 1 else dataclasses.replace(self, beta=self.beta * messages)
+
     def table(self) -> dict[str, Any]:
         """Return the link as the table of a machine file."""
         return vars(self) | {"alpha": format_quantity(self.alpha, "s"), "beta": format_quantity(self.beta, "s/B")}
@@ -111,7 +122,8 @@ class Efficiency:
     Parameters
     ----------
     compute
-        Fraction of the peak that the largest kernels reach, in (0, 1].
+        Fraction of the peak that the largest kernels reach. It may be larger than 1 for convolutions, because
+        operations are those of the definition, of which the algorithm of Winograd saves more than half.
     half
         Operations at which a kernel reaches half of `compute` [flop].
     exponent
@@ -131,6 +143,90 @@ class Efficiency:
     def curve(self, flops: float) -> float:
         """Return the fraction of the peak that a kernel of `flops` > 0 [flop] reaches."""
         return self.compute * max(1 / (1 + (self.half / flops) ** self.exponent), self.least)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Links that messages share.
+
+    If a machine has a topology, everything that uses a link at the same time shares it: sums over different groups
+    of ranks, and halos during sums of gradients.
+
+    Parameters
+    ----------
+    node_links
+        Number of messages that travel between devices of a node at the same time at full bandwidth; 0: all of them,
+        every pair of devices has a link of its own.
+    network
+        Bandwidth of a node into the network, if several of its devices send [B/s]; 0: that of the link, on each of the
+        `rails` of the machine.
+    uplink
+        A node's share of the bandwidth between its switch and other switches, if all nodes use it [B/s]; 0: no limit
+        (a tree without taper).
+    """
+
+    node_links: int = 0
+    network: float = 0.0
+    uplink: float = 0.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """All-reduce of a library of collectives; of several protocols, the fastest one for the size is used.
+
+    With P ranks on N nodes, n bytes take ``start + 2 (P/N - 1) node + 2 floor(lg N) network + n / bandwidth`` [s] on a
+    tree, and ``start + 2 (P - 1) network + 2 n (P - 1)/P / bandwidth`` on a ring; on one node with the hops `node` and
+    with `node_bandwidth`.
+
+    Parameters
+    ----------
+    algorithm
+        ``"tree"`` or ``"ring"``.
+    node, network
+        Times of one hop, to another device of the node and to another node [s].
+    node_bandwidth, bandwidth
+        Rates of the formulas within a node and between nodes [B/s].
+    start
+        Time to start the operation [s].
+    most
+        Size of the largest vector that the library sums by this protocol [B]; 0: no limit.
+    """
+
+    algorithm: Literal["tree", "ring"]
+    node: float
+    network: float
+    node_bandwidth: float
+    bandwidth: float
+    start: float = 0.0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Variation of times between equal devices, and from kernel to kernel; normal distributions.
+
+    Parameters
+    ----------
+    devices
+        Standard deviation of the speed of equal devices, as a fraction of their mean: a slow device is always slow.
+    kernels
+        Standard deviation of the time of a kernel, as a fraction of its mean, independent of other kernels.
+    measured
+        Number of ranks that were measured together: times of kernels are those of the slowest of them. 1: they are
+        times of a typical device.
+    """
+
+    devices: float = 0.0
+    kernels: float = 0.0
+    measured: int = 1
+
+    def last(self, ranks: int) -> float:
+        """Return the expected time of the last of `ranks` ranks after the known time, in standard deviations."""
+        return max(0.0, expected_maximum(ranks) - expected_maximum(self.measured))
+
+    def slowdown(self, ranks: int) -> float:
+        """Return the expected time of the slowest of `ranks` devices, as a multiple of the known time."""
+        return 1 + self.devices * self.last(ranks)
 
 
 @dataclass(frozen=True)
@@ -192,6 +288,15 @@ class Machine:
         node that send at the same time share the adapters.
     efficiency
         Fractions of the peak rates that kernels reach.
+    weighted
+        The same for kernels of layers with weights, by phase: "forward", "backward_data", "backward_filter"; other
+        phases have `efficiency`.
+    topology
+        Links that messages share; None: sums of different groups, and halos and sums, do not slow each other down.
+    collectives
+        Protocols of the library of collectives, by name; if there are none, the formulas of `collectives.py` are used.
+    variation
+        Variation of times between devices and kernels.
     rails
         Network adapters of a node that work at the same time, each with the link of "switch" and "across".
     device
@@ -213,6 +318,10 @@ class Machine:
     rails: int = 1
     device: str = ""
     runtime: Overheads = field(default_factory=Overheads)
+    weighted: Mapping[str, Efficiency] = field(default_factory=dict)
+    topology: Topology | None = None
+    collectives: Mapping[str, Protocol] = field(default_factory=dict)
+    variation: Variation = field(default_factory=Variation)
 
     def __hash__(self) -> int:
         return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
@@ -268,10 +377,19 @@ class Machine:
                 "memory_bandwidth": format_quantity(self.memory_bandwidth, "B/s"),
                 "launch": format_quantity(self.launch, "s"),
                 "peak_flops": {dtype: format_quantity(peak, "flop/s") for dtype, peak in self.peak_flops.items()},
-                "efficiency": vars(self.efficiency) | {"half": format_quantity(self.efficiency.half, "flop")},
+                "efficiency": {
+                    **_efficiency(self.efficiency),
+                    **{phase: _efficiency(found) for phase, found in self.weighted.items()},
+                },
             },
             "links": {level: self.links[level].table() for level in LEVELS},
         }
+        if self.topology is not None:
+            tables["topology"] = _quantities(self.topology, network="B/s", uplink="B/s")
+        if self.collectives:
+            tables["collectives"] = {name: _protocol(found) for name, found in self.collectives.items()}
+        if self.variation != Variation():
+            tables["variation"] = vars(self.variation)
         if runtime != Overheads():
             tables["runtime"] = {
                 "update": format_quantity(runtime.update, "s/B"),
@@ -309,7 +427,9 @@ class Machine:
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
         runtime = dataclasses.replace(self.runtime, sums={}, work={})
-        found = dataclasses.replace(self, name=name, source=source, links=links, runtime=runtime)
+        found = dataclasses.replace(
+            self, name=name, source=source, links=links, runtime=runtime, topology=None, collectives={}
+        )
         if node == 1:
             return found
         return dataclasses.replace(found, devices_per_node=node, links=links | {"node": self.links["node"]})
@@ -333,8 +453,15 @@ class Machine:
         members = tuple(ranks)
         return self.level(min(members), max(members)) if members else "device"
 
-    def stages(self, ranks: Iterable[int]) -> tuple[GroupStage, ...]:
+    def stages(self, ranks: Iterable[int], groups: int = 1) -> tuple[GroupStage, ...]:
         """Return the stages of a group of ranks on the machine, from the inside out.
+
+        Parameters
+        ----------
+        ranks
+            Ranks of the group.
+        groups
+            Number of such groups on a node that communicate at the same time.
 
         Returns
         -------
@@ -345,11 +472,26 @@ class Machine:
         """
         members = ranks if isinstance(ranks, range) else tuple(ranks)
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
-        sharing = (-(-counts[0] // self.rails), 1, 1)  # nodes of a switch have adapters of their own
+        sharing = (-(-counts[0] * groups // self.rails), 1, 1)  # nodes of a switch have adapters of their own
+        links = dict(self.links)
+        if groups > 1 and counts[0] == 1 and not (self.topology and self.topology.network):
+            for level in ("switch", "across"):
+                links[level] = links[level].shared_by(-(-groups // self.rails))
+        if self.topology is not None and self.topology.node_links:
+            links["node"] = links["node"].shared_by(max(1.0, counts[0] * groups / self.topology.node_links))
+        if self.topology is not None and self.topology.network:
+            sharing = (counts[0], 1, 1)
+            for level in ("switch", "across"):
+                devices = counts[0] * groups
+                beta = groups * max(1 / self.topology.network, links[level].beta / devices)
+                links[level] = dataclasses.replace(links[level], beta=beta)
+        if self.topology is not None and self.topology.uplink:
+            share = counts[1] / (self.nodes_per_switch * self.topology.uplink)
+            links["across"] = dataclasses.replace(links["across"], beta=max(links["across"].beta, share))
         stages = zip(LEVELS[1:], counts, sharing)
-        return tuple(GroupStage(level, n, self.links[level], share) for level, n, share in stages if n > 1)
+        return tuple(GroupStage(level, n, links[level], share) for level, n, share in stages if n > 1)
 
-    def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
+    def roofline(self, flops: float, nbytes: float, dtype: str, phase: str = "") -> float:
         """Return the time of one kernel on one device [s].
 
         ``launch + max(flops / (peak * curve(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with the curve
@@ -363,6 +505,8 @@ class Machine:
             Bytes read and written, each array once [B].
         dtype
             Name of the dtype of the arithmetic.
+        phase
+            Phase of a kernel of a layer with weights, a key of `weighted`; "" for other kernels.
 
         Raises
         ------
@@ -373,17 +517,52 @@ class Machine:
         ----------
         Williams, Waterman, Patterson 2009, "Roofline"; Hockney 1983 for the half-performance length.
         """
-        arithmetic = flops / self.rate(flops, dtype) if flops > 0 else 0.0
-        return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * self.efficiency.memory))
+        arithmetic = flops / self.rate(flops, dtype, phase) if flops > 0 else 0.0
+        memory = self.weighted.get(phase, self.efficiency).memory
+        return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * memory))
 
-    def rate(self, flops: float, dtype: str) -> float:
-        """Return the rate of a kernel of `flops` > 0 [flop] that memory does not limit [flop/s]."""
+    def rate(self, flops: float, dtype: str, phase: str = "") -> float:
+        """Return the rate of a kernel of `flops` > 0 [flop] that memory does not limit [flop/s]; `phase` as above."""
         if dtype not in self.peak_flops:
             raise UserError(
                 f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
                 f"got {dtype}; add it to [device.peak_flops] of a copy of the machine file"
             )
-        return self.peak_flops[dtype] * self.efficiency.curve(flops)
+        return self.peak_flops[dtype] * self.weighted.get(phase, self.efficiency).curve(flops)
+
+
+@lru_cache(maxsize=4096)
+def expected_maximum(count: int) -> float:
+    """Return the expected maximum of `count` independent standard normal variables.
+
+    References
+    ----------
+    David, Nagaraja 2003, "Order Statistics", Section 3.1: the integral of ``1 - F(x)**n`` over x > 0, less that of
+    ``F(x)**n`` over x < 0.
+    """
+    if count < 2:
+        return 0.0
+    step = 1 / 64
+    cdf = [0.5 * math.erfc(-(i + 0.5) * step / math.sqrt(2)) for i in range(-512, 512)]
+    return step * sum((1 if i >= 512 else 0) - value**count for i, value in enumerate(cdf))
+
+
+def _efficiency(found: Efficiency) -> dict[str, Any]:
+    return vars(found) | {"half": format_quantity(found.half, "flop")}
+
+
+def _protocol(found: Protocol) -> dict[str, Any]:
+    times, rates = (
+        dict.fromkeys(("start", "node", "network"), "s"),
+        dict.fromkeys(("node_bandwidth", "bandwidth"), "B/s"),
+    )
+    return _quantities(found, **times, **rates, most="B")
+
+
+def _quantities(found: Any, **units: str) -> dict[str, Any]:
+    """Return the fields as keys of a file, with their units; rates and sizes of 0, the default, are left out."""
+    given = {key: value for key, value in vars(found).items() if value or units.get(key, "s") == "s"}
+    return {key: format_quantity(value, units[key]) if key in units else value for key, value in given.items()}
 
 
 def _lines(table: Mapping[Any, Any], place: str = "") -> Iterator[str]:
@@ -439,14 +618,35 @@ class LinkTable(Table):
         return Link(self.alpha, beta, self.note, shared, emulated)
 
 
-class EfficiencyTable(Table):
-    """``[device.efficiency]``: the fractions of its peak rates that the device reaches."""
+class CurveTable(Table):
+    """``[device.efficiency.PHASE]``: the fractions of the peak rates that kernels of layers with weights reach.
 
-    compute: Fraction
+    PHASE is `forward`, `backward_data` or `backward_filter`; a phase without a table has that of the device.
+    """
+
+    compute: Annotated[float, Field(ge=1e-6, le=4)]
     half: Flops
     exponent: Fraction
     least: Annotated[float, Field(ge=0, le=1)]
     memory: Fraction
+
+    def efficiency(self) -> Efficiency:
+        """Return the fractions of the cost model."""
+        return Efficiency(**{key: getattr(self, key) for key in CurveTable.model_fields})
+
+
+class EfficiencyTable(CurveTable):
+    """``[device.efficiency]``: the fractions of its peak rates that the device reaches."""
+
+    compute: Fraction
+    forward: CurveTable | None = None
+    backward_data: CurveTable | None = None
+    backward_filter: CurveTable | None = None
+
+    def weighted(self) -> dict[str, Efficiency]:
+        """Return the fractions of kernels of layers with weights, by phase."""
+        tables = {phase: getattr(self, phase) for phase in PHASES}
+        return {phase: table.efficiency() for phase, table in tables.items() if table is not None}
 
 
 class DeviceTable(Table):
@@ -473,6 +673,34 @@ class RuntimeTable(Table):
     work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
 
+class TopologyTable(Table):
+    """``[topology]``: links that messages share. With it, halos and sums that travel at the same time share links."""
+
+    node_links: Annotated[int, Field(ge=0, le=MOST)] = 0
+    network: BytesPerSecond = 0.0
+    uplink: BytesPerSecond = 0.0
+
+
+class ProtocolTable(Table):
+    """``[collectives.NAME]``: an all-reduce of the library of collectives."""
+
+    algorithm: Literal["tree", "ring"]
+    node: Seconds
+    network: Seconds
+    node_bandwidth: BytesPerSecond
+    bandwidth: BytesPerSecond
+    start: Seconds = 0.0
+    most: Bytes = 0
+
+
+class VariationTable(Table):
+    """``[variation]``: standard deviations of times, as fractions of their means."""
+
+    devices: Annotated[float, Field(ge=0, le=1)] = 0.0
+    kernels: Annotated[float, Field(ge=0, le=1)] = 0.0
+    measured: Count = 1
+
+
 class LinksTable(Table):
     """``[links]``: a table for each level at which data travel.
 
@@ -497,6 +725,9 @@ class MachineTable(Table):
     device: DeviceTable
     links: LinksTable
     runtime: RuntimeTable = RuntimeTable()
+    topology: TopologyTable | None = None
+    collectives: dict[Annotated[str, Field(min_length=1)], ProtocolTable] = Field(default_factory=dict)
+    variation: VariationTable = VariationTable()
 
     def machine(self) -> Machine:
         """Return the machine of the cost model."""
@@ -512,8 +743,12 @@ class MachineTable(Table):
             int(device.memory),
             device.launch,
             {level: getattr(self.links, level).link() for level in LEVELS},
-            Efficiency(**device.efficiency.model_dump()),
+            device.efficiency.efficiency(),
             self.rails,
             device.name,
             Overheads(**{**dict(runtime), "sums": sums, "work": work}),
+            device.efficiency.weighted(),
+            None if self.topology is None else Topology(**dict(self.topology)),
+            {name: Protocol(**dict(found) | {"most": int(found.most)}) for name, found in self.collectives.items()},
+            Variation(**dict(self.variation)),
         )

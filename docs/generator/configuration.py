@@ -52,7 +52,11 @@ EXPLAINED_BY = {
     machine.DeviceTable: machine.Machine,
     machine.EfficiencyTable: machine.Efficiency,
     machine.LinkTable: machine.Link,
+    machine.CurveTable: machine.Efficiency,
     machine.RuntimeTable: machine.Overheads,
+    machine.TopologyTable: machine.Topology,
+    machine.ProtocolTable: machine.Protocol,
+    machine.VariationTable: machine.Variation,
 }
 
 

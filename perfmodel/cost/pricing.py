@@ -5,8 +5,10 @@ Costs are times of the slowest rank [s]. `timeline.py` computes the overlap from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ...comm.sums import LARGEST_AT_ONCE
@@ -16,7 +18,7 @@ from ...program.gradients import Accumulate, BucketOperation, Cast, CheckGradien
 from ...program.program import Step
 from ...program.traffic import GroupSum, Move
 from ..kernel_times import KernelTimes, LayerWork
-from .wires import Wires
+from .wires import ExchangeTimes, Ranks, Wires
 
 __all__ = ["Pricing", "SumPrice"]
 
@@ -39,6 +41,10 @@ class SumPrice:
         The part of `seconds` that is done during the wait for the sum, and does not overlap with computation.
     begin
         Time to start the sum, which does not overlap with computation.
+    busy
+        The part of `seconds` in which the adapters of a node are busy; 0 if the machine has no topology.
+    ranks
+        Number of ranks that wait for each other.
     in_order
         On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than sums of
         its kind that started before it.
@@ -48,6 +54,8 @@ class SumPrice:
     work: float = 0.0
     begin: float = 0.0
     in_order: bool = False
+    busy: float = 0.0
+    ranks: int = 1
 
 
 class Pricing:
@@ -70,6 +78,7 @@ class Pricing:
         self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
         #: Cached results: of layers under a cut (`steps.py`), of buckets (`simulate.py`) and of sums.
         self.known: dict[Hashable, Any] = {}
+        self._varied = wires.machine.variation.devices > 0
         self._signatures: dict[Hashable, Hashable] = {}
 
     def signature(self, step: Step) -> Hashable:
@@ -104,8 +113,20 @@ class Pricing:
         """Time to wait for the device before a sum that starts during other work [s]."""
         return self.wires.machine.runtime.synchronize
 
+    @cached_property
+    def jitter(self) -> float:
+        """Standard deviation of the time of a kernel, as a fraction of its mean."""
+        return self.wires.machine.variation.kernels
+
+    def straggling(self, squares: float, ranks: int) -> float:
+        """Return the expected time that the last of `ranks` ranks needs more than the mean [s].
+
+        `squares` is the sum of the squared times of the kernels since the ranks waited for each other before [s^2].
+        """
+        return self.jitter * self.wires.machine.variation.last(ranks) * math.sqrt(squares) if squares else 0.0
+
     def kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
-        """Return the time of a kernel of a layer, by its phase.
+        """Return the time of a kernel of a layer, by its phase, on the slowest device.
 
         Parameters
         ----------
@@ -114,6 +135,13 @@ class Pricing:
         trained
             Whether the layer has a backward pass.
         """
+        seconds = self._kernel(timing, step, trained)
+        if self._varied and step is not None:
+            seconds *= self.wires.machine.variation.slowdown(step.output.layout.boxes.placed)
+        return seconds
+
+    def _kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
+        """Return the mean time of a kernel over equal devices."""
         times, inputs = self.times, timing.inputs
         if timing.phase == "sum":
             return times.time(_ADD, inputs, self.dtype, False).forward
@@ -136,8 +164,8 @@ class Pricing:
             seconds += time.backward_data  # of an activation, which is a part of the layer
         return seconds
 
-    def exchange(self, made: ExchangeSpec) -> tuple[float, float]:
-        """Return the time of an exchange, until the last rank has received everything, and the time of packing [s]."""
+    def exchange(self, made: ExchangeSpec) -> ExchangeTimes:
+        """Return the times of an exchange [s]."""
         return self.wires.exchange(Move.of(made))
 
     def sum(self, total: Sum) -> SumPrice:
@@ -149,10 +177,16 @@ class Pricing:
         return found
 
     def _sum(self, total: Sum) -> SumPrice:
-        wires, method = self.wires, total.algorithm
-        nbytes, members = GroupSum.of(total.kind, total.groups, total.sizes).largest
+        sums = GroupSum.of(total.kind, total.groups, total.sizes)
+        nbytes, members = sums.largest
         if len(members) < 2 or not nbytes:
             return SumPrice(0.0)
+        groups = self.wires.groups_at_once(sums.groups, members)
+        return replace(self._group_sum(total, nbytes, members, groups), ranks=len(members))
+
+    def _group_sum(self, total: Sum, nbytes: int, members: Ranks, groups: int) -> SumPrice:
+        """Return the times of one of `groups` equal sums on a node, of `nbytes` [B] over the ranks `members`."""
+        wires, method = self.wires, total.algorithm
         # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
         in_order = method.adds and wires.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
         if method.by_nodes:
@@ -162,17 +196,20 @@ class Pricing:
             behind = parts.addition + parts.across
             return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
-            seconds = wires.collective(method.name, nbytes, members)
-            return SumPrice(seconds, min(seconds, wires.sum_work(nbytes, members) / 2), in_order=in_order)
+            seconds = wires.collective(method.name, nbytes, members, groups)
+            busy = wires.busy(method.name, nbytes, members, groups)
+            work = min(seconds, wires.sum_work(nbytes, members) / 2)
+            return SumPrice(seconds, work, in_order=in_order, busy=busy)
         codec = method.codec
         payload = codec.payload(nbytes)
-        seconds = wires.sum(payload, members)
+        seconds = wires.sum(payload, members, groups)
+        busy = wires.busy("allreduce", payload, members, groups)
         work = min(seconds, wires.sum_work(payload, members))
         if codec.identity:
-            return SumPrice(seconds, work, in_order=in_order)
+            return SumPrice(seconds, work, in_order=in_order, busy=busy)
         one_pass = wires.copy(nbytes) / 2  # a copy reads and writes
         back, begin = codec.decoding * one_pass, codec.encoding(total.feedback) * one_pass
-        return SumPrice(seconds + back, work + back, begin, in_order)
+        return SumPrice(seconds + back, work + back, begin, in_order, busy)
 
     def update(self, operation: Update, slots: int) -> float:
         """Return the time of the update of the largest part that a rank updates, with `slots` state arrays [s]."""

@@ -14,8 +14,12 @@ the rest of backward and, if the program finishes them before the layer that nee
     network        | bucket 0 | bucket 1 |    | bucket 2 |
                                                     ^ waits here if bucket 2 is late
 
-On the emulated network all sums travel at the same time. Exchanges, sums within layers and sums of gradients do not
-compete with each other.
+On the emulated network all sums travel at the same time. If the machine has a topology, halos and sums of gradients
+that use a node's adapters at the same time delay each other; else exchanges, sums within layers and sums of gradients
+do not compete with each other.
+
+If kernels vary, a message leaves when its sender is ready, and a sum starts when the last of its ranks is ready: later
+than the mean by the expected maximum over these ranks, which the kernels until the wait may hide.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...lowering.operations import ExchangeSpec, Operation, Run, Sum, Total, Transfer
+from ...lowering.operations import ExchangeSpec, Operation, Run, Sum, Timing, Total, Transfer
 from ...program.gradients import BucketOperation, BucketTotal, CheckGradients, Update, completions
 from ...program.program import Program, Segment, Step
 from .pricing import Pricing, SumPrice
@@ -34,6 +38,7 @@ from .pricing import Pricing, SumPrice
 __all__ = ["LayerCost", "StepTimeline", "play", "price_layer"]
 
 _Halo = Literal["", "pad", "overlap"]
+_NONE = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,21 @@ class LayerCost:
         ``"statistics"``, and ``"again"``, all of this for operations of the forward pass that backward repeats.
     halo_algorithm
         ``"pad"`` or ``"overlap"``; "" without a halo of `x`.
+    busy
+        Times in which the exchanges of the two passes use the adapters of a node, if they are shared.
+    slack
+        Times by which these exchanges may be later without delaying the two passes.
+    squares
+        Sums of the squared times of the kernels in the two passes [s^2].
     """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
     halo_algorithm: _Halo = ""
+    busy: tuple[float, float] = (0.0, 0.0)
+    slack: tuple[float, float] = (0.0, 0.0)
+    squares: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -73,14 +87,17 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
     name, trained = step.name, {step.name} if backward else set()
     players = [_Player(pricing, {name: step}, trained, pads) for pads in ((True, False) if chosen else (False,))]
     for player in players:
+        player.begin_forward(forward)
         player.compute(name, forward, "forward")
     player = min(players, key=lambda one: one.now)
     seconds, algorithm = player.now, player.algorithms.get(name, "")
+    ahead = player.shared()
     player.begin_backward()
     if backward:
         player.compute(name, backward, "backward_data")
     terms = {term: spent for (_, term), spent in player.terms.items()}
-    return LayerCost(seconds, player.now, terms, algorithm)
+    busy, slack, squares = zip(ahead, player.shared())
+    return LayerCost(seconds, player.now, terms, algorithm, busy, slack, squares)
 
 
 @dataclass(frozen=True)
@@ -137,19 +154,30 @@ def play(
 
 
 class _Link:
-    """Link that carries messages, one after the other or all at the same time."""
+    """Link that carries messages, one after the other or all at the same time.
+
+    Attributes
+    ----------
+    free
+        Time at which the last message has arrived [s].
+    load
+        Share of the time until `free` in which the last message uses the adapters of a node.
+    """
 
     def __init__(self, concurrent: bool = False) -> None:
-        self._concurrent, self._free = concurrent, -math.inf
+        self._concurrent, self.free, self.load = concurrent, -math.inf, 0.0
 
-    def send(self, at: float, seconds: float, in_order: bool = False) -> float:
+    def send(self, at: float, seconds: float, in_order: bool = False, busy: float = 0.0) -> float:
         """Send a message that is ready at time `at` [s]; return its time of arrival [s]."""
         if self._concurrent:
             if in_order:
-                self._free = max(self._free, at + seconds)
-            return self._free if in_order else at + seconds
-        self._free = max(self._free, at) + seconds
-        return self._free
+                self.free = max(self.free, at + seconds)
+            return self.free if in_order else at + seconds
+        if busy or self.load:
+            waiting = max(0.0, self.free - at)
+            self.load = (self.load * waiting + busy) / (waiting + seconds) if seconds else self.load
+        self.free = max(self.free, at) + seconds
+        return self.free
 
 
 class _Player:
@@ -166,12 +194,24 @@ class _Player:
         self.algorithms: dict[str, _Halo] = {}
         self._steps, self._trained, self._pads, self._again = steps, trained, pads, False
         self._exchanges, self._statistics, self._ends = _Link(), _Link(), dict[ExchangeSpec | Sum, float]()
+        self._busy, self._slack, self._squares, self._all = 0.0, math.inf, 0.0, 0.0
+
+    def begin_forward(self, operations: Sequence[Operation]) -> None:
+        """Begin the forward pass of one layer; the kernels before it are taken to vary as much as its own."""
+        if self.pricing.jitter:
+            timings = [(o.timing, o.layer) for o in operations if isinstance(o, Run) and o.timing is not None]
+            self._squares = sum(self._seconds(*one) ** 2 for one in timings if one[0].phase != "boundary")
 
     def begin_backward(self) -> None:
         """Begin the backward pass of one layer at time 0; all messages of its forward pass have ended."""
         self.now = 0.0
         self._exchanges, self._statistics, self._pads = _Link(), _Link(), False
+        self._busy, self._slack, self._all = 0.0, math.inf, 0.0
         self._ends.clear()
+
+    def shared(self) -> tuple[float, float, float]:
+        """Return the time of a node's adapters, the slack of the exchanges, and the sum of the kernels' squares."""
+        return self._busy, self._slack if self._busy else 0.0, self._all
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
         """Simulate operations of a segment; `own` is the term to which the time of the executor is added.
@@ -199,11 +239,23 @@ class _Player:
             return 0.0
         if self.algorithms.get(layer) == "pad" and any(one.kind == "halo" and one.name == layer for one in self._ends):
             self.algorithms[layer] = "overlap"
-        seconds = self.pricing.kernel(timing, self._steps.get(layer), layer in self._trained)
+        seconds = self._seconds(timing, layer)
+        self._squares += seconds * seconds
+        self._all += seconds * seconds
         self._spend(layer, timing.phase, seconds)
         if timing.copied:
             self._spend(layer, "packing", self.pricing.wires.copy(timing.copied))
         return seconds
+
+    def _seconds(self, timing: Timing, layer: str) -> float:
+        return self.pricing.kernel(timing, self._steps.get(layer), layer in self._trained)
+
+    def _wait(self, end: float) -> float:
+        """Return the time until `end` [s]; ranks that have waited for each other are in step again."""
+        waited = max(0.0, end - self.now)
+        if waited:
+            self._squares = 0.0
+        return waited
 
     def _spend(self, layer: str, term: str, seconds: float) -> None:
         self.now += seconds
@@ -211,9 +263,11 @@ class _Player:
 
     def _start(self, operation: Transfer, forward: bool) -> None:
         made = operation.exchange
-        seconds, packing = self.pricing.exchange(made)
+        seconds, packing, busy, peers = self.pricing.exchange(made)
         self._spend(operation.layer, "packing", packing)
-        self._ends[made] = self._exchanges.send(self.now, seconds)
+        late = self.pricing.straggling(self._squares, 1 + peers) if self.pricing.jitter else 0.0
+        self._busy += busy
+        self._ends[made] = self._exchanges.send(self.now + late, seconds)
         if made.kind == "halo" and not self._again:
             self.terms[operation.layer, "halo"] += seconds
             if forward and seconds:
@@ -223,15 +277,19 @@ class _Player:
 
     def _finish(self, operation: Transfer, forward: bool = False) -> None:
         made = operation.exchange
-        waited = max(0.0, self._ends.pop(made, self.now) - self.now)
+        end = self._ends.pop(made, self.now)
+        self._slack = min(self._slack, max(0.0, self.now - end))
+        waited = self._wait(end)
         self._spend(operation.layer, "halo_exposed" if made.kind == "halo" else made.kind, waited)
 
     def _sum(self, operation: Total) -> None:
         price = self.pricing.sum(operation.sum)
         if operation.end == "start":
-            self._ends[operation.sum] = self._statistics.send(self.now + price.begin, price.seconds - price.work)
+            late = self.pricing.straggling(self._squares, price.ranks) if self.pricing.jitter else 0.0
+            at = self.now + late + price.begin
+            self._ends[operation.sum] = self._statistics.send(at, price.seconds - price.work)
         elif operation.sum in self._ends:
-            waited = max(0.0, self._ends.pop(operation.sum) - self.now) + price.work
+            waited = self._wait(self._ends.pop(operation.sum)) + price.work
             self._spend(operation.layer, "statistics", waited)
 
 
@@ -287,13 +345,35 @@ class _StepPlayer(_Player):
     def _segment(self, segment: Segment, own: str) -> float:
         """Simulate the layer of a segment; return its time [s]."""
         known = self._costs.get(segment.name)
-        if known is not None:
-            seconds = known.forward_seconds if own == "forward" else known.backward_seconds
-            self.now += seconds
-            return seconds
-        begin = self.now
-        self.compute(segment.name, segment.operations, own)
-        return self.now - begin
+        if known is None:
+            begin, self._busy, self._slack = self.now, 0.0, math.inf
+            self.compute(segment.name, segment.operations, own)
+            self.now += self._contend(segment.name, self._busy, self._slack, begin, self.now - begin)
+            return self.now - begin
+        ahead = own == "forward"
+        seconds = known.forward_seconds if ahead else known.backward_seconds
+        if known.busy != _NONE:
+            seconds += self._contend(segment.name, known.busy[not ahead], known.slack[not ahead], self.now, seconds)
+        self._all += known.squares[not ahead]
+        self.now += seconds
+        return seconds
+
+    def _contend(self, name: str, busy: float, slack: float, begin: float, seconds: float) -> float:
+        """Let the exchanges of a segment and the sums in progress share the adapters; return the segment's delay [s].
+
+        `busy` is the time of the exchanges alone; the segment lasts `seconds` from the time `begin`. While both are in
+        progress, the exchanges wait for the sums in proportion to the time in which these use the adapters, and the
+        sums end later by as much.
+        """
+        shared = self._gradients.load * min(busy, max(0.0, self._gradients.free - begin), seconds)
+        if not shared:
+            return 0.0
+        self._gradients.free += shared
+        later = {total: (at + shared, work) for total, (at, work) in self._buckets.items() if at > begin}
+        self._buckets.update(later)
+        delay = max(0.0, shared - slack)
+        self.terms[name, "halo_exposed"] += delay
+        return delay
 
     def run(self, operations: Sequence[Operation]) -> None:
         """Simulate operations on gradients."""
@@ -321,12 +401,15 @@ class _StepPlayer(_Player):
 
     def _send(self, operation: BucketTotal, price: SumPrice, at: float) -> None:
         self._sums[operation.bucket] += price.seconds
-        end = self._gradients.send(at, price.seconds - price.work, price.in_order)
+        late = self.pricing.straggling(self._all, price.ranks) if self.pricing.jitter else 0.0
+        end = self._gradients.send(at + late, price.seconds - price.work, price.in_order, price.busy)
         self._buckets[operation.sum] = end, price.work
 
     def _complete(self, operation: BucketTotal) -> None:
         end, work = self._buckets.pop(operation.sum)
         waited = max(0.0, end - self.now) + work
+        if end > self.now:
+            self._all = self._squares = 0.0  # all ranks are in step again
         self._waits[operation.bucket] += waited
         self.now += waited
 

@@ -5,6 +5,10 @@ A rank sends its messages one after the other, each ``alpha + beta * n`` of its 
 carries the messages of all of them. Times are computed for all ranks only if there are few; else for the nodes of the
 first rank, of the last rank, and of the ranks in the middle of the grids, which have neighbors on all sides.
 
+If the machine file describes a topology, messages within a node share its links, those to other nodes the bandwidth of
+the node, and those to other switches that of a tapered tree, where all nodes of a switch are taken to send as much as
+the node whose time is computed. Sums over several groups of ranks share the adapters of a node.
+
 The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
 every sum takes the time of a ring over its ranks; between ranks of one node nothing is delayed.
 """
@@ -12,7 +16,7 @@ every sum takes the time of a ring over its ranks; between ranks of one node not
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -22,9 +26,9 @@ import numpy as np
 from ...dtensor import Blocks, Intervals
 from ...program.traffic import Move
 from .. import collectives
-from ..machine import LEVELS, Machine
+from ..machine import LEVELS, Link, Machine
 
-__all__ = ["Ranks", "Wires", "middle_rank"]
+__all__ = ["ExchangeTimes", "Ranks", "Wires", "middle_rank"]
 
 #: Up to this number of ranks, all ranks are priced.
 FEW = 8
@@ -57,6 +61,27 @@ class NodeSumTimes:
         return self.deposit + self.addition + self.across + self.way_back
 
 
+class ExchangeTimes(NamedTuple):
+    """Times of an exchange [s].
+
+    Attributes
+    ----------
+    seconds
+        Time until the last rank has received everything.
+    packing
+        Time to pack and unpack the messages, on the rank that packs most.
+    busy
+        The part of `seconds` in which a node's adapters are busy; 0 if the machine has no topology.
+    peers
+        Number of ranks that a rank receives from.
+    """
+
+    seconds: float
+    packing: float
+    busy: float = 0.0
+    peers: int = 0
+
+
 class _Way(NamedTuple):
     """Links from a rank to some other ranks, for messages of any size.
 
@@ -68,12 +93,15 @@ class _Way(NamedTuple):
         Inverse bandwidth to each rank [s/B].
     outside
         Mask of the ranks on other nodes; None: there are none.
+    across
+        Mask of the ranks below other switches.
     """
 
     alpha: float
     betas: np.ndarray
     outside: np.ndarray | None
     outside_alpha: float
+    across: np.ndarray
 
 
 class Wires:
@@ -89,9 +117,9 @@ class Wires:
 
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
-        self._exchanges: dict[Move, tuple[float, float]] = {}
+        self._exchanges: dict[Move, ExchangeTimes] = {}
         self._ways: dict[tuple[int, bytes], _Way] = {}
-        self._sums: dict[tuple[str, float, Ranks], float] = {}
+        self._sums: dict[tuple[str, float, Ranks, int], tuple[float, float]] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
         self._beta = np.array([link.beta for link in links])
@@ -129,33 +157,72 @@ class Wires:
         measured = self.machine.runtime.update
         return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
 
-    def sum(self, nbytes: float, ranks: Ranks) -> float:
-        """Return the time of an all-reduce of `nbytes` [B] over a group of ranks [s]."""
-        return self.collective("allreduce", nbytes, ranks)
+    def sum(self, nbytes: float, ranks: Ranks, groups: int = 1) -> float:
+        """Return the time of an all-reduce of `nbytes` [B] over a group of ranks [s]; `groups` as in `collective`."""
+        return self.collective("allreduce", nbytes, ranks, groups)
 
-    def collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
+    def collective(self, kind: str, nbytes: float, ranks: Ranks, groups: int = 1) -> float:
         """Return the time of an ``"allreduce"``, ``"reduce_scatter"`` or ``"all_gather"`` over a group of ranks [s].
 
-        `nbytes` [B] is the size of the buffer, of all shards together.
+        `nbytes` [B] is the size of the buffer, of all shards together; `groups` is the number of groups of a node that
+        communicate at the same time.
         """
         if len(ranks) < 2 or not nbytes:
             return 0.0
-        key = (kind, nbytes, ranks)
+        return self._collective(kind, nbytes, ranks, groups)[0]
+
+    def busy(self, kind: str, nbytes: float, ranks: Ranks, groups: int = 1) -> float:
+        """Return the part of a collective's time in which the adapters of a node are busy [s].
+
+        It is 0 if the machine has no topology.
+        """
+        if len(ranks) < 2 or not nbytes or self.machine.topology is None:
+            return 0.0
+        return self._collective(kind, nbytes, ranks, groups)[1]
+
+    def _collective(self, kind: str, nbytes: float, ranks: Ranks, groups: int) -> tuple[float, float]:
+        key = (kind, nbytes, ranks, groups)
         if key not in self._sums:
-            self._sums[key] = self._collective_seconds(kind, nbytes, ranks)
+            self._sums[key] = self._collective_seconds(kind, nbytes, ranks, groups)
         return self._sums[key]
 
-    def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks) -> float:
+    def groups_at_once(self, groups: Iterable[tuple[Ranks, float]], members: Ranks) -> int:
+        """Return the number of `groups` with ranks on the node of the first of `members` that communicate at once.
+
+        They are counted if the machine has a topology; else sums of several groups do not slow each other down.
+        """
+        width = self.machine.devices_per_node
+        if self.machine.topology is None or self.emulated or width == 1:
+            return 1
+        node = members[0] // width
+        here = (any(rank // width == node for rank in some) for some, size in groups if len(some) > 1 and size)
+        return max(1, sum(here))
+
+    def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks, groups: int = 1) -> tuple[float, float]:
+        """Return the time of a collective, and the part of it in which the adapters of a node are busy [s]."""
         part = 1.0 if kind == "allreduce" else 0.5  # an all-reduce is measured as a whole
         measured = self.machine.runtime.sums.get(len(ranks))
         if measured is not None and self._together(ranks):
-            return part * measured.seconds(nbytes)
+            return part * measured.seconds(nbytes), 0.0
         if self.emulated:
             if len(self._nodes(ranks)) == 1:
-                return 0.0
+                return 0.0, 0.0
             link = self.machine.links["across"]
-            return part * collectives.seconds("allreduce", nbytes, len(ranks), link, "ring")
-        return collectives.group_seconds(kind, nbytes, self.machine.stages(ranks))
+            return part * collectives.seconds("allreduce", nbytes, len(ranks), link, "ring"), 0.0
+        stages = self.machine.stages(ranks, groups)
+        nodes = math.prod(stage.size for stage in stages if stage.level != "node")
+        if self.machine.collectives:
+            found = collectives.library_seconds(
+                kind, nbytes, len(ranks), nodes, self.machine.collectives.values(), groups
+            )
+            if found is not None:
+                return found[0], found[1] if nodes > 1 else 0.0
+        seconds = collectives.group_seconds(kind, nbytes, stages)
+        if self.machine.topology is None or nodes == 1:
+            return seconds, 0.0
+        # Without latencies, and with free links within the node, only the time of the adapters is left.
+        wires = [s._replace(link=Link(0.0, 0.0 if s.level == "node" else s.link.beta)) for s in stages]
+        return seconds, min(seconds, collectives.group_seconds(kind, nbytes, wires))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
         """Return the part of a sum that is done during the wait for it, and does not overlap with computation [s]."""
@@ -179,7 +246,7 @@ class Wires:
         if not link.emulated:
             copy = max(copy, link.seconds(nbytes))
         addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
-        across = self._collective_seconds("allreduce", nbytes, leaders) if len(leaders) > 1 else 0.0
+        across = self._collective_seconds("allreduce", nbytes, leaders)[0] if len(leaders) > 1 else 0.0
         return NodeSumTimes(copy, addition, across, copy)
 
     def _nodes(self, ranks: Ranks) -> Mapping[int, list[int]]:
@@ -194,11 +261,8 @@ class Wires:
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
 
-    def exchange(self, move: Move) -> tuple[float, float]:
-        """Return the time of an exchange, until the last rank has received everything, and the time of packing [s].
-
-        Packing includes unpacking, with one kernel per message, on the rank that packs most.
-        """
+    def exchange(self, move: Move) -> ExchangeTimes:
+        """Return the times of an exchange; packing has one kernel per message."""
         found = self._exchanges.get(move)
         if found is None:
             found = self._exchanges[move] = self._exchange(move)
@@ -206,22 +270,23 @@ class Wires:
                 self._exchanges[move.adjoint] = found
         return found
 
-    def _exchange(self, move: Move) -> tuple[float, float]:
+    def _exchange(self, move: Move) -> ExchangeTimes:
         if move.source == move.target:
-            return 0.0, 0.0
+            return ExchangeTimes(0.0, 0.0)
         # In most exchanges receivers have as much work as senders.
         ways = [move] if self.quick else [move, move.adjoint]
         ranks = self._ranks(move)
         sent = [{rank: way.peers(rank) for rank in ranks} for way in ways]
+        busy = 0.0
         if self.emulated:
             seconds = max(self._farthest(*others, rank) for some in sent for rank, others in some.items())
         else:
-            seconds = max(self._nodewise(some) for some in sent)
+            seconds, busy = max(self._nodewise(some) for some in sent)
         messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
         nbytes = [sum(int(some[rank][1].sum()) for some in sent) * 2 / len(sent) for rank in ranks]
-        if self.packed:
-            return seconds, 0.0
-        return seconds, self.copy(max(nbytes)) + self.machine.launch * max(messages)
+        peers = max(len(others[0]) for some in sent for others in some.values())
+        packing = 0.0 if self.packed else self.copy(max(nbytes)) + self.machine.launch * max(messages)
+        return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, peers)
 
     def _ranks(self, move: Move) -> list[int]:
         ranks = max(move.source.placed, move.target.placed)
@@ -241,21 +306,41 @@ class Wires:
         far = nbytes[peers // self.per_node != rank // self.per_node]
         return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
-    def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
-        """Return the time of the slowest rank [s]; all ranks of a node send to other nodes through one link."""
-        slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
+    def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:
+        """Return the time of the slowest rank, and the time in which the adapters of a node are busy [s].
+
+        All ranks of a node send to other nodes through its adapters.
+        """
+        topology, rails = self.machine.topology, 1
+        if topology is not None:
+            rails = self.machine.rails
+        slowest, busy, node, beyond, alphas, inside = 0.0, 0.0, -1, 0.0, 0.0, 0.0
+        out = across = 0
         for rank, (peers, nbytes) in sent.items():
             if rank // self.machine.devices_per_node != node:
-                node, beyond, alphas = rank // self.machine.devices_per_node, 0.0, 0.0
+                node, beyond, alphas, inside = rank // self.machine.devices_per_node, 0.0, 0.0, 0.0
+                out = across = 0
             if not len(peers):
                 continue
             way = self._way(rank, peers)
             beta = way.betas * nbytes
             if way.outside is not None:
-                beyond += float(np.add.reduce(beta[way.outside]))
+                beyond += float(np.add.reduce(beta[way.outside])) / rails
                 alphas = max(alphas, way.outside_alpha)
-            slowest = max(slowest, way.alpha + float(np.add.reduce(beta)), beyond + alphas)
-        return slowest
+            total = float(np.add.reduce(beta))
+            shared = beyond
+            if topology is not None:
+                if way.outside is not None:
+                    out += int(np.add.reduce(nbytes[way.outside]))
+                    across += int(np.add.reduce(nbytes[way.across]))
+                shared = out / topology.network if topology.network else beyond
+                if topology.uplink:
+                    shared = max(shared, across / topology.uplink)
+                if topology.node_links:
+                    inside += total if way.outside is None else float(np.add.reduce(beta[~way.outside]))
+                    slowest = max(slowest, way.alpha + inside / topology.node_links)
+            slowest, busy = max(slowest, way.alpha + total, shared + alphas), max(busy, shared)
+        return slowest, busy
 
     def _way(self, rank: int, peers: np.ndarray) -> _Way:
         key = rank, peers.tobytes()
@@ -263,7 +348,8 @@ class Wires:
             levels = self.levels(rank, peers)
             alpha, outside = self._alpha[levels], levels > 0
             beyond = outside if outside.any() else None
-            self._ways[key] = _Way(float(alpha.sum()), self._beta[levels], beyond, float(alpha[outside].sum()))
+            alphas = float(alpha.sum()), float(alpha[outside].sum())
+            self._ways[key] = _Way(alphas[0], self._beta[levels], beyond, alphas[1], levels > 1)
         return self._ways[key]
 
     def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:

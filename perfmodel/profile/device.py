@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...kernels import Geometry
 from ...limits import memory_size
-from ..machine import Efficiency, Link, Machine
+from ..machine import Efficiency, Link, Machine, Variation
 from .cache import Crowd, device_name
 from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
 from .record import Fit, Profile, fit_line
@@ -19,9 +20,11 @@ from .record import Fit, Profile, fit_line
 if TYPE_CHECKING:
     from ...comm import Communicator
 
-__all__ = ["group_sizes", "measure_machine", "rank_memory"]
+__all__ = ["group_sizes", "measure_machine", "rank_memory", "spread"]
 
 ROUNDS = 7
+#: Repetitions of a kernel whose times show how much they vary.
+REPETITIONS = 40
 #: Number of rows of the square matrices whose product gives the peak rate.
 MATRIX = 1024
 #: Size of the arrays whose copy gives the memory bandwidth [B].
@@ -185,8 +188,44 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
         x, y = (kernels.zeros((1, extent, extent, _CHANNELS), dtype) for _ in range(2))
         w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), dtype)
         seconds.append(clock(kernels.conv_forward(x, w, None, y, geometry)))
+    variation = _variation(comm, crowd, kernels, kernels.conv_forward(x, w, None, y, geometry))
     line = fit_line([2.0 * 9 * _CHANNELS**2 * extent**2 for extent in EXTENTS], seconds)
     compute = min(1.0, 1 / (line.beta * peak[dtype])) if line.beta else 1.0
     half = max(0.0, line.alpha - launch) * peak[dtype] * compute
     efficiency = Efficiency(compute=compute, half=half, least=_LEAST)
-    return {"peak_flops": peak, "memory_bandwidth": bandwidth, "launch": launch, "efficiency": efficiency}
+    return {
+        "peak_flops": peak,
+        "memory_bandwidth": bandwidth,
+        "launch": launch,
+        "efficiency": efficiency,
+        "variation": variation,
+    }
+
+
+def _variation(comm: Communicator, crowd: Crowd, kernels: Any, run: Callable[[], Any]) -> Variation:
+    """Return the variation of the time of a kernel from call to call and between the ranks. Collective.
+
+    All ranks run the kernel at the same time. As in the times of layers, the longest tenth does not count.
+    """
+    seconds = []
+    for _ in range(REPETITIONS):
+        comm.barrier()
+        begin = crowd.clock()
+        run()
+        kernels.synchronize()
+        seconds.append(crowd.clock() - begin)
+    return spread(comm.allgather_objects(seconds))
+
+
+def spread(seconds: Sequence[Sequence[float]]) -> Variation:
+    """Return the variation of times by rank and repetition; times of layers are those of the slowest of these ranks.
+
+    >>> spread([[1.0, 1.2, 1.0, 1.2], [2.0, 2.4, 2.0, 2.4]])
+    Variation(devices=0.4714, kernels=0.0909, measured=2)
+    """
+    kept = [sorted(some)[: max(1, round(0.9 * len(some)))] for some in seconds]
+    means = [sum(some) / len(some) for some in kept]
+    kernels = max((pstdev(some) / mean for some, mean in zip(kept, means) if mean), default=0.0)
+    mean = sum(means) / len(means)
+    devices = stdev(means) / mean if len(means) > 1 and mean else 0.0
+    return Variation(round(min(devices, 1.0), 4), round(min(kernels, 1.0), 4), len(seconds))

@@ -120,6 +120,9 @@ def test_toml_is_a_configuration_or_a_machine(block: Block, tmp_path: Path, monk
     tables = parse_toml(block.text, block.place)
     if "devices_per_node" in tables:
         Machine.parse(block.text, block.place)
+    elif "topology" in tables:  # optional tables of the machine file on the same page
+        machine = next(b for b in blocks("toml") if b.page == block.page and "devices_per_node" in b.text)
+        Machine.parse(f"{machine.text}\n{block.text}", block.place)
     else:
         checked(tables, [], block.place)
 

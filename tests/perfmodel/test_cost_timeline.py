@@ -14,6 +14,7 @@ from halograd.lowering.operations import ExchangeSpec, KernelSpec, Run, Sum, Tim
 from halograd.lowering.views import Buffer
 from halograd.perfmodel.cost.pricing import SumPrice
 from halograd.perfmodel.cost.timeline import LayerCost, play, price_layer
+from halograd.perfmodel.cost.wires import ExchangeTimes
 from halograd.program.gradients import complete_early, reduce_gradients
 from halograd.program.program import Program, Segment, Step, Target
 
@@ -26,7 +27,7 @@ BOTH = Groups.whole(2)
 class Prices:
     """Stub of a cost model: costs by the label of a bucket ("bucket 0"), or by the name of a gather."""
 
-    synchronize = 0.0
+    synchronize = jitter = 0.0
 
     def __init__(self, *sums, update=0.0, gathers=(), rows=None, whole=0.0, concurrent=False):
         self.concurrent = concurrent
@@ -124,7 +125,7 @@ def test_a_step_is_never_shorter_than_computation_or_sums_nor_longer_than_both(s
 class Second:
     """Cost model of one layer: kernels and exchanges by their names; packing takes 1/8 s per exchange."""
 
-    overhead, concurrent = 1 / 16, False
+    overhead, concurrent, jitter = 1 / 16, False, 0.0
 
     def __init__(self, best_halo=False, **seconds):
         self.best_halo, self.seconds = best_halo, seconds
@@ -133,7 +134,7 @@ class Second:
         return self.seconds[timing.phase]
 
     def exchange(self, made):
-        return self.seconds[made.name], 1 / 8
+        return ExchangeTimes(self.seconds[made.name], 1 / 8)
 
     def sum(self, total):
         return SumPrice(self.seconds[total.name], self.seconds.get("work", 0.0))

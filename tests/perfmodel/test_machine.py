@@ -41,10 +41,10 @@ def test_shipped_file(name: str, tmp_path: Path) -> None:
 
 
 def test_published_numbers() -> None:
-    """Shipped machines have the published values of Dryden, Section VI, LBANN's perfmodel.py, and Jia, Section 6."""
+    """Shipped machines have the published values of Dryden, Section VI, BenchPress, and Jia, Section 6."""
     lassen = Machine.load("lassen")
     assert lassen.devices_per_node == 4 and lassen.memory == 16 * 2**30 and lassen.peak_flops["float32"] == 15.7e12
-    assert lassen.links["across"] == Link(1.2e-6, 3.893e-11) and lassen.links["node"] == Link(8e-6, 2.661e-11)
+    assert lassen.links["across"] == Link(8.5e-6, 2.83e-10) and lassen.links["node"] == Link(8e-6, 2.661e-11)
     jia = Machine.load("p100-cluster")
     assert jia.devices_per_node == 4 and jia.links["switch"].bandwidth < 100e9 / 8
     assert Machine.load("k80-node").devices_per_node == 16
