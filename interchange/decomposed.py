@@ -156,6 +156,18 @@ def _stacked(graph: Graph, op: OnnxNode) -> None:
     graph.replace([*single, joined, op], total)
 
 
+def _kept_axis(graph: Graph, op: OnnxNode) -> None:
+    """Recognize a reduction along one axis that becomes an axis of extent 1 again, ``x.mean(1).unsqueeze(1)``."""
+    if not op.kind.startswith("Reduce") or op.attributes.get("keepdims", 1) or len(_axes(graph, op)) != 1:
+        return
+    after, shape = graph.only_reader(op.outputs[0]), list(graph.shapes[op.inputs[0]])
+    shape[_axes(graph, op)[0]] = 1
+    if after is None or after.kind not in ("Unsqueeze", "Reshape") or graph.shapes[after.outputs[0]] != tuple(shape):
+        return
+    kept = op.changed(outputs=after.outputs, attributes={**op.attributes, "keepdims": 1})
+    graph.replace([op, after], kept)
+
+
 def _expanded(graph: Graph, op: OnnxNode) -> None:
     """Remove an Expand whose reader (a product or a sum with a value of the full extents) broadcasts itself."""
     if op.kind != "Expand" or op.outputs[0] in graph.outputs:
@@ -302,4 +314,13 @@ def _norm_by_parts(graph: Graph, op: OnnxNode) -> None:
 
 
 #: These rules run before scalars are joined and factors of 1 are removed.
-DECOMPOSED = (_local_response_norm, _limits, _stacked, _expanded, _softplus, _softplus_by_parts, _norm_by_parts)
+DECOMPOSED = (
+    _local_response_norm,
+    _limits,
+    _stacked,
+    _kept_axis,
+    _expanded,
+    _softplus,
+    _softplus_by_parts,
+    _norm_by_parts,
+)

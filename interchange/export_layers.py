@@ -18,6 +18,7 @@ from ..kernels.reach import Windows
 from ..layers import (
     ELU,
     GELU,
+    Abs,
     AdaptiveAveragePool,
     AdaptiveMaxPool,
     Add,
@@ -26,6 +27,8 @@ from ..layers import (
     AveragePool,
     BatchNorm,
     BroadcastAdd,
+    ChannelMax,
+    ChannelMean,
     ChannelShuffle,
     Clamp,
     Concat,
@@ -34,7 +37,9 @@ from ..layers import (
     Dense,
     Dropout,
     Embedding,
+    Exp,
     Flatten,
+    Flip,
     GlobalAveragePool,
     GlobalMaxPool,
     GroupNorm,
@@ -45,6 +50,7 @@ from ..layers import (
     LayerNorm,
     LeakyReLU,
     LocalResponseNorm,
+    Log,
     LogSoftmax,
     MaxPool,
     Mish,
@@ -53,6 +59,7 @@ from ..layers import (
     Pad,
     PixelShuffle,
     PixelUnshuffle,
+    Power,
     PReLU,
     Redistribute,
     ReLU,
@@ -167,6 +174,32 @@ def _means(w: OnnxWriter, node: Node) -> str:
         equation = f"nc{axes},o{axis}->nc{axes.replace(axis, 'o')}"
         value = w.add("Einsum", [value, given], f"{name}::by {axis}", equation=equation)
     return value
+
+
+def _over_channels(kind: str) -> Callable[[OnnxWriter, Node], str]:
+    def write(w: OnnxWriter, node: Node) -> str:
+        name, (value,) = w.name(node), w.inputs(node)
+        given = [value, w.numbers(f"{name}::axes", [1], np.int64)]
+        return w.add(kind, given, f"{name}::y", keepdims=1)
+
+    return write
+
+
+def _power(w: OnnxWriter, node: Node) -> str:
+    layer: Any = node.layer
+    name, (value,) = w.name(node), w.inputs(node)
+    if layer.exponent in (0.5, -1):
+        return w.add("Sqrt" if layer.exponent > 0 else "Reciprocal", [value], f"{name}::y")
+    return w.add("Pow", [value, w.numbers(f"{name}::exponent", layer.exponent)], f"{name}::y")
+
+
+def _flip(w: OnnxWriter, node: Node) -> str:
+    layer: Any = node.layer
+    name, (value,), channel = w.name(node), w.inputs(node), len(node.shape) - 1
+    axes = [1 if axis == channel else axis + 2 for axis in layer.places(node.shape)]
+    rows = {"starts": [-1] * len(axes), "ends": [-(2**31)] * len(axes), "axes": axes, "steps": [-1] * len(axes)}
+    given = [w.numbers(f"{name}::{key}", numbers, np.int64) for key, numbers in rows.items()]
+    return w.add("Slice", [value, *given], f"{name}::y")
 
 
 def _adaptive_max(w: OnnxWriter, node: Node) -> str:
@@ -650,6 +683,9 @@ _FUNCTIONS: dict[type[Layer], _Function] = {
     LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
     Sigmoid: _pointwise("Sigmoid"),
     Tanh: _pointwise("Tanh"),
+    Abs: _pointwise("Abs"),
+    Exp: _pointwise("Exp"),
+    Log: _pointwise("Log"),
     GELU: _pointwise("Gelu", approximate="approximate"),
     SiLU: _silu,
     ELU: _pointwise("Elu", alpha="alpha"),
@@ -676,6 +712,10 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     AdaptiveMaxPool: _adaptive_max,
     GlobalAveragePool: _global_pool("GlobalAveragePool"),
     GlobalMaxPool: _global_pool("GlobalMaxPool"),
+    ChannelMean: _over_channels("ReduceMean"),
+    ChannelMax: _over_channels("ReduceMax"),
+    Power: _power,
+    Flip: _flip,
     Resize: _resize,
     Dense: _dense,
     BatchNorm: _batch_norm,

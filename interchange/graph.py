@@ -19,7 +19,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data.disk import one_line
-from ..layers import GivenValues, Layer, Node
+from ..layers import GivenValues, Layer, Node, Reshape
 from ..layers.parameter import ForeignArray
 from ..layers.settings import settings_of
 from .axes import Axes
@@ -222,6 +222,15 @@ class Graph:
         else:
             self.operations.append(op.changed(kind="Identity", inputs=(value,)))
 
+    def leave_out_unread(self) -> None:
+        """Remove operations whose values no operation and no output reads, such as positions of maxima."""
+        read, kept = set(self.outputs), []
+        for op in reversed(self.operations):
+            if read & set(op.outputs):
+                kept.append(op)
+                read |= set(op.inputs)
+        self.operations = kept[::-1]
+
     def replace(self, olds: list[OnnxNode], new: OnnxNode) -> None:
         """Replace several operations by one, at the position of the last."""
         places = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
@@ -369,9 +378,14 @@ class Builder:
         value = self.value(op, i)
         if value.spatial:
             raise self.refused(op, "samples with spatial axes, or a dense layer after Flatten", "a flattened value")
-        if value.last:
+        if not value.last:
+            return value
+        # With channels or positions of extent 1, a value may be both.
+        node, axes = self.axes(op.inputs[i])
+        shape = axes.with_channels_at(False)
+        if shape is None:
             raise self.refused(op, "channels at axis 1", "channels at the last axis")
-        return value
+        return Activation(self.add(op.part("first"), Reshape(shape), node))
 
     def with_positions(self, op: OnnxNode, i: int = 0) -> Activation:
         """Return input `i`, with its spatial axes."""

@@ -343,6 +343,10 @@ class _Folding:
             self.types |= self._inferred(node)
             self._keep(node.output[0], sources[0])  # one array for all samples, broadcast by its reader
             return
+        factors = [one for one in sources if one.shape or not one.is_fixed or one.read() != 1]
+        if node.op_type == "Mul" and len(factors) == 1:
+            self._keep(node.output[0], factors[0])  # exporters write a factor that was left out as 1
+            return
         moved = node.op_type in _SAME and bool(sources)
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
         if node.op_type == "Constant" or any(one.origin == "buffer" for one in sources):

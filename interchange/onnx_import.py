@@ -19,6 +19,7 @@ from halograd.errors import UserError
 from ..dtensor import axis_names
 from ..layers import (
     ELU,
+    Abs,
     Add,
     Affine,
     BroadcastAdd,
@@ -27,14 +28,17 @@ from ..layers import (
     Conv,
     Dense,
     Dropout,
+    Exp,
     Input,
     Layer,
     LocalResponseNorm,
+    Log,
     LogSoftmax,
     Multiply,
     Network,
     Node,
     Pad,
+    Power,
     PReLU,
     Reshape,
     Resize,
@@ -100,6 +104,7 @@ def imported(
 ) -> Network:
     """Build a network as :func:`load` does, from files in memory if `contents` has them by name. Local."""
     graph = read_onnx(path, shapes or {}, buffers, contents)
+    graph.leave_out_unread()
     recognize(graph, path)
     keeping: frozenset[str] = frozenset()
     while True:
@@ -353,13 +358,39 @@ def _subtract(build: Builder, op: OnnxNode) -> Activation:
 def _multiply(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
         return joined(build, op)
+    if op.inputs[0] == op.inputs[1]:
+        return _pointwise(lambda _: Power(2))(build, op)
     return _of_two(build, op, Multiply)
 
 
 def _divide(build: Builder, op: OnnxNode) -> Activation:
+    """Import a quotient of two values as a product with the reciprocal of the second."""
     if op.inputs[1] in build.graph.constants:
         return joined(build, op)
-    raise build.refused(op, "a constant divisor", "one that depends on the data")
+    second, name = build.value(op, 1), f"{op.outputs[0]}::reciprocal"
+    inverse = second.of(build.add(op.part("reciprocal"), Power(-1), second.node))
+    if op.inputs[0] in build.graph.constants:
+        number = build.graph.constants[op.inputs[0]]
+        factor = number.scalar() if number.is_fixed else None
+        if factor is None:
+            raise build.refused(op, "a number divided by a value", f"an array {number.name or number.shape}")
+        return inverse if factor == 1 else inverse.of(build.add(op, Affine(factor), inverse.node))
+    build.values[name], build.graph.shapes[name] = inverse, build.shape(op.inputs[1])
+    return _of_two(build, op.changed(inputs=(op.inputs[0], name)), Multiply)
+
+
+def _power(build: Builder, op: OnnxNode) -> Activation:
+    """Import a power with a number as exponent."""
+    constant = build.graph.constants.get(op.inputs[1])
+    exponent = constant.scalar() if constant is not None and constant.is_fixed else None
+    if not exponent:
+        raise build.refused(op, "a number other than 0 as exponent", "a parameter, or a value that depends on the data")
+    return _pointwise(lambda _: Power(exponent))(build, op)
+
+
+def _where(build: Builder, op: OnnxNode) -> Activation:
+    remedy = "write it as clamp() or relu(), or with a mask of zeros and ones: x * mask + number * (1 - mask)"
+    raise build.refused(op, "a function without cases", "a comparison, or a choice between two values", remedy)
 
 
 def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
@@ -481,6 +512,13 @@ OPERATORS: dict[str, Operator] = {
     "Identity": lambda build, op: build.value(op),
     **{kind: _activation(kind) for kind in ACTIVATIONS},
     "HardSigmoid": _hard_sigmoid,
+    "Abs": _pointwise(lambda _: Abs()),
+    "Exp": _pointwise(lambda _: Exp()),
+    "Log": _pointwise(lambda _: Log()),
+    "Pow": _power,
+    "Reciprocal": _pointwise(lambda _: Power(-1)),
+    "Sqrt": _pointwise(lambda _: Power(0.5)),
+    **dict.fromkeys(("Where", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal"), _where),
     "Celu": _celu,
     "Selu": _selu,
     "Clip": _clip,

@@ -8,11 +8,13 @@ from functools import partial
 
 from halograd.errors import UserError
 
+from ..dtensor import axis_names
 from ..layers import (
     AveragePool,
     ChannelShuffle,
     Concat,
     Flatten,
+    Flip,
     Node,
     Pad,
     PixelShuffle,
@@ -90,6 +92,9 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
     if value.spatial and value.axes is None:
         raise refusal
     node, axes = build.axes(op.inputs[0])
+    if len(before) == 2 and set(after[2:]) == {1} and node.shape[-1] != after[1]:
+        # Features become the channels of one position, also if they were positions before.
+        node, axes = build.axes(op.inputs[0], made=True)
     found = axes.reshaped(after)
     if found is None:
         raise refusal
@@ -137,7 +142,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
     steps = [int(step) for step in build.numbers(op, 4) or [1] * len(axes)]
     if any(step < 0 for step in steps):
-        raise build.refused(op, "a step of 1", f"{steps}, a flip", "flip the samples in the data: no layer does it")
+        return _flip(build, op, axes, [slice(int(a), int(b), c) for a, b, c in zip(starts, ends, steps)])
     ranges, strides = [(0, n) for n in shape], [1] * len(shape)
     for axis, start, end, step in zip(axes, starts, ends, steps):
         low, high, _ = slice(int(start), int(end)).indices(shape[axis])
@@ -154,6 +159,19 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
     value = _part(build, op, ranges)
     along = [step for axis, step in enumerate(strides) if axis not in (0, channels)]
     return value.of(build.add(op.part("step"), AveragePool((1,) * len(along), along), value.node))
+
+
+def _flip(build: Builder, op: OnnxNode, axes: list[int], slices: list[slice]) -> Activation:
+    """Import a slice of whole axes in reversed order."""
+    value, shape = build.value(op), build.shape(op.inputs[0])
+    rows = [range(*one.indices(shape[axis])) for axis, one in zip(axes, slices)]
+    if any(row[::-1] != range(shape[axis]) for axis, row in zip(axes, rows)) or 0 in axes:
+        raise build.refused(op, "whole axes of a sample in reversed order (torch.flip)", f"steps along axes {axes}")
+    if value.spatial or value.pooled:
+        value = build.with_positions(op)
+    names = axis_names(len(value.node.shape) + 1)
+    ours = names[1:] if value.last else (names[-1], *names[1:-1])
+    return value.of(build.add(op, Flip(*(ours[axis - 1] for axis in axes)), value.node))
 
 
 def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: int | None = None) -> Activation:

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..layers import (
+    Abs,
     Affine,
     AveragePool,
+    ChannelMax,
+    ChannelMean,
     Conv,
     ConvTranspose,
     Dense,
@@ -21,6 +24,7 @@ from ..layers import (
     GlobalMaxPool,
     Layer,
     MaxPool,
+    Power,
     Reshape,
     Resize,
     Scale,
@@ -234,24 +238,35 @@ def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activation:
-    """Import the mean, or the maximum, over all spatial axes."""
-    value = build.value(op)
+    """Import the mean, or the maximum, over all spatial axes, over some of them, or over the channels."""
+    value, windows = build.value(op), AveragePool if kind is GlobalAveragePool else MaxPool
     shape = build.shape(op.inputs[0])
     axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))
-    spatial = list(range(1, len(shape) - 1)) if value.last else list(range(2, len(shape)))
-    keeps = op.attributes.get("keepdims", 1)
+    channels, keeps = build.channels_at(op, value), op.attributes.get("keepdims", 1)
+    spatial = [axis for axis in range(1, len(shape)) if axis != channels]
+    if channels in axes and axes[0] > 0 and keeps:
+        return _over_channels(build, op, [axis for axis in axes if axis != channels], what, kind)
     if axes and set(axes) < set(spatial) and keeps:
-        return _along_axes(build, op, axes, MaxPool if kind is GlobalMaxPool else AveragePool)
+        return _along_axes(build, op, axes, windows)
     if axes != spatial or not axes:
-        remedy = "keep the axis (keepdim=True)" if axes and set(axes) < set(spatial) else ""
-        if axes == [len(shape) - 1 if value.last else 1]:
-            remedy = "take a convolution of one position to one channel in its place: Conv2d(channels, 1, 1)"
-        raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}", remedy)
+        remedy = "keep the axis (keepdim=True)" if axes and axes[0] > 0 else ""
+        raise build.refused(op, f"a {what} over space, axes {spatial}, or over channels", f"axes {axes}", remedy)
     if not value.last and keeps:
-        return global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)
-    if value.last and keeps:
-        raise build.refused(op, "channels at axis 1", "channels at the last axis")
-    return Activation(build.add(op, kind(), value.node))
+        return global_pool(build, op, kind, windows)
+    if not keeps:
+        return Activation(build.add(op, kind(), value.node))
+    if op.outputs[0] in build.keeping:
+        return value.of(build.add(op, windows(value.node.shape[:-1], 1), value.node))
+    return Activation(build.add(op, kind(), value.node), last=True, pooled=True, pool=op.outputs[0])
+
+
+def _over_channels(build: Builder, op: OnnxNode, others: list[int], what: str, kind: type[Layer]) -> Activation:
+    """Import the mean, or the maximum, over the channels, and over other axes before."""
+    value = build.value(op)
+    if others:
+        value = _reduce(build, op.part("space").changed(inputs=op.inputs[:1], attributes={"axes": others}), what, kind)
+    layer = ChannelMean() if kind is GlobalAveragePool else ChannelMax()
+    return replace(value.of(build.add(op, layer, value.node)), spatial=())
 
 
 def _along_axes(build: Builder, op: OnnxNode, axes: list[int], make: Callable[..., Layer]) -> Activation:
@@ -265,12 +280,27 @@ def _along_axes(build: Builder, op: OnnxNode, axes: list[int], make: Callable[..
 
 
 def _reduce_sum(build: Builder, op: OnnxNode) -> Activation:
-    """Import the sum over space: the mean times the number of positions."""
+    """Import a sum over space or channels: the mean times the number of elements."""
     shape = build.shape(op.inputs[0])
     axes = [axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape))]
     mean = _reduce(build, op.part("mean"), "sum", GlobalAveragePool)
     count = float(math.prod(shape[axis] for axis in axes))
     return mean.of(build.add(op, Affine(count), mean.node))
+
+
+def _reduced(
+    before: Callable[[], Layer], reduce: Callable[[Builder, OnnxNode], Activation], after: Callable[[], Layer] | None
+) -> Callable[[Builder, OnnxNode], Activation]:
+    """Return the importer of a reduction of a function of the values; `after` is a function of the result."""
+
+    def operator(build: Builder, op: OnnxNode) -> Activation:
+        value, name = build.value(op), f"{op.outputs[0]}::parts"
+        build.values[name] = value.of(build.add(op.part("parts"), before(), value.node))
+        build.graph.shapes[name] = build.shape(op.inputs[0])
+        made = reduce(build, op.part("reduced").changed(inputs=(name, *op.inputs[1:])))
+        return made if after is None else made.of(build.add(op, after(), made.node))
+
+    return operator
 
 
 def _expand(build: Builder, op: OnnxNode) -> Activation:
@@ -331,6 +361,8 @@ def _resize(build: Builder, op: OnnxNode) -> Activation:
     return replace(value, node=build.add(op, layer, value.node))
 
 
+_MAXIMUM = partial(_reduce, what="maximum", kind=GlobalMaxPool)
+
 SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
@@ -340,8 +372,12 @@ SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "GlobalAveragePool": _global_average_pool,
     "GlobalMaxPool": _global_max_pool,
     "ReduceMean": partial(_reduce, what="mean", kind=GlobalAveragePool),
-    "ReduceMax": partial(_reduce, what="maximum", kind=GlobalMaxPool),
+    "ReduceMax": _MAXIMUM,
+    "ReduceMin": _reduced(lambda: Affine(-1.0), _MAXIMUM, lambda: Affine(-1.0)),
     "ReduceSum": _reduce_sum,
+    "ReduceSumSquare": _reduced(lambda: Power(2), _reduce_sum, None),
+    "ReduceL1": _reduced(Abs, _reduce_sum, None),
+    "ReduceL2": _reduced(lambda: Power(2), _reduce_sum, lambda: Power(0.5)),
     "Expand": _expand,
     "Resize": _resize,
 }

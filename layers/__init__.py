@@ -18,6 +18,7 @@ from .activation import (
 )
 from .attention import Attention, MultiHeadAttention
 from .batch_norm import BatchNorm
+from .channel_pooling import ChannelMax, ChannelMean
 from .composed import Crop, PatchEmbedding, PatchMerging, Sequential, Split
 from .convolution import Conv
 from .dense import Dense
@@ -34,8 +35,9 @@ from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
 from .neighbors import GradientError, StructuralSimilarity
 from .network import Network
-from .padding import Pad, Roll, Slice, Sphere
+from .padding import Flip, Pad, Roll, Slice, Sphere
 from .parameter import GivenValues, Parameter
+from .pointwise import Abs, Exp, Log, Power
 from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
 from .reshape import ChannelShuffle, Flatten, PixelShuffle, PixelUnshuffle, Redistribute, Reshape
 from .resize import Resize
@@ -51,6 +53,7 @@ __all__ = [
     "CRPS",
     "ELU",
     "GELU",
+    "Abs",
     "AbsoluteError",
     "AdaptiveAveragePool",
     "AdaptiveMaxPool",
@@ -61,6 +64,8 @@ __all__ = [
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
     "BroadcastAdd",
+    "ChannelMax",
+    "ChannelMean",
     "ChannelShuffle",
     "Clamp",
     "Concat",
@@ -71,7 +76,9 @@ __all__ = [
     "Dice",
     "Dropout",
     "Embedding",
+    "Exp",
     "Flatten",
+    "Flip",
     "Focal",
     "GivenValues",
     "GlobalAveragePool",
@@ -88,6 +95,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "LocalResponseNorm",
+    "Log",
     "LogSoftmax",
     "Loss",
     "MaxPool",
@@ -104,6 +112,7 @@ __all__ = [
     "PatchMerging",
     "PixelShuffle",
     "PixelUnshuffle",
+    "Power",
     "RMSNorm",
     "ReLU",
     "Redistribute",

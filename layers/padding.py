@@ -24,6 +24,7 @@ from .needs import Stencil, check_spatial
 __all__ = [
     "MODES",
     "Copied",
+    "Flip",
     "Mode",
     "Pad",
     "Pieced",
@@ -111,6 +112,71 @@ class Slice(Shifted):
         if self.last > shape[-1]:
             raise ValueError(f"Slice: expected at most {shape[-1]}, the channels of the input, got {self.last}")
         return (*shape[:-1], self.last - self.first)
+
+
+class Flip(Copied):
+    """Reversed order of elements along some axes, as torch's ``flip``: the row `i` becomes the row ``n - 1 - i``.
+
+    Parameters
+    ----------
+    axes
+        Names of axes of a sample: ``"depth"``, ``"height"``, ``"width"``, ``"channel"``; one or several.
+
+    Notes
+    -----
+    Communication per process: the rows of its output's mirror image that other ranks own; as much backward.
+    """
+
+    def __init__(self, *axes: str, name: str | None = None) -> None:
+        super().__init__(name)
+        self.axes = axes
+
+    def places(self, shape: Shape) -> tuple[int, ...]:
+        """Return the flipped axes of a sample of this shape."""
+        names = axis_names(len(shape) + 1)[1:]
+        if not self.axes or set(self.axes) - set(names):
+            raise ValueError(f"Flip: expected some of {', '.join(names)}, the axes of {shape}, got {self.axes}")
+        return tuple(names.index(axis) for axis in dict.fromkeys(self.axes))
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        self.places(shapes[0])
+        return shapes[0]
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        shape = inputs[i].shape[1:]
+        flipped = self.places(shape)
+        return output.boxes.map(None, *(partial(_mirrored, n) if a in flipped else None for a, n in enumerate(shape)))
+
+    def lower(self, context: Context) -> Lowered:
+        boxes, flipped = context.needed(0), self.places(context.shapes[0])
+        x = context.gather(0, boxes).run()
+        kernel = context.kernel(partial(_flipping, flipped), source=x.view, target=context.y)
+        context.run(kernel, timing=self.timing(context, "forward"))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            kernel = context.kernel(partial(_flipping, flipped), source=context.dy, target=returned.view)
+            context.run(kernel, timing=self.timing(context, "backward_data"))
+            returned.run()
+
+        return Lowered(backward)
+
+
+def _mirrored(extent: int, low: int, high: int) -> Interval:
+    return extent - high, extent - low
+
+
+@reads("source")
+@writes("target")
+def _flipping(axes: Sequence[int], environment: Any, source: Any, target: Any) -> Callable[[], None]:
+    """Return the kernel that copies an array with the order along these axes of a sample reversed."""
+    ends = (slice(None), *(slice(None, None, -1 if a in axes else 1) for a in range(source.ndim - 1)))
+
+    def run() -> None:
+        if target.size:  # empty boxes may have different shapes
+            np.copyto(target, source[ends])
+
+    return run
 
 
 @dataclass(frozen=True)

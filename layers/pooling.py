@@ -27,7 +27,7 @@ from .padding import Pad
 from .reshape import Reshape
 from .resize import Resize
 
-__all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
+__all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool", "SearchStage"]
 
 
 class _Pool(Layer, ABC):
@@ -277,10 +277,10 @@ class AdaptiveMaxPool(_Adaptive):
             first = x.box.start[axis]
             ranges = [r.input_range(o, o + 1) for o in range(*context.box.ranges[axis])]
             searches.append(Search(axis, [(a - first, b - first) for a, b in ranges]))
-        stages: list[_Stage] = []
+        stages: list[SearchStage] = []
         source = in_wide(context, x.view)
         for search in reversed(searches):
-            stages.append(_Stage(context, search, source, "forward" if not stages else None))
+            stages.append(SearchStage(context, search, source, "forward" if not stages else None))
             source = stages[-1].y
         context.copy((source, context.y))
 
@@ -298,7 +298,7 @@ class AdaptiveMaxPool(_Adaptive):
         return Lowered(backward)
 
 
-class _Stage:
+class SearchStage:
     """Search along one axis, with its backward kernel."""
 
     def __init__(self, context: Context, search: Search, x: View, phase: str | None) -> None:

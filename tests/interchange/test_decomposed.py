@@ -28,6 +28,16 @@ def _functions():
     def gate(m, y):
         return lib.sigmoid(m.d(y).mean((2, 3)))[:, :, None, None]
 
+    def spatial(m, y):
+        both = lib.cat([lib.max(y, 1)[0].unsqueeze(1), lib.mean(y, 1).unsqueeze(1)], 1)
+        return y * lib.sigmoid(m.d(lib.cat([both, y.amax(1, keepdim=True), y.mean(1, keepdim=True)], 1))[:, :1])
+
+    def response(m, y, axes=(2, 3), channels=1):
+        y = y.permute(0, 2, 3, 1) if channels == 3 else y
+        g = lib.norm(y, p=2, dim=axes, keepdim=True)
+        made = y * (g / (g.mean(channels, keepdim=True) + 1e-6)) + y
+        return made.permute(0, 3, 1, 2) if channels == 3 else made
+
     def norm(m, y, axes, centered=True):
         u = y - y.mean(axes, keepdim=True) if centered else y
         return u / lib.sqrt(u.pow(2).mean(axes, keepdim=True) + 1e-3)
@@ -82,6 +92,19 @@ def _functions():
         "gate that is expanded": (lambda m, y: y * gate(m, y).expand_as(y), None),
         "summand that is expanded": (lambda m, y: gate(m, y).expand_as(y) + y, None),
         "expanded": (lambda m, y: lib.cat([y, gate(m, y).expand(-1, -1, *y.shape[2:])], 1), None),
+        "convolutional attention": (spatial, None),
+        "response normalization": (response, None),
+        "response normalization, channels last": (lambda m, y: response(m, y, (1, 2), 3), None),
+        "unit vectors": (lambda m, y: functional.normalize(y, dim=1) + y / (1 + y.abs().sum(1, keepdim=True)), None),
+        "deviations": (lambda m, y: (y - y.amin(1, keepdim=True)) / (y.std((2, 3), keepdim=True) + 0.1), None),
+        "mean of samples": (lambda m, y: y - y.mean((1, 2, 3), keepdim=True), None),
+        "flips": (lambda m, y: lib.flip(y, [1, 2]) + y.flip(3), ["Flip", "Flip", "Add"]),
+        "functions": (
+            lambda m, y: lib.exp(y * 0.1) + lib.log(y * y + 1) + y.abs() + lib.sqrt(y**2 + 0.1) + 2 / (y**2 + 1), None
+        ),
+        "convolution across channels": (
+            lambda m, y: y * m.d(y.mean((2, 3)).unsqueeze(1)).sigmoid().squeeze(1)[:, :, None, None], None
+        ),
         "local response norm": (lambda m, y: respond(y, 3, 0.1, 0.7, 1.5), ["LocalResponseNorm"]),
         "of an even size": (lambda m, y: respond(y, 4, alpha=1.0), ["LocalResponseNorm"]),
     }
@@ -94,9 +117,11 @@ def _module(name):
     nn = torch().nn
     function, _ = _functions()[name]
     layers = {"c": nn.Conv2d(3, 4, 3, padding=1)}
+    if name == "convolution across channels":
+        layers["d"] = nn.Conv1d(1, 1, 3, padding=1)
     if name in ("attention of channels", "gate that is expanded", "summand that is expanded", "expanded"):
         layers["d"] = nn.Conv2d(4, 4, 1)
-    if name in ("repeated over space", "halves of a gate"):
+    if name in ("repeated over space", "halves of a gate", "convolutional attention"):
         layers["d"] = nn.Conv2d(4, 4, 1)
     return as_module(lambda m, x: function(m, m.c(x)), **layers).double()
 
@@ -131,8 +156,8 @@ def test_all_functions_of_the_new_exporter_in_one_file(tmp_path):
     names = [name for name in NAMES if name not in APART]
     network = _check("", together(*map(_module, names)), "dynamo", tmp_path)
     kinds = [node.layer.kind for node in network.layers.values()]
-    assert kinds.count("Clamp") == 5 and kinds.count("LocalResponseNorm") == 2 and kinds.count("Softplus") == 3
-    assert (kinds.count("Roll"), kinds.count("LayerNorm")) == (1, 2) and kinds.count("GlobalMaxPool") == 1
+    assert kinds.count("Clamp") == 6 and kinds.count("LocalResponseNorm") == 2 and kinds.count("Softplus") == 3
+    assert [kinds.count(kind) for kind in ("Roll", "LayerNorm", "Flip", "GlobalMaxPool")] == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

@@ -97,6 +97,13 @@ LAYERS = {
     "pixel unshuffle": (lambda: [hg.PixelUnshuffle(2)], (8, 6, 3)),
     "pixel shuffle 3d": (lambda: [hg.PixelShuffle(2)], (2, 3, 2, 16)),
     "pixel shuffle": (lambda: [hg.PixelShuffle(2)], IMAGE),
+    "functions": (
+        lambda: [hg.Abs(), hg.Affine(1, 1), hg.Log(), hg.Exp(), *map(hg.Power, (0.5, 2, -1, -0.5, 1.7))],
+        IMAGE,
+    ),
+    "flip": (lambda: [hg.Flip("width", "channel")], IMAGE),
+    "mean of channels": (lambda: [hg.ChannelMean()], IMAGE),
+    "maximum of channels": (lambda: [hg.ChannelMax()], IMAGE),
 }
 #: Layers that become other layers when their ONNX operators are read again.
 WRITTEN = {

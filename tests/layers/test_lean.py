@@ -72,6 +72,7 @@ OTHERS = {
     "negative slope": lambda x: hg.LeakyReLU(-0.2)(x),
     "elu": lambda x: hg.ELU()(x),
     "tanh": lambda x: hg.Tanh()(x),
+    "over channels": lambda x: hg.Concat()(hg.ChannelMean()(x), hg.ChannelMax()(x), hg.Exp()(hg.Flip("width")(x))),
     "clamp": lambda x: hg.Clamp(-0.5, 0.7)(x),
     "hard sigmoid": lambda x: hg.HardSigmoid()(x),
     "hard swish": lambda x: hg.HardSwish()(x),

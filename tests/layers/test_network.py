@@ -34,7 +34,8 @@ ONE_INPUT = [
     *(layers.Reshape((2, 4, 4)), layers.Flatten(), layers.GroupNorm(1), layers.InstanceNorm(), layers.LayerNorm()),
     *(layers.RMSNorm(), layers.LayerNorm("channels")),
     *(layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),
-    *(layers.Embedding(), layers.Scale(), layers.PReLU()),
+    *(layers.Embedding(), layers.Scale(), layers.PReLU(), layers.Flip("width"), layers.ChannelMax()),
+    *(layers.ChannelMean(), layers.Abs(), layers.Exp(), layers.Log(), layers.Power(2)),
     *(layers.ChannelShuffle(2), layers.PixelShuffle(1), layers.PixelUnshuffle(2)),
 ]
 
