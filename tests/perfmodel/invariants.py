@@ -1,6 +1,6 @@
 """Invariants of plans, checked on random problems.
 
-    python -m tests.perfmodel.invariants --count 500
+    python -m tests.perfmodel.invariants --count 500 [--contention]
 
 * A plan is never slower than a grid that is the same for all layers, or a baseline, that fits.
 * It is not slower with faster links, with faster devices, or with more memory.
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 from halograd.errors import UserError
@@ -26,7 +28,7 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Plan, Prediction
 from halograd.perfmodel.predict import Planning, plan_network
-from tests.perfmodel.problems import PlanningProblem, faster, random_problem, stronger
+from tests.perfmodel.problems import PlanningProblem, contended, faster, random_problem, stronger
 
 #: Times and predictions closer than this are equal.
 ROUNDING = 1e-6
@@ -95,8 +97,14 @@ def _of_memory(problem: PlanningProblem, network: Network, free: Plan) -> Iterat
         before, limit = plan, plan.prediction.memory_bytes * SMALLER
 
 
-def _checked(seed: int) -> tuple[int, list[str]]:
-    return seed, violations(random_problem(seed))
+def drawn(seed: int, contention: bool = False) -> PlanningProblem:
+    """Return a random problem, with `contention` on a machine with shared links and stragglers."""
+    problem = random_problem(seed)
+    return replace(problem, machine=contended(problem.machine, seed)) if contention else problem
+
+
+def _checked(seed: int, contention: bool) -> tuple[int, list[str]]:
+    return seed, violations(drawn(seed, contention))
 
 
 def main() -> int:
@@ -105,10 +113,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--contention", action="store_true", help="machines with shared links and stragglers")
     options = parser.parse_args()
     held = 0
     with get_context("spawn").Pool(options.processes) as pool:
-        for seed, found in pool.imap_unordered(_checked, range(options.first, options.first + options.count)):
+        check = partial(_checked, contention=options.contention)
+        seeds = range(options.first, options.first + options.count)
+        for seed, found in pool.imap_unordered(check, seeds):
             problem = random_problem(seed)
             for text in found:
                 print(f"{seed} ({problem.family}, batch {problem.batch}, {problem.ranks} ranks): {text}", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import halograd as hg
-from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Topology, Variation
 
 FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet", "scales")
 
@@ -165,6 +165,15 @@ def random_machine(rng: np.random.Generator, seed: int) -> Machine:
     )
 
 
+def contended(machine: Machine, seed: int) -> Machine:
+    """Return the machine with links that messages share, a tapered tree and devices of different speeds."""
+    rng = np.random.default_rng(seed)
+    outside = machine.links["switch"].bandwidth
+    topology = Topology(int(rng.choice([0, 1, 2])), outside * rng.uniform(1, 4), outside * rng.uniform(0.25, 2))
+    variation = Variation(rng.uniform(0, 0.05), rng.uniform(0, 0.2))
+    return replace(machine, nodes_per_switch=2, topology=topology, variation=variation)
+
+
 def faster(
     machine: Machine, factor: float = 2.0, what: Callable[[str], bool] = lambda level: level != "device"
 ) -> Machine:
@@ -173,7 +182,10 @@ def faster(
         level: Link(link.alpha / factor, link.beta / factor) if what(level) else link
         for level, link in machine.links.items()
     }
-    return replace(machine, links=links)
+    topology = machine.topology
+    if topology is not None:
+        topology = replace(topology, network=topology.network * factor, uplink=topology.uplink * factor)
+    return replace(machine, links=links, topology=topology)
 
 
 def stronger(machine: Machine, factor: float = 2.0) -> Machine:

@@ -11,9 +11,9 @@ from halograd.perfmodel.cuts import grids
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, plan_network
-from tests.perfmodel.invariants import violations
+from tests.perfmodel.invariants import drawn, violations
 from tests.perfmodel.pricing import priced
-from tests.perfmodel.problems import FAMILIES, random_problem
+from tests.perfmodel.problems import FAMILIES
 
 SLOW = Machine.load("lassen").emulated(1e-4, 1e-9)
 
@@ -23,9 +23,11 @@ SLOW = Machine.load("lassen").emulated(1e-4, 1e-9)
 SEEDS = dict(zip(FAMILIES, (0, 25, 10, 11, 12, 5, 6, 7)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_promises_are_kept(family):
-    problem = random_problem(SEEDS[family])
+@pytest.mark.parametrize(
+    ("family", "contention"), [(family, False) for family in FAMILIES] + [(FAMILIES[1], True), (FAMILIES[5], True)]
+)
+def test_promises_are_kept(family, contention):
+    problem = drawn(SEEDS[family], contention)
     assert problem.family == family
     assert not violations(problem)
 
