@@ -72,6 +72,8 @@ class OnnxConstant:
         Function from the array in the file to this one, if axes were moved.
     part
         Which elements of the array in the file it has; empty for all of them.
+    frozen
+        Whether torch does not train the parameter.
     repeats
         Whether elements of the array in the file may be repeated or left out.
     """
@@ -86,6 +88,7 @@ class OnnxConstant:
     stored: Shape | None = None
     order: Callable[[np.ndarray], np.ndarray] | None = None
     part: str = ""
+    frozen: bool = False
     repeats: bool = False
 
     @classmethod
@@ -443,9 +446,12 @@ class Builder:
         for one in weights:
             if one is not None:
                 self.check_trained(op, one)
+        frozen = self.frozen(op, [one for one in weights if one is not None])
         weights = (*weights, *states)
         layer = self._called_before(op, layer, inputs, weights) or layer
         layer.name = layer.name or self.name(op, weights)
+        if frozen:
+            layer.frozen = True
         try:
             return layer(*inputs)
         except ValueError as error:
@@ -463,12 +469,21 @@ class Builder:
             before = layer.changed(name="")  # the array of another kind of layer
         if before is None:
             layer.name = self.name(op.changed(scope=constant.name))
+            layer.frozen = constant.frozen
             self._arrays[constant.name] = layer
             return self.add(op, layer, node)
         alike = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
         if not (before.name and alike):
             raise self._refused_again(op, constant.name)
         return before(node)
+
+    def frozen(self, op: OnnxNode, weights: Sequence[OnnxConstant]) -> bool:
+        """Return whether torch trains none of the weights. Raises UserError if it trains some of them only."""
+        frozen = [one for one in weights if one.frozen]
+        if frozen and len(frozen) < len(weights):
+            remedy = "set requires_grad of all parameters of the module to the same value"
+            raise self.refused(op, "a layer that is trained or frozen as a whole", f"{frozen[0].name!r} frozen", remedy)
+        return bool(frozen)
 
     def _refused_again(self, op: OnnxNode, name: str) -> UserError:
         remedy = "use a second parameter in its place"

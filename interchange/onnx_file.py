@@ -343,7 +343,7 @@ class _Folding:
             self.types |= self._inferred(node)
             self._keep(node.output[0], sources[0])  # one array for all samples, broadcast by its reader
             return
-        factors = [one for one in sources if one.shape or not one.is_fixed or one.read() != 1]
+        factors = [one for one in sources if one.shape or one.made_of or not one.is_fixed or one.read() != 1]
         if node.op_type == "Mul" and len(factors) == 1:
             self._keep(node.output[0], factors[0])  # exporters write a factor that was left out as 1
             return
@@ -353,7 +353,8 @@ class _Folding:
             origin["origin"] = "buffer"
         chosen = node.op_type in _CHOOSING and bool(sources[0].name) and not sources[0].is_fixed
         if moved or (chosen and all(one.is_fixed for one in sources[1:])):
-            origin = {key: getattr(sources[0], key) for key in ("name", "origin", "made_of", "part", "repeats")}
+            kept = ("name", "origin", "made_of", "part", "frozen", "repeats")
+            origin = {key: getattr(sources[0], key) for key in kept}
             if chosen and node.op_type == "Slice":
                 origin["part"] += "".join(f" {one.read().reshape(-1).tolist()}" for one in sources[1:])
             elif chosen:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .graph import TELL_BUFFERS, OnnxConstant
 
-__all__ = ["KIND", "Origins", "computed_from", "is_named"]
+__all__ = ["FROZEN", "KIND", "Origins", "computed_from", "is_named"]
 
 
 def is_named(name: str) -> bool:
@@ -30,6 +30,8 @@ _ARITHMETIC = (
     r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
 )
 _PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
+#: Entry of the parameters that torch does not train (``requires_grad=False``); `hg.from_torch` writes it.
+FROZEN = "halograd.frozen"
 KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
 
 
@@ -58,7 +60,7 @@ class Origins:
         kind = "buffer" if kind.startswith("constant") else kind
         if not is_named(name) or (folded and count == 1):
             return {"origin": kind or ("unknown" if self.by_torch and count > 1 else "number")}
-        return {"name": name, "origin": self._origin(name, kind)}
+        return {"name": name, "origin": self._origin(name, kind), "frozen": FROZEN in stored}
 
     def _origin(self, name: str, kind: str) -> str:
         if self.buffers is not None:

@@ -149,17 +149,20 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     if value.pooled:
         value = build.with_positions(op)
     channels = math.prod(scale.shape)
+    frozen = build.frozen(op, [one for one in (scale, shift) if one is not None])
     if len(value.node.shape) == 1:
         vector = {"gamma": build.given(scale, np.ravel, (channels,))}
         if shift is not None:
             vector["beta"] = build.given(shift, np.ravel, (channels,))
         layer = Scale(bias=shift is not None).initialized(**vector)
+        layer.frozen = frozen
         return value.of(build.add(_named_after(op, scale), layer, value.node))
     shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
     given = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
     if shift is not None:
         given["b"] = build.given(shift, np.ravel, (channels,))
     made = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**given)
+    made.frozen = frozen
     return value.of(build.add(_named_after(op, scale), made, value.node))
 
 

@@ -15,7 +15,7 @@ import logging
 import mmap
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ..layers.parameter import GivenValues
 from .adaptive import symbolics, translations
 from .files import Buffer, library
 from .onnx_import import imported
-from .origins import KIND
+from .origins import FROZEN, KIND
 from .weights import arrangements
 
 __all__ = ["EXPORTERS", "ExportedModule", "export", "fill_module", "state_for"]
@@ -378,6 +378,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
     _store_buffers(graph, dict(call.module.named_buffers()))
+    _store_frozen(graph, {name for name, one in call.module.named_parameters() if not one.requires_grad})
     contents: dict[str, Buffer] = {type(call.module).__name__: model.SerializeToString(deterministic=True)}
     for path in sorted(folder.iterdir()):
         if path.name != "model.onnx":
@@ -428,6 +429,13 @@ def _store_buffers(graph: Any, buffers: Mapping[str, Any]) -> None:
         graph.value_info.append(info)
         if tensor.name in buffers:
             tensor.CopyFrom(onnx.numpy_helper.from_array(buffers[tensor.name].cpu().numpy(), tensor.name))
+
+
+def _store_frozen(graph: Any, names: Collection[str]) -> None:
+    """Store which parameters torch does not train."""
+    for info in graph.value_info:
+        if info.name in names:
+            info.metadata_props.add(key=FROZEN, value="True")
 
 
 # -- back to torch -----------------------------------------------------------------------------------------

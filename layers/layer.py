@@ -204,6 +204,8 @@ class Layer(TargetReader):
     recomputation: str = "never"
     #: Given initial values of parameters and states, by their short names; the others are drawn.
     given_values: Mapping[str, GivenValues] = MappingProxyType({})
+    #: Whether its parameters do not change in any network, as those of a frozen module of torch.
+    frozen: bool = False
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name

@@ -89,9 +89,10 @@ class Network:
         return found
 
     def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Return the names of the frozen layers."""
+        """Return the names of the layers that are frozen by a pattern or by themselves."""
         found = frozenset(name for pattern in patterns for name in self.matching(pattern))
-        if found and found == set(self.matching("*")):
+        found |= {name for name, node in self.layers.items() if node.layer.frozen and self.own_parameters(name)}
+        if found and (patterns or "loss" in self.outputs) and found == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return found
 

@@ -88,7 +88,7 @@ class Scale(Layer):
             context.run(context.kernel(_shift, y=context.y, beta=_of_samples(beta)))
 
         def backward() -> None:
-            if self.trained:
+            if self.trained and not context.frozen:
                 products = context.scratch(context.box.shape, context.wide)
                 context.run(context.kernel(product, x=x, g=context.dy, y=products))
                 sum_into(context, products, context.grads["gamma"])

@@ -89,6 +89,29 @@ def test_a_step_is_that_of_torch(exporter):
     check_step(network, model, samples(6, 6, 2))
 
 
+def test_frozen_parameters_stay(exporter):
+    """Also in a network with another head; a layer that is frozen in part, and a run without trained layers, are
+    refused.
+    """
+    model = _network().double()
+    model.conv.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    model.scale = torch().nn.Parameter(torch().ones(2, 1, 1).double(), requires_grad=False)
+    model.function = lambda m, x: m.head(m.norm(m.conv(x)).relu()) * m.scale
+    x = samples(6, 6, 2)
+    network = hg.from_torch(model, first(x))
+    assert network.frozen == {"conv", "norm", "scale"}
+    check_step(network, copy.deepcopy(model), x)
+    model.head.requires_grad_(False)
+    network = hg.from_torch(model, first(x))
+    with pytest.raises(ValueError, match="expected some layers to be trained, got all of them frozen"):
+        _with_loss(network)
+    assert _with_loss(hg.Network({"y": hg.Conv(2, 1)(network.outputs["output"])})).frozen == network.frozen
+    model.norm.bias.requires_grad_(True)
+    with pytest.raises(UserError, match=r"trained or frozen as a whole, got 'norm.weight' frozen; set requires_grad"):
+        hg.from_torch(model, first(x))
+
+
 def test_arguments_and_results_keep_their_names(exporter):
     """Tensors by position or by name; results in a dict, in lists within it, and one that is an argument itself."""
 
