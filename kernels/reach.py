@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Everywhere", "Neighborhood", "Reach", "TileRun", "Windows", "runs"]
+__all__ = ["Everywhere", "Interval", "Neighborhood", "Reach", "TileRun", "Windows", "runs"]
 
 Interval = tuple[int, int]
 

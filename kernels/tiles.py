@@ -117,7 +117,7 @@ class TileGroup:
 
         Such pairs are not allowed, but a tile includes them.
         """
-        origins, bounds = self._origins([0] * len(self._axes)), [reach.bias_extent for reach in self._reaches]
+        origins, bounds = self.origins([0] * len(self._axes)), [reach.bias_extent for reach in self._reaches]
         lows = [k - 1 - origin for origin, k in zip(origins, self.keys)]
         highs = [origin + q - bound for origin, q, bound in zip(origins, self.queries, bounds)]
         return tuple(max(0, low, high) for low, high in zip(lows, highs))
@@ -127,7 +127,7 @@ class TileGroup:
 
         Pairs of one distance share an element: the view must not be written.
         """
-        origins = self._origins(margins)
+        origins = self.origins(margins)
         begin = table[(slice(first_head + self.heads.first, None), *(slice(o, None) for o in origins))]
         head, *axes = begin.strides
         shape = (self.heads.count, *self.queries, *self.keys)
@@ -138,12 +138,12 @@ class TileGroup:
         first = first_head + self.heads.first
         heads = slice(first, first + (self.heads.count - 1) * self.heads.step + 1, self.heads.step)
         index = []
-        for origin, i, box in zip(self._origins(margins), query, keys):
+        for origin, i, box in zip(self.origins(margins), query, keys):
             low, high = origin + i - box.stop + 1, origin + i - box.start
             index.append(slice(high, low - 1 if low else None, -1))
         return table[(heads, *index)]
 
-    def _origins(self, margins: Sequence[int]) -> list[int]:
+    def origins(self, margins: Sequence[int]) -> list[int]:
         """Return the entry of a table with these margins for the first query and the first key of a tile, by axis."""
         return [
             (a.queries.start - a.keys.start) // reach.dilation + reach.extent - 1 + margin

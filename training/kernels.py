@@ -109,7 +109,7 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
         f"{substitute.what} of layer {layer!r} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
         for (layer, substitute), where in ranks.items()
     )
-    _log.warning("kernels: 2-3 times slower than others, because there is no fast kernel: %s", places)
+    _log.warning("kernels: slower than others, because there is no fast kernel: %s", places)
 
 
 def _ranks(some: Sequence[int], size: int) -> str:

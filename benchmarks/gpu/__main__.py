@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu host | copies | fusions | cutting SUBJECT PRECISION | steps SUBJECT PRECISION``.
+"""``python -m benchmarks.gpu host | copies | attention | fusions | (cutting | steps) SUBJECT PRECISION``.
 
 The command prints JSON lines: ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ...,
 "numbers": {...}}`` after it.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from benchmarks.gpu.attention import ATTENTION, time_attention
 from benchmarks.gpu.contest import COMPILED, contest, contest_compiled
 from benchmarks.gpu.fusions import CASES, time_fusions
 from benchmarks.gpu.host import time_host
@@ -60,6 +61,8 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
     elif name == "copies":
         measure("copy within the device", lambda: time_copies(kernels))
         measure("halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels))
+    elif name == "attention":
+        _attention(kernels, torch_device)
     elif name == "fusions":
         for case in CASES:
             for backward, direction in ((False, "forward"), (True, "backward")):
@@ -71,6 +74,19 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
             measure(f"cutting {subject.title}, {precision}, {how}", cutting)
     else:
         _steps(kernels, comm, SUBJECTS[what[1]], what[2], torch_device)
+
+
+def _attention(kernels: Backend, torch_device: str) -> None:
+    """Time attention of halograd and, if it is installed, of torch in a separate process."""
+    lacks = find_torch()
+    if lacks:
+        for subject in ATTENTION:
+            measure(f"attention, {subject.title}", partial(time_attention, kernels, subject, None))
+        print(json.dumps({"check": "attention, torch", "status": "missing", "detail": lacks}), flush=True)
+        return
+    with TorchProcess(torch_device) as torch:
+        for subject in ATTENTION:
+            measure(f"attention, {subject.title}", partial(time_attention, kernels, subject, torch))
 
 
 def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: str, torch_device: str) -> None:

@@ -4,6 +4,7 @@
 
     {"do": "build", "name": "eager", "subject": {...},
      "precision": "bf16" | "tf32", "compiled": null}    -> {"loss": ..., "about": ..., "bytes": ...}
+    {"do": "attention", "name": ..., "subject": {...}}  -> {}
     {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
     {"do": "free"}                                      -> {}
 
@@ -26,10 +27,83 @@ import torch
 from benchmarks.gpu.subjects import MOMENTUM, RATE, Subject
 from benchmarks.subject_torch import TorchNetwork
 
-__all__ = ["Steps", "serve"]
+__all__ = ["Attention", "Steps", "serve"]
 
 
-class Steps:
+class _Timed:
+    """Steps on a device, and their time."""
+
+    device: str
+
+    def step(self) -> Any:
+        """Run one step."""
+        raise NotImplementedError
+
+    def seconds(self, count: int) -> float:
+        """Return the mean time of consecutive steps, without waits between them [s]."""
+        if self.device == "cpu":
+            begin = time.perf_counter()
+            for _ in range(count):
+                self.step()
+            return (time.perf_counter() - begin) / count
+        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            self.step()
+        second.record()
+        second.synchronize()
+        return first.elapsed_time(second) * 1e-3 / count
+
+
+class Attention(_Timed):
+    """Attention in bfloat16, forward and backward, of arrays ``(samples, *extents, heads * width)``.
+
+    Windows are divided, and biases gathered, as in torchvision's Swin.
+    """
+
+    def __init__(self, device: str, subject: dict[str, Any]) -> None:
+        self.device, self._window, self._heads = device, subject["window"], subject["heads"]
+        shape = (subject["samples"], *subject["extents"], self._heads * subject["width"])
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self._inputs = [torch.randn(shape, requires_grad=True, **options) for _ in range(3)]
+        self._gradient, self._table = torch.randn(shape, **options), None
+        if self._window is not None:
+            at = torch.arange(self._window, device=device)
+            positions = torch.cartesian_prod(at, at)
+            distance = positions[:, None] - positions[None] + self._window - 1
+            self._entries = distance[..., 0] * (2 * self._window - 1) + distance[..., 1]
+            entries = (2 * self._window - 1) ** 2
+            self._table = torch.randn((self._heads, entries), device=device, requires_grad=True)
+
+    def step(self) -> Any:
+        for array in (*self._inputs, self._table):
+            if array is not None:
+                array.grad = None
+        mask = None if self._table is None else self._table[:, self._entries][None].to(torch.bfloat16)
+        q, k, v = (self._divided(x) for x in self._inputs)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        self._whole(y).backward(self._gradient)
+        return y
+
+    def _divided(self, x: Any) -> Any:
+        """Return ``(windows, heads, positions, width)``."""
+        n, *extents, _ = x.shape
+        if self._window is None:
+            return x.reshape(n, -1, self._heads, x.shape[-1] // self._heads).transpose(1, 2)
+        w, (a, b) = self._window, (m // self._window for m in extents)
+        split = x.reshape(n, a, w, b, w, self._heads, -1).permute(0, 1, 3, 5, 2, 4, 6)
+        return split.reshape(n * a * b, self._heads, w * w, -1)
+
+    def _whole(self, y: Any) -> Any:
+        shape = self._gradient.shape
+        if self._window is None:
+            return y.transpose(1, 2).reshape(shape)
+        w, (a, b) = self._window, (m // self._window for m in shape[1:-1])
+        split = y.reshape(shape[0], a, b, self._heads, w, w, -1).permute(0, 1, 4, 2, 5, 3, 6)
+        return split.reshape(shape)
+
+
+class Steps(_Timed):
     """Training steps of one network on a device."""
 
     def __init__(self, subject: Subject, precision: str, compiled: str | None, device: str) -> None:
@@ -53,30 +127,18 @@ class Steps:
         self._optimizer.step()
         return loss.detach()
 
-    def seconds(self, count: int) -> float:
-        """Return the mean time of consecutive steps, without waits between them [s]."""
-        if self.device == "cpu":
-            begin = time.perf_counter()
-            for _ in range(count):
-                self.step()
-            return (time.perf_counter() - begin) / count
-        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(count):
-            self.step()
-        second.record()
-        second.synchronize()
-        return first.elapsed_time(second) * 1e-3 / count
-
 
 class _Server:
     def __init__(self, device: str) -> None:
         self.device = device
-        self.steps: dict[str, Steps] = {}
+        self.steps: dict[str, _Timed] = {}
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         if command["do"] == "build":
             return self._build(command)
+        if command["do"] == "attention":
+            self.steps[command["name"]] = Attention(self.device, command["subject"])
+            return {}
         if command["do"] == "free":
             self.steps.clear()
             gc.collect()

@@ -1,4 +1,8 @@
-"""The GPU backend: cuDNN 9 through `nvidia-cudnn-frontend`, cuBLAS, and our own kernels, on CuPy arrays."""
+"""The GPU backend: cuDNN 9 through `nvidia-cudnn-frontend`, cuBLAS, and our own kernels, on CuPy arrays.
+
+Attention is cuDNN's for arrays of 16 bits without dropout, if every query of a tile reads all of its keys (whole
+samples and blocks of them, windows) and cuDNN has a plan; else our own. With autotune the faster one is taken.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..attention import AttentionArrays, AttentionGeometry
 from ..backend import BackendOptions
 from ..cuda import CudaKernels
 from ..fused import FusedActivation
 from ..geometry import Geometry, tensor_core_channels
-from ..kernel import Kernel, KernelError, chain
+from ..kernel import Kernel, KernelError, Substitute, chain
 from ..memory import Scratch
 from . import conv, dense
+from .attention import CudnnAttention
 from .conv import ConvSettings
 from .dense import Cublas, workspace_bytes
 from .frontend import Handles, Workspaces
@@ -30,7 +36,7 @@ _AMPERE = (8, 0)
 
 
 class CudnnBackend(CudaKernels):
-    """Kernels on one GPU: convolutions by cuDNN, dense layers by cuBLAS, everything else by our own CUDA kernels.
+    """Kernels on one GPU: convolutions and attention by cuDNN, dense layers by cuBLAS, all others by our own CUDA code.
 
     Kernels run on the stream that is current in CuPy when they are called, and return before they have finished.
     Arrays are CuPy arrays on its device, whose compute stream becomes the current one when the backend is opened.
@@ -119,6 +125,8 @@ class CudnnBackend(CudaKernels):
         self._engine = ConvSettings(
             plans, handles, self.workspaces, runtime.boxes, self.empty, self.arithmetic, workspace_limit, autotune
         )
+        major, minor = runtime.capability
+        self._attention = CudnnAttention(self._engine, self.launcher, self.xp, runtime.frontend, 10 * major + minor)
         cublas = Cublas(runtime.load_cublas)
         self._products = dense.Products(
             cublas,
@@ -153,7 +161,8 @@ class CudnnBackend(CudaKernels):
 
     @property
     def held_bytes(self) -> int:
-        return self.workspaces.nbytes + self._engine.kernel_bytes + self.scratch.held_bytes
+        own = self._engine.kernel_bytes + self._attention.memory.held_bytes
+        return self.workspaces.nbytes + own + self.scratch.held_bytes
 
     def close(self) -> None:
         self._engine.plans.close()
@@ -172,6 +181,19 @@ class CudnnBackend(CudaKernels):
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Return, for each convolution that was tuned, the times of the compared plans [s], the chosen plan first."""
         return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
+
+    # ------------------------------------------------------------------ attention
+    def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
+        tiles = super()._attention_forward
+        return self._attention.forward(arrays, geometry, lambda: tiles(arrays, geometry))
+
+    def _attention_backward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
+        tiles = super()._attention_backward
+        return self._attention.backward(arrays, geometry, lambda: tiles(arrays, geometry))
+
+    def take_substitutes(self) -> list[Substitute]:
+        found, self._attention.substitutes = self._attention.substitutes, []
+        return found
 
     # ------------------------------------------------------------------ convolution
     def padded_channels(self, channels: int, dtype: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from .graphs import (
     BIAS,
     FORWARD,
     Arithmetic,
+    GraphKey,
     PlanKey,
     Shapes,
     W,
@@ -26,12 +27,12 @@ from .graphs import (
 )
 from .plans import Plans
 
-__all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outside"]
+__all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outside", "planned"]
 
 
 @dataclass
 class ConvSettings:
-    """Settings shared by all convolutions of a backend.
+    """Settings shared by all cuDNN plans of a backend.
 
     Attributes
     ----------
@@ -189,20 +190,43 @@ def _kernel(
 ) -> Kernel:
     dtype = operands.arrays[0].dtype.name
     key = PlanKey(direction, dtype, shapes, engine.arithmetic, bias, relu, engine.workspace_limit, engine.tuned)
-    table = AddressTable(operands.addresses)
+    kernel = planned(engine, key, operands.addresses, operands.arrays, operands.nbytes)
+    steps = [*operands.before, kernel, *operands.after]
+    return kernel if len(steps) == 1 else chain(*steps)
+
+
+def planned(
+    engine: ConvSettings, key: GraphKey, addresses: Mapping[int, int], arrays: Sequence[Any], nbytes: int = 0
+) -> Kernel:
+    """Return a kernel that runs the plan of a key.
+
+    Parameters
+    ----------
+    addresses
+        Device address of each tensor of the graph, by its number.
+    arrays
+        Arrays at these addresses, which are kept alive.
+    nbytes
+        Memory among them that belongs to this kernel alone [B].
+
+    Raises
+    ------
+    KernelError
+        If cuDNN has no plan.
+    """
+    table = AddressTable(addresses)
     plan = engine.plans.get(key, table)
-    handles, workspaces, arrays = engine.handles, engine.workspaces, operands.arrays
+    handles, workspaces = engine.handles, engine.workspaces
 
     def run(keep: Any = arrays) -> None:  # the table holds addresses only, so keep the arrays alive
         handle, stream = handles.current()
         plan.run(table, handle, stream, workspaces)
 
     def close() -> None:
-        engine.kernel_bytes -= operands.nbytes
+        engine.kernel_bytes -= nbytes
 
     workspaces.reserve(plan.workspace_bytes)
-    engine.kernel_bytes += operands.nbytes
-    kernel = Kernel(run, f"cudnn:{plan.name}", operands.nbytes, close)
+    engine.kernel_bytes += nbytes
+    kernel = Kernel(run, f"cudnn:{plan.name}", nbytes, close)
     kernel.scratch_bytes = plan.workspace_bytes
-    steps = [*operands.before, kernel, *operands.after]
-    return kernel if len(steps) == 1 else chain(*steps)
+    return kernel

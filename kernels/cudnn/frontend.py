@@ -186,7 +186,8 @@ class Frontend:
         self.module = module
         self.version = str(module.__version__)
         self._check_frontend()
-        self.cudnn_version = _version(self._backend_version())
+        self._cudnn = self._backend_version()
+        self.cudnn_version = _version(self._cudnn)
 
     def _check_frontend(self) -> None:
         low, high = FRONTEND
@@ -215,6 +216,20 @@ class Frontend:
                 "and see that no other libcudnn comes first on LD_LIBRARY_PATH"
             )
         return number
+
+    @property
+    def attention_fault(self) -> str:
+        """Reason why this pair of versions has no backward pass of attention; empty if it has one.
+
+        From 1.24 on, the compiled frontend sets an attribute of the graph that older libraries reject.
+        """
+        major, minor = self.version.split(".")[:2]
+        if (int(major), int(minor)) < (1, 24) or self._cudnn >= 92200:
+            return ""
+        return (
+            f"nvidia-cudnn-frontend {self.version} needs cuDNN 9.22 for it, and this is {self.cudnn_version}; install "
+            "nvidia-cudnn-frontend 1.23"
+        )
 
     # ------------------------------------------------------------------ names in the frontend
     def data_type(self, dtype: str) -> Any:

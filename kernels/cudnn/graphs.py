@@ -1,12 +1,14 @@
-"""Convolutions as cuDNN graphs, and the execution plans that cuDNN proposes for them.
+"""cuDNN graphs by key, those of convolutions among them, and the execution plans that cuDNN proposes for them.
 
 :class:`Arithmetic` sets the permitted precision of products; :class:`Shapes` translates our packed arrays to cuDNN,
-whose logical axes are (N, C, *spatial) and (K, C, *kernel).
+whose logical axes are (N, C, *spatial) and (K, C, *kernel). The graphs of attention are in
+:mod:`halograd.kernels.cudnn.sdpa`.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +27,7 @@ __all__ = [
     "Arithmetic",
     "Built",
     "Candidates",
+    "GraphKey",
     "PlanKey",
     "Shapes",
     "Tensor",
@@ -198,9 +201,63 @@ FORWARD, BACKWARD_DATA, BACKWARD_FILTER = "forward", "backward data", "backward 
 _OUTPUT = {FORWARD: Y, BACKWARD_DATA: X, BACKWARD_FILTER: W}
 
 
+class GraphKey(ABC):
+    """Everything that a plan depends on, except the device and the versions of the libraries. A frozen dataclass.
+
+    Attributes
+    ----------
+    direction
+        Operation, for messages and tables.
+    dtype
+        Dtype of the arrays.
+    workspace_limit
+        Largest acceptable workspace [B], None: no limit.
+    tuned
+        Whether the plan is chosen by measurement.
+    what
+        Kernel, and what it computes, for messages.
+    """
+
+    direction: str
+    dtype: str
+    arithmetic: Arithmetic
+    workspace_limit: int | None
+    tuned: bool
+    what: tuple[str, str]
+
+    @property
+    @abstractmethod
+    def uids(self) -> tuple[int, ...]:
+        """The tensors of the graph, in order."""
+
+    @abstractmethod
+    def graph(self, frontend: Frontend, where: Mapping[str, Any]) -> Any:
+        """Return the graph, without plans. `where` is ``{"handle": ...}`` or ``{"device_property": ...}``."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a text for messages: dtype, extents, options."""
+
+    @property
+    def text(self) -> str:
+        """The key as one line of JSON, the same in every process."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]
+
+    def remedy(self) -> str:
+        """Return which options the user can relax to get more plans."""
+        allowed = []
+        if self.workspace_limit is not None:
+            allowed.append(f"a workspace above {self.workspace_limit} B")
+        if self.arithmetic.deterministic:
+            allowed.append("nondeterministic sums")
+        if self.dtype == "float32" and self.arithmetic.precision == "strict":
+            allowed.append("precision tf32")
+        return f"allow {' or '.join(allowed)}, or use another dtype" if allowed else "use another dtype"
+
+
 @dataclass(frozen=True)
-class PlanKey:
-    """Everything that a plan depends on, except the device and the versions of the libraries.
+class PlanKey(GraphKey):
+    """Key of a convolution.
 
     Addresses are not part of the key: all are divisible by 16, or aligned copies are used.
 
@@ -238,9 +295,11 @@ class PlanKey:
         return (X, W, Y, BIAS) if self.bias else (X, W, Y)
 
     @property
-    def text(self) -> str:
-        """The key as one line of JSON, the same in every process."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+    def what(self) -> tuple[str, str]:  # type: ignore[override]
+        return f"conv {self.direction}", "a convolution"
+
+    def graph(self, frontend: Frontend, where: Mapping[str, Any]) -> Any:
+        return convolution(frontend, self, where)
 
     def describe(self) -> str:
         """Return a text for messages: dtype, extents (N, C, spatial...), and the window."""
@@ -251,17 +310,6 @@ class PlanKey:
             f"{self.dtype} x {s.x.dims}, w {s.w.dims}, y {s.y.dims}{fused}, stride {s.stride}, padding {padding}, "
             f"dilation {s.dilation}"
         )
-
-    def remedy(self) -> str:
-        """Return which options the user can relax to get more plans."""
-        allowed = []
-        if self.workspace_limit is not None:
-            allowed.append(f"a workspace above {self.workspace_limit} B")
-        if self.arithmetic.deterministic:
-            allowed.append("nondeterministic sums")
-        if self.dtype == "float32" and self.arithmetic.precision == "strict":
-            allowed.append("precision tf32")
-        return f"allow {' or '.join(allowed)}, or use another dtype" if allowed else "use another dtype"
 
 
 def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> Any:
@@ -330,7 +378,7 @@ class Built:
 
 
 class Candidates:
-    """The plans that cuDNN proposes for a convolution, in its order; each is built on request. Local.
+    """The plans that cuDNN proposes for a graph, in its order; each is built on request. Local.
 
     Raises
     ------
@@ -338,11 +386,11 @@ class Candidates:
         If cuDNN proposes no plan.
     """
 
-    def __init__(self, frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> None:
+    def __init__(self, frontend: Frontend, key: GraphKey, where: Mapping[str, Any]) -> None:
         self.frontend, self.key = frontend, key
         self._last = ""
         try:
-            self._graph = convolution(frontend, key, where)
+            self._graph = key.graph(frontend, where)
             frontend.plan(self._graph, key.arithmetic.refused(key.dtype), key.workspace_limit)
             self._count = int(self._graph.get_execution_plan_count())
         except KernelError:
@@ -351,10 +399,11 @@ class Candidates:
             raise self.none(one_line(error)) from error
 
     def none(self, reason: str = "") -> KernelError:
-        """Return the error for a convolution without a plan, with its reason."""
+        """Return the error for a graph without a plan, with its reason."""
         reason = reason or self._last or "no engine is left"
+        kernel, computed = self.key.what
         return KernelError(
-            f"conv {self.key.direction}: expected a convolution with a plan in cuDNN {self.frontend.cudnn_version}, "
+            f"{kernel}: expected {computed} with a plan in cuDNN {self.frontend.cudnn_version}, "
             f"got {self.key.describe()}: {reason}; {self.key.remedy()}"
         )
 

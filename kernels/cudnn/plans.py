@@ -5,11 +5,13 @@ if the user requests it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..kernel import Kernel
 from .frontend import AddressTable, Frontend, Handles, Workspaces, one_line
-from .graphs import Built, Candidates, PlanKey
+from .graphs import Built, Candidates, GraphKey
 from .store import Entry, PlanStore
 
 __all__ = ["TRIED", "CudnnPlan", "EventTimer", "Plans", "fastest"]
@@ -20,7 +22,10 @@ TRIED = 12
 _ROUNDS = 5
 _ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds and would dominate a shorter round
 
-Timer = Callable[[Callable[[], Any]], float]
+#: A call that takes this multiple of the best time is not timed any further.
+_HOPELESS = 3.0
+
+Timer = Callable[[Callable[[], Any], float], float]
 
 
 class EventTimer:
@@ -35,10 +40,15 @@ class EventTimer:
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
 
-    def __call__(self, run: Callable[[], Any]) -> float:
-        """Return the shortest mean time of a call over a few rounds [s], after two warm-up calls."""
+    def __call__(self, run: Callable[[], Any], best: float) -> float:
+        """Return the shortest mean time of a call over a few rounds [s], after two warm-up calls.
+
+        If the second call already takes much longer than `best` [s], its time is returned.
+        """
         run()
         once = self._round(run, 1)
+        if once > _HOPELESS * best:
+            return once
         calls = max(1, min(100, int(_ENOUGH / max(once, 1e-7))))
         return min(self._round(run, calls) for _ in range(_ROUNDS))
 
@@ -72,7 +82,8 @@ def fastest(
     reason = ""
     for built in candidates.each_engine():
         try:
-            found[built.index] = (timer(trial(built)), built.name)
+            best = min((seconds for seconds, _ in found.values()), default=math.inf)
+            found[built.index] = (timer(trial(built), best), built.name)
         except Exception as error:  # cuDNN refuses the launch, or the workspace does not fit
             reason = one_line(error)
         if len(found) == TRIED:
@@ -100,7 +111,7 @@ class CudnnPlan:
     """
 
     def __init__(
-        self, key: PlanKey, built: Built, candidates: Candidates | None, propose: Callable[[], Candidates]
+        self, key: GraphKey, built: Built, candidates: Candidates | None, propose: Callable[[], Candidates]
     ) -> None:
         self.key = key
         self._built, self._candidates, self._propose = built, candidates, propose
@@ -145,8 +156,8 @@ class CudnnPlan:
             self._candidates = self._propose()
         for built in self._candidates.all():
             if built.name not in self._refused:
-                text = "kernels: cuDNN refused plan %s of conv %s (%s); taking %s"
-                _log.warning(text, self.name, self.key.direction, reason, built.name)
+                text = "kernels: cuDNN refused plan %s of %s (%s); taking %s"
+                _log.warning(text, self.name, self.key.what[0], reason, built.name)
                 self._built = built
                 return
         raise self._candidates.none(f"all launches failed, the last one with: {reason}")
@@ -179,13 +190,13 @@ class Plans:
     ) -> None:
         self._frontend, self._handles, self._store = frontend, handles, store
         self._allocate, self._release, self._timer = allocate, release, timer
-        self._known: dict[PlanKey, CudnnPlan] = {}
-        self.found: dict[PlanKey, dict[str, float]] = {}
+        self._known: dict[GraphKey, CudnnPlan] = {}
+        self.found: dict[GraphKey, dict[str, float]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
+    def get(self, key: GraphKey, table: AddressTable) -> CudnnPlan:
         """Return the plan of a key. A choice by measurement runs on the arrays of `table` and overwrites its output.
 
         Raises
@@ -198,14 +209,29 @@ class Plans:
             plan = self._known[key] = self._kept(key) or self._new(key, table)
         return plan
 
-    def _propose(self, key: PlanKey) -> Candidates:
+    def faster(self, keys: Sequence[GraphKey], kernel: Kernel, other: Kernel) -> bool:
+        """Return whether `other` is faster than `kernel`, which runs the plans of these keys. The times are stored."""
+        text = " ".join(("fastest of", *(key.text for key in keys)))
+        entry = self._store.get(text)
+        if entry is None:
+            seconds = {"cudnn": self._timer(kernel, math.inf)}
+            seconds[other.impl] = self._timer(other, seconds["cudnn"])
+            entry = Entry(min(seconds, key=lambda name: seconds[name]), 0, None, seconds)
+            self._store.put(text, entry)
+        taken = entry.name == other.impl
+        for key in keys:
+            ours, plans = {other.impl: entry.seconds[other.impl]}, self.found.get(key, {})
+            self.found[key] = {**ours, **plans} if taken else {**plans, **ours}
+        return taken
+
+    def _propose(self, key: GraphKey) -> Candidates:
         handle, _ = self._handles.current()
         return Candidates(self._frontend, key, {"handle": handle})
 
-    def _plan(self, key: PlanKey, built: Built, candidates: Candidates | None) -> CudnnPlan:
+    def _plan(self, key: GraphKey, built: Built, candidates: Candidates | None) -> CudnnPlan:
         return CudnnPlan(key, built, candidates, lambda: self._propose(key))
 
-    def _kept(self, key: PlanKey) -> CudnnPlan | None:
+    def _kept(self, key: GraphKey) -> CudnnPlan | None:
         """Return the plan stored on disk, or None if there is none or this library rejects it."""
         entry = self._store.get(key.text)
         if entry is None:
@@ -220,7 +246,7 @@ class Plans:
         built = candidates.named(entry.name)
         return None if built is None else self._plan(key, built, candidates)
 
-    def _restore(self, key: PlanKey, entry: Entry, blob: bytes) -> Built | None:
+    def _restore(self, key: GraphKey, entry: Entry, blob: bytes) -> Built | None:
         handle, _ = self._handles.current()
         try:
             graph = self._frontend.restored(blob, handle)
@@ -230,7 +256,7 @@ class Plans:
             return None
         return Built(-1, entry.name, entry.workspace_bytes, launch, graph, compiled=True)
 
-    def _new(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
+    def _new(self, key: GraphKey, table: AddressTable) -> CudnnPlan:
         candidates: Candidates | None = self._propose(key)
         assert candidates is not None
         seconds: dict[str, float] = {}

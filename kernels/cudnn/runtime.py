@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from .frontend import INSTALL, Frontend, load, one_line
 
 __all__ = ["Runtime"]
 
+_log = logging.getLogger("halograd.kernels")
+
 _ELSE = "or choose the backend onednn or numpy"
 
 
@@ -23,6 +26,23 @@ def _cupy() -> Any:
     except ImportError as error:
         raise KernelError(f"cudnn: expected CuPy, got none ({one_line(error)}); {INSTALL}, {_ELSE}") from error
     return cupy
+
+
+def _load_libraries() -> None:
+    """Load the libraries that cuDNN and its frontend open by their names, which those of wheels are not found by.
+
+    Compiled plans need NVRTC, the backward pass of attention the CUDA runtime; without cuBLASLt cuDNN ends the process.
+    Those that are missing may be on the loader's path.
+    """
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:
+        return
+    for name in ("cublasLt", "nvrtc", "cudart"):
+        try:
+            load_nvidia_dynamic_lib(name)
+        except Exception as error:
+            _log.debug("kernels: %s is not loaded: %s", name, one_line(error))
 
 
 def _check_count(cupy: Any) -> None:
@@ -83,6 +103,7 @@ class Runtime:
             If there is no device of this number.
         """
         cupy = _cupy()
+        _load_libraries()
         frontend = Frontend(load())
         _check_count(cupy)
         device = (open_device or _open_device)(ordinal)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpi4py import MPI
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import contest as contests
 from benchmarks.gpu import host
+from benchmarks.gpu.attention import ATTENTION
 from benchmarks.gpu.contest import COMPILED, Ours, contest, contest_compiled, rounds
 from benchmarks.gpu.lone import LoneCommunicator
 from benchmarks.gpu.subjects import SUBJECTS, Subject
@@ -211,6 +213,17 @@ def test_a_timing_that_fails_costs_nothing_else_and_what_is_known_is_left_out(
         monkeypatch.setenv(program.SKIP, str(tmp_path / "skip.json"))
         program.run(["cutting", "mesh-2K", "bf16"], kernels, comm)
     assert [line["check"] for line in lines(capsys) if "check" in line] == [found[1]["check"]]
+
+
+@needs_torch
+def test_attention_beside_torch(monkeypatch, capsys):
+    small = [replace(s, samples=1, extents=(8, 8), window=s.window and 4) for s in ATTENTION[1:]]
+    monkeypatch.setattr(program, "ATTENTION", small)
+    with FakeBackend() as kernels, Communicator(MPI.COMM_SELF) as comm:
+        program.run(["attention"], kernels, comm, "cpu")
+    found = [line for line in lines(capsys) if "check" in line]
+    assert [line["status"] for line in found] == ["ok"] * 2, found
+    assert all({"ours", "torch"} == set(line["numbers"]) and "ours / torch" in line["detail"] for line in found)
 
 
 def test_what_the_host_takes(kernels, capsys):

@@ -27,7 +27,7 @@ def _convolutions() -> Iterator[Job]:
         chosen = f"test_numbers and {precision} and k3s1p1 and not channels"
         yield Job(f"first, {precision}", (CUDNN, "-k", chosen), seconds=60)
     for precision in PRECISIONS:
-        chosen = precision + " and not bfloat16" * (precision == "float16")
+        chosen = precision + " and not bfloat16" * (precision == "float16") + " and not attention"
         yield Job(precision, (CUDNN, KERNELS, "-k", chosen), seconds=60 if precision in PRECISIONS[:2] else 40)
     yield Job("denormals", (KERNELS, "-k", "denormals"), seconds=20)
 
@@ -117,6 +117,16 @@ PARTS: tuple[Part, ...] = (
         "cutting",
         "what do copies, halos and cutting cost, without the wires?",
         (_timing("copies", seconds=40), _timing("cutting", "mesh-2K", "bf16", seconds=150)),
+    ),
+    Part(
+        "attention",
+        "is cuDNN's attention right, and ours; how long does it take beside torch's?",
+        (
+            Job("bfloat16", (CUDNN, "-k", "attention and bfloat16"), seconds=80),
+            _timing("attention", seconds=90),
+            Job("float16", (CUDNN, "-k", "attention and float16 and not bfloat16"), seconds=80),
+            Job("strict", (CUDNN, "-k", "attention and strict"), seconds=60),
+        ),
     ),
     Part(
         "staged",

@@ -33,7 +33,7 @@ __all__ = ["MOST_BYTES", "WheelError", "collect", "lacking", "unpack"]
 MOST_BYTES = 60 << 20
 #: As pyproject.toml has them; matplotlib is needed for reports only.
 REQUIREMENTS = (
-    *("mpich==5.0.2", "mpi4py>=4.1,<5", "nvidia-cudnn-frontend>=1.23,<1.27"),
+    *("mpich==5.0.2", "mpi4py>=4.1,<5", "nvidia-cudnn-frontend>=1.23,<1.24"),
     *("h5py>=3.10", "ml_dtypes>=0.4", "pydantic>=2.6", "typer>=0.12", "rich>=13", "jinja2>=3.1", "threadpoolctl>=3.2"),
     *("pytest>=8", "pytest-mpi>=0.6", "pytest-timeout>=2.3", "hypothesis>=6.100"),
 )

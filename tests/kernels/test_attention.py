@@ -274,7 +274,8 @@ def _block(a, case, x, heads, queries, key_blocks, state, found):
 
     q, rows = cut(x["q"], queries, heads, case.d)
     dy, rows_e = cut(x["dy"], queries, heads, case.e)
-    y, lse, dq = a.poisoned(*dy.shape), a.poisoned(*q.shape[:-1], heads[1] - heads[0]), a.poisoned(*q.shape)
+    y, dq = a.poisoned(*dy.shape), a.poisoned(*q.shape)
+    lse = a.poisoned(*q.shape[:-1], heads[1] - heads[0], dtype=wide(a.dtype))
     dbias = None if x["bias"] is None else a.poisoned(*x["bias"].shape)
     blocks, passes = [], []
     for i, keys in enumerate(key_blocks):

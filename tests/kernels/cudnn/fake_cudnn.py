@@ -131,7 +131,7 @@ def geometry_of(x: list[int], w: list[int], window: dict[str, list[int]]) -> Geo
 
 
 class GraphDouble:
-    """Double of a graph with one output."""
+    """Double of a graph of one convolution or one attention."""
 
     def __init__(self, module: CudnnDouble, **settings: Any) -> None:
         self.module, self.settings = module, settings
@@ -181,13 +181,67 @@ class GraphDouble:
     def relu(self, input: TensorDouble) -> TensorDouble:
         return self._result(lambda memory: np.maximum(input.compute(memory), 0))
 
+    def sdpa(
+        self,
+        *,
+        q: TensorDouble,
+        k: TensorDouble,
+        v: TensorDouble,
+        bias: TensorDouble | None,
+        attn_scale: float,
+        generate_stats: bool,
+    ) -> list[TensorDouble]:
+        assert generate_stats
+        self.kind, self.roles, self.scale = "sdpa", {"q": q, "k": k, "v": v}, attn_scale
+        if bias is not None:
+            self.roles["bias"] = bias
+        return [self._result(lambda memory, i=i: self._attend(memory)[i]) for i in range(2)]
+
+    def sdpa_backward(self, *, o: Any, dO: Any, stats: Any, dBias: Any, use_deterministic_algorithm: bool, **inputs):
+        self.sdpa(generate_stats=True, **inputs)
+        self.kind, self.results = "sdpa_backward", []
+        self.roles |= {"o": o, "dO": dO, "stats": stats}
+        if dBias is not None:  # an output that is given like an input
+            self.tensors.remove(dBias)
+            dBias.output, dBias.compute = True, lambda memory: self._gradients(memory)[3]
+            self.results.append(dBias)
+        made = [self._result(lambda memory, i=i: self._gradients(memory)[i]) for i in range(3)]
+        assert use_deterministic_algorithm in (True, False)
+        return made
+
     # ------------------------------------------------------------------ planning
     def validate(self) -> None:
-        made = self.made = self.results[-1]
-        assert made.output and made.dim and made.stride and made.data_type, "an output needs extents, strides and type"
-        self.results[0].dim = made.dim  # result of the convolution, if a bias or a ReLU follows
-        used = [*self.tensors, made]
+        self.outputs = [t for t in self.results if t.output]
+        for made in self.outputs:
+            assert made.dim and made.stride and made.data_type, "an output needs extents, strides and type"
+        used = [*self.tensors, *self.outputs]
         assert len({t.uid for t in used}) == len(used) and all(t.uid > 0 for t in used), "tensors need numbers"
+        if self.kind in MADE:
+            self._check_convolution()
+        else:
+            self._check_attention()
+        self._expect("described", "validated")
+
+    def _check_attention(self) -> None:
+        assert self.settings["sm_version"] == 90, "the frontend would load libcudart"
+        roles = self.roles
+        (b, heads, queries, d), (_, key_heads, keys, _), (_, _, _, e) = (roles[n].dim for n in "qkv")
+        assert roles["k"].dim == [b, key_heads, keys, d] and roles["v"].dim == [b, key_heads, keys, e]
+        sizes = {"o": [b, heads, queries, e], "stats": [b, heads, queries, 1], "bias": [1, heads, queries, keys]}
+        for name in sizes.keys() & roles.keys():
+            assert roles[name].dim == sizes[name], name
+        assert all(t.stride[-1] == 1 for t in (*roles.values(), *self.outputs))
+        wide = [t for t in (*self.tensors, *self.outputs) if t.data_type is DataType.FLOAT]
+        assert len(wide) == 1 and wide[0].dim == sizes["stats"] and wide[0].stride[1:] == [queries, 1, 1]
+        if d % 8 or e % 8:
+            raise NotSupported("hidden_dim should be multiple of 8")
+        if heads % key_heads:
+            raise NotSupported("number of heads for key and query")
+
+    def _check_convolution(self) -> None:
+        (made,) = self.outputs
+        assert made is self.results[-1]
+        self.results[0].dim = made.dim  # result of the convolution, if a bias or a ReLU follows
         x, w, y = (self.roles[name].dim for name in "xwy")
         pads = [*self.window["pre_padding"], *self.window["post_padding"]]
         if min(pads) < 0:
@@ -197,7 +251,6 @@ class GraphDouble:
         geometry = geometry_of(x, w, self.window)
         assert y == [x[0], w[0], *geometry.output_shape(x[2:])], f"{y} does not follow from {x} and {geometry}"
         assert x[1] % w[1] == 0 and w[0] % (x[1] // w[1]) == 0
-        self._expect("described", "validated")
 
     def _expect(self, before: str, after: str) -> None:
         assert self.stage == before, f"expected a graph that is {before}, got {self.stage}"
@@ -254,7 +307,7 @@ class GraphDouble:
         if stamp not in self.module.saved:
             raise RuntimeError("plan of another library")
         other = self.module.saved[stamp]
-        for name in ("tensors", "window", "roles", "kind", "made", "engines"):
+        for name in ("tensors", "window", "roles", "kind", "outputs", "engines"):
             setattr(self, name, getattr(other, name))
         self.stage, self.candidate = "planned", candidate
         self.module.restored += 1
@@ -264,7 +317,7 @@ class GraphDouble:
         self.prepared = True
 
     def _get_variant_pack_uids_sorted(self) -> list[int]:
-        return sorted(t.uid for t in [*self.tensors, self.made])
+        return sorted(t.uid for t in [*self.tensors, *self.outputs])
 
     def _execute_with_raw_ptrs(self, location: int, count: int, workspace: int, handle: int) -> None:
         assert self.prepared, "a table of addresses needs its template, anew for each plan built"
@@ -290,8 +343,35 @@ class GraphDouble:
             assert workspace and workspace % 256 == 0, "a workspace was needed"
             ctypes.memset(workspace, 0xFF, engine.workspace)
         memory = {t.uid: t.view(addresses[t.uid]) for t in self.tensors}
-        target = self.made.view(addresses[self.made.uid])
-        target[...] = self.made.compute(memory).astype(target.dtype)
+        computed = [t.compute(memory) for t in self.outputs]
+        for t, values in zip(self.outputs, computed):
+            target = t.view(addresses[t.uid])
+            target[...] = values.astype(target.dtype)
+
+    def _probabilities(self, memory: dict[int, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the arrays in float64, keys and values for every head of the queries, and the scores."""
+        x = {name: memory[t.uid].astype(np.float64) for name, t in self.roles.items()}
+        groups = x["q"].shape[1] // x["k"].shape[1]
+        x["k"], x["v"] = (np.repeat(x[name], groups, axis=1) for name in "kv")
+        return x, self.scale * x["q"] @ x["k"].swapaxes(2, 3) + x.get("bias", 0)
+
+    def _attend(self, memory: dict[int, np.ndarray]) -> list[np.ndarray]:
+        x, scores = self._probabilities(memory)
+        stats = np.logaddexp.reduce(scores, axis=3, keepdims=True)
+        return [np.exp(scores - stats) @ x["v"], stats]
+
+    def _gradients(self, memory: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """Return the gradients by the stored results, as cuDNN does: wrong ones give wrong gradients."""
+        x, scores = self._probabilities(memory)
+        p = np.exp(scores - x["stats"])
+        change = p * (x["dO"] @ x["v"].swapaxes(2, 3) - (x["dO"] * x["o"]).sum(axis=3, keepdims=True))
+        key_heads = self.roles["k"].dim[1]
+
+        def shared(a: np.ndarray) -> np.ndarray:
+            return a.reshape(a.shape[0], key_heads, -1, *a.shape[2:]).sum(axis=2)
+
+        dk, dv = self.scale * change.swapaxes(2, 3) @ x["q"], p.swapaxes(2, 3) @ x["dO"]
+        return [self.scale * change @ x["k"], shared(dk), shared(dv), change.sum(axis=0, keepdims=True)]
 
     def _convolve(self, memory: dict[int, np.ndarray]) -> np.ndarray:
         geometry = geometry_of(self.roles["x"].dim, self.roles["w"].dim, self.window)
@@ -334,6 +414,10 @@ class CudnnDouble:
 
     def backend_version(self) -> int:
         return self.version
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass on the device."""
+        self.clock += seconds
 
     def create_handle(self) -> int:
         self._handles_made += 1

@@ -164,7 +164,7 @@ class CupyDouble:
             get_elapsed_time=lambda start, stop: (stop.time - start.time) * 1e3,
         )
         self.capturing = False
-        self.maximum, self.sum = np.maximum, np.sum
+        self.maximum, self.sum, self.lib = np.maximum, np.sum, np.lib
 
     def empty(self, shape: Any, dtype: Any = "float32") -> DeviceArray:
         """Return an uninitialized array; during a capture no memory may be allocated."""

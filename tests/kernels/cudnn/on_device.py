@@ -9,6 +9,8 @@ from halograd.kernels import Backend
 from tests.kernels import reference
 from tests.kernels.geometries import Case
 from tests.kernels.reference import RELU
+from tests.kernels.test_attention import Case as AttentionCase
+from tests.kernels.test_attention import expected
 
 DTYPES = {
     "float64": np.dtype(np.float64),
@@ -70,6 +72,53 @@ def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, fl
     for kernel in kernels:
         kernel.close()
     return found
+
+
+def attention_errors(backend: Backend, case: AttentionCase, dtype: str) -> tuple[dict[str, float], list[str]]:
+    """Return relative errors of an attention and its gradients, and the implementations of both kernels.
+
+    The keys come in two blocks if there is one axis without bias: the second one is merged.
+    """
+    a = OnDevice(backend, dtype)
+    shapes = {name: array.shape for name, array in case.draw(_Shapes()).items() if array is not None}
+    drawn = {name: a.draw(*shape) for name, shape in shapes.items()}
+    x = {name: drawn.get(name, (None, None))[0] for name in ("q", "k", "v", "dy", "bias")}
+    want = expected(case, {name: drawn.get(name, (None, None))[1] for name in x})
+    wide = "float64" if dtype == "float64" else "float32"
+    y, dq = a.poisoned(*x["dy"].shape), a.poisoned(*x["q"].shape)
+    lse = backend.xp.asarray(np.full(want["lse"].shape, np.nan, wide))
+    dbias = a.poisoned(*x["bias"].shape) if case.bias else None
+    blocks, forward, backward = [((0, case.keys[0]), slice(None))], [], []
+    if len(case.keys) == 1 and not case.bias and case.keys == case.queries:
+        half = case.keys[0] // 2
+        blocks = [((0, half), slice(0, half)), ((half, case.keys[0]), slice(half, None))]
+    parts = []
+    for i, (interval, rows) in enumerate(blocks):
+        k, v = (x[name][:, rows].copy() for name in "kv")
+        dk, dv = a.poisoned(*k.shape), a.poisoned(*v.shape)
+        g = case.geometry(keys=(interval, *((0, n) for n in case.keys[1:])), merge=i > 0)
+        forward.append(backend.attention_forward(x["q"], k, v, x["bias"], y, lse, g))
+        arrays = (x["dy"], x["q"], k, v, x["bias"], y, lse, dq, dk, dv, dbias)
+        backward.append(backend.attention_backward(*arrays, g))
+        parts.append((dk, dv))
+    for kernel in (*forward, *backward):
+        kernel()
+    found = {"y": error(y, want["y"]), "lse": error(lse, want["lse"]), "dq": error(dq, want["dq"])}
+    for i, name in enumerate(("dk", "dv")):
+        found[name] = error(np.concatenate([to_host(part[i]) for part in parts], axis=1), want[name])
+    if case.bias:
+        found["dbias"] = error(dbias, want["dbias"])
+    impls = [kernel.impl for kernel in (*forward, *backward)]
+    for kernel in (*forward, *backward):
+        kernel.close()
+    return found, impls
+
+
+class _Shapes:
+    """Source of arrays of which only the shapes are used."""
+
+    def draw(self, *shape: int) -> np.ndarray:
+        return np.empty(shape, np.bool_)
 
 
 def dense_errors(backend: Backend, dtype: str) -> dict[str, float]:

@@ -336,6 +336,21 @@ def test_what_is_installed_is_found(monkeypatch, machine):
     assert found.capability == (9, 0) and found.name == "Double of a GPU" and machine.device.ordinal == 3
 
 
+def test_libraries_of_wheels_are_loaded_before_cudnn_opens_them_by_name(monkeypatch, machine):
+    loaded = []
+
+    def load(name: str) -> None:
+        loaded.append(name)
+        if name == "nvrtc":
+            raise RuntimeError("not found")
+
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", SimpleNamespace(load_nvidia_dynamic_lib=load))
+    found_with(monkeypatch, machine)
+    assert loaded == ["cublasLt", "nvrtc", "cudart"]
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    found_with(monkeypatch, machine)
+
+
 def test_the_device_copies_and_adds_by_our_own_kernels(monkeypatch, machine):
     found_with(monkeypatch, machine)
     a, b, c = np.arange(3.0), np.full(3, 10.0), np.full(2, 100.0)

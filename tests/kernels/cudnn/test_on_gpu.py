@@ -8,15 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halograd.kernels import Geometry
+from halograd.kernels import Everywhere, Geometry, Windows
 from halograd.kernels.cudnn import CudnnBackend
 from tests.gpu.place import PLACES, gpu_count, only_gpu
 from tests.kernels.geometries import CASES, Case
 from tests.kernels.reference import RELU
 
+from ..test_attention import Case as AttentionCase
 from .fake_runtime import Machine
-from .on_device import BOUNDS, OnDevice, convolution_errors, dense_errors, to_host
+from .on_device import BOUNDS, OnDevice, attention_errors, convolution_errors, dense_errors, to_host
 
+#: By cuDNN in 16 bits: blocks of keys that are merged, grouped queries, windows with biases.
+ATTENTION = {
+    "global": AttentionCase((Everywhere(24, 20), Everywhere(16, 12)), heads=4, d=64, e=64),
+    "grouped": AttentionCase((Everywhere(197, 130),), heads=8, groups=4, d=64, e=32),
+    "windows": AttentionCase((Windows(28, 7, 3), Windows(14, 7)), heads=3, d=32, e=32),
+    "merged": AttentionCase((Everywhere(300, 300),), heads=2, d=64, e=64),
+    "windows, biased": AttentionCase((Windows(14, 7, 3), Windows(14, 7)), heads=3, d=32, e=32, bias=True),
+    "biased": AttentionCase((Everywhere(12, 12), Everywhere(10, 9)), heads=2, d=40, e=40, bias=True),
+    "narrow": AttentionCase((Everywhere(33, 20),), heads=2, d=12, e=12),
+}
+#: The double has no kernels of ours.
+ON_DOUBLE = ("global", "grouped", "windows")
 G = Geometry.of((3, 3), 1, 1)
 Open = Callable[..., CudnnBackend]
 
@@ -53,6 +66,20 @@ def test_dense_layers(opened, dtype):
     options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
     found = dense_errors(opened(**options), "float32" if options else dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
+
+
+@pytest.mark.parametrize("name", ATTENTION if gpu_count() else ON_DOUBLE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", *(["strict"] if gpu_count() else [])])
+def test_attention(opened, name, dtype):
+    """Attention and its gradients are right, by cuDNN where it takes the shape, and by our own kernels."""
+    backend = opened()
+    if backend.device.is_host and (name not in ON_DOUBLE or dtype == "strict"):
+        pytest.skip("needs our own kernels, which the double does not have")
+    found, impls = attention_errors(backend, ATTENTION[name], "float32" if dtype == "strict" else dtype)
+    assert max(found.values()) <= BOUNDS[dtype], (found, impls)
+    ours = dtype == "strict" or name == "narrow"
+    refused = [s.reason for s in backend.take_substitutes()]
+    assert all(impl.startswith("cuda:" if ours else "cudnn:") for impl in impls), (impls, refused)
 
 
 def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):

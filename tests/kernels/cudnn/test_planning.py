@@ -1,4 +1,4 @@
-"""Test that the real cuDNN, if its wheels are installed, plans every geometry for an absent GPU."""
+"""Test that the real cuDNN, if its wheels are installed, plans every convolution and attention for an absent GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
         if importlib.util.find_spec(module.split(".")[0]) is None or importlib.util.find_spec(module) is None:
             pytest.skip("needs cuDNN: pip install nvidia-cudnn-frontend nvidia-cudnn-cu13 (half a gigabyte)")
     driver_double(tmp_path)
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
+    # cuDNN's compiler, which attention needs.
+    packages = importlib.util.find_spec("nvidia").submodule_search_locations
+    folders = [str(folder) for package in packages for folder in Path(package).glob("*/lib")]
+    paths = os.pathsep.join([str(tmp_path), *folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.cudnn.planning"],
         cwd=ROOT,
@@ -64,6 +67,8 @@ def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
     assert len(found) > 280
     assert [line for line in found if line[4].startswith("none")] == []
     assert all(line[6] for line in found), "every plan is launched by a table of addresses"
+    attention = [line for line in found if line[1].startswith("attention")]
+    assert len(attention) == 32 and len(found) > 310
     # A packed block with margins needs no hidden copy; its convolutions in bfloat16 are those of tensor cores.
     haloed = [line for line in found if line[0] == "mesh-2K rows with halos" and line[2] == "bfloat16"]
     assert len(haloed) == 3 and all(line[5] < 4 << 20 for line in haloed), haloed

@@ -1,0 +1,534 @@
+"""Attention by cuDNN where it takes the shape, else by our own kernels.
+
+A plan computes matrices of queries and keys that all read each other: samples, blocks of them, windows. Its arrays are
+ours, or packed copies of windows whose positions have no common stride. A table of relative biases becomes a matrix,
+and the gradient of the matrix is summed to that of the table. In a ring, results for further keys are merged by the
+kept logarithms of sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..attention import AttentionArrays, AttentionGeometry, HeadGroup
+from ..cuda.boxes import AXES, join
+from ..cuda.launch import THREADS, Launch, Launcher, address, is_float, scalar_program, sequence
+from ..kernel import Kernel, KernelError, Substitute, chain, filled
+from ..memory import nbytes_of
+from ..reach import Everywhere, Interval, Neighborhood, Reach, TileRun, runs
+from ..tiles import TileGroup
+from .conv import ConvSettings, planned
+from .frontend import ALIGNMENT, Frontend, one_line
+from .graphs import HALF, Tensor
+from .sdpa import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    BIAS_MATRIX,
+    DBIAS_MATRIX,
+    DK,
+    DO,
+    DQ,
+    DV,
+    STATS,
+    AttentionKey,
+    K,
+    O,
+    Q,
+    V,
+    packed,
+)
+
+__all__ = ["CudnnAttention", "SharedMemory"]
+
+_log = logging.getLogger("halograd.kernels")
+_LANES = 64
+#: Largest workspace, and largest matrix of biases: this multiple of the bytes of queries, keys, values and outputs, and
+#: `_SMALL` [B] more. So cuDNN's gradients (float32 sums of dq) fit, but scores of all pairs of a large sample do not.
+_LARGEST, _SMALL = 4, 32 << 20
+#: Largest number of boxes of a copy.
+_PIECES = 4096
+
+
+class SharedMemory:
+    """Temporary arrays of kernels that run one after the other: kernels that need the same size share one buffer.
+
+    A buffer is never replaced, so the addresses that a kernel takes when it is built stay valid.
+
+    Parameters
+    ----------
+    empty
+        Function that returns a packed device array of a shape and dtype, aligned to 256 B.
+    """
+
+    def __init__(self, empty: Callable[[Sequence[int], Any], Any]) -> None:
+        self._empty = empty
+        self._buffers: dict[int, tuple[Any, int]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all buffers [B]."""
+        return sum(self._buffers)
+
+    def take(self, nbytes: int) -> Any:
+        """Return the buffer of `nbytes` bytes; :meth:`give` returns it."""
+        buffer, users = self._buffers.get(nbytes) or (self._empty((nbytes,), np.uint8), 0)
+        self._buffers[nbytes] = buffer, users + 1
+        return buffer
+
+    def give(self, nbytes: int) -> None:
+        """Free the buffer if no other kernel uses it."""
+        buffer, users = self._buffers.pop(nbytes, (None, 0))
+        if users > 1:
+            self._buffers[nbytes] = buffer, users - 1
+
+
+class _Refused(Exception):
+    """cuDNN's attention does not take a geometry, or has no plan for it. The message is the reason."""
+
+
+class CudnnAttention:
+    """Factory of attention for one backend.
+
+    Parameters
+    ----------
+    engine
+        Plans and what they share.
+    launcher, xp
+        Launcher of our own kernels, and the array module of the device.
+    frontend
+        The cuDNN adapter.
+    sm_version
+        Compute capability as a number, 90 for 9.0.
+
+    Attributes
+    ----------
+    memory : SharedMemory
+        Temporary arrays.
+    substitutes : list of Substitute
+        Kernels that are our own because cuDNN refused, with its reason.
+    """
+
+    def __init__(self, engine: ConvSettings, launcher: Launcher, xp: Any, frontend: Frontend, sm_version: int) -> None:
+        self.engine, self.launcher, self.xp = engine, launcher, xp
+        self.frontend, self.sm_version = frontend, sm_version
+        self.memory = SharedMemory(engine.empty)
+        self.substitutes: list[Substitute] = []
+
+    def forward(self, arrays: AttentionArrays, geometry: AttentionGeometry, tiles: Callable[[], Kernel]) -> Kernel:
+        """Return the forward kernel; `tiles` returns our own."""
+        return self._either("attention_forward", lambda: _ForwardCall(self, arrays, geometry), tiles)
+
+    def backward(self, arrays: AttentionArrays, geometry: AttentionGeometry, tiles: Callable[[], Kernel]) -> Kernel:
+        """Return the backward kernel; `tiles` returns our own."""
+        return self._either("attention_backward", lambda: _BackwardCall(self, arrays, geometry), tiles)
+
+    def _either(self, what: str, describe: Callable[[], _AttentionCall], tiles: Callable[[], Kernel]) -> Kernel:
+        try:
+            call = describe()
+            kernel = call.kernel()
+        except _Refused as refusal:
+            made = tiles()
+            self.substitutes.append(Substitute(what, made.impl, str(refusal)))
+            return made
+        if self.engine.tuned:
+            made = tiles()
+            slower, faster = (kernel, made) if self.engine.plans.faster(call.keys, kernel, made) else (made, kernel)
+            slower.close()
+            if faster is made:
+                return made
+        return _guarded(what, kernel, tiles)
+
+
+def _guarded(what: str, kernel: Kernel, tiles: Callable[[], Kernel]) -> Kernel:
+    """Return a kernel that is replaced by our own if the device refuses all of cuDNN's plans at the first run."""
+    current, proven = [kernel], False
+
+    def run() -> None:
+        nonlocal proven
+        try:
+            current[-1]()
+        except KernelError as error:
+            if proven:
+                raise
+            _log.warning("kernels: %s by our own kernel, which is slower: %s", what, one_line(error))
+            current.append(tiles())
+            current[-1]()
+        proven = True
+
+    def close() -> None:
+        for each in current:
+            each.close()
+
+    whole = Kernel(run, kernel.impl, kernel.workspace_bytes, close)
+    whole.scratch_bytes = kernel.scratch_bytes
+    return whole
+
+
+class _Temporaries:
+    """Temporary arrays of one kernel in a shared buffer: first all are reserved, then they are used."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared, self.nbytes = shared, 0
+        self._buffer: Any = None
+
+    def reserve(self, shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
+        """Reserve an array; the result returns it."""
+        size = nbytes_of(shape, dtype)
+        offset, self.nbytes = self.nbytes, self.nbytes + -(-size // 256) * 256
+
+        def array() -> Any:
+            if self._buffer is None:
+                self._buffer = self._shared.take(self.nbytes)
+            return self._buffer[offset : offset + size].view(dtype).reshape(tuple(shape))
+
+        return array
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._shared.give(self.nbytes)
+        self._buffer = None
+
+
+class _TileOperand:
+    """An array of one group of tiles as cuDNN takes it: ``(B, H, S, D)`` by strides, our own array or a packed copy.
+
+    Parameters
+    ----------
+    view
+        The tiles in our array, ``(samples, *tiles, *positions, heads * channels)``.
+    lead
+        Number of axes of samples and tiles.
+    copied
+        Whether a copy is needed in any case.
+    """
+
+    def __init__(self, view: Any, lead: int, heads: int, temporaries: _Temporaries, copied: bool = False) -> None:
+        self.view, size = view, np.dtype(view.dtype).itemsize
+        batch, positions = math.prod(view.shape[:lead]), math.prod(view.shape[lead:-1])
+        channels, strides = view.shape[-1], [s // size for s in view.strides]
+        across = _joined(view.shape[:lead], strides[:lead])
+        within = _joined(view.shape[lead:-1], strides[lead:-1])
+        if batch == 1:
+            across = positions * channels  # never used, but shown as packed
+        if across is None or within is None or address(view) % ALIGNMENT or channels * size % ALIGNMENT:
+            copied = True
+        self._own = temporaries.reserve((batch, positions, channels), view.dtype) if copied else None
+        if across is None or within is None or copied:
+            across, within = positions * channels, channels
+        width = channels // heads
+        self.tensor = Tensor((batch, heads, positions, width), (across, width, within, 1))
+
+    @property
+    def array(self) -> Any:
+        """The array that cuDNN reads or writes."""
+        return self.view if self._own is None else self._own()
+
+    @property
+    def copies(self) -> list[tuple[Any, Any]]:
+        """Pairs of our array and the packed one, between which the data must be copied."""
+        return [] if self._own is None else _pairs(self.view, self._own().reshape(self.view.shape))
+
+
+def _joined(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Return the stride of axes joined to one, or None if they cannot be joined."""
+    joined, (found,) = join(shape, [list(strides)])
+    return found[0] if len(joined) == 1 else None
+
+
+def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
+    """Return two arrays of one shape as pairs of views, each with few enough axes for a copy."""
+    strides = [(*a.strides, 1) for a in (first, second)]
+    size, split = np.dtype(first.dtype).itemsize, 0
+    while len(join((*first.shape[split:], size), [s[split:] for s in strides])[0]) > AXES:
+        split += 1
+    if math.prod(first.shape[:split]) > _PIECES:
+        raise _Refused(f"copies of its windows take more than {_PIECES} boxes")
+    return [(first[index], second[index]) for index in np.ndindex(*first.shape[:split])]
+
+
+class _Group:
+    """Tiles of one shape, which one plan computes, with the arrays of the plan by number."""
+
+    def __init__(self, call: _AttentionCall, axes: Sequence[TileRun], starts: Sequence[Interval], reaches: Any) -> None:
+        a, g = call.arrays, call.geometry
+        self.call, self.heads, self.key_heads = call, g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
+        self.tiles, self.by_head = (
+            TileGroup(a.q.shape[0], axes, starts, reaches, HeadGroup(0, 1, 0, count)) for count in (1, self.heads)
+        )
+        self.lead = 1 + len(axes)
+        self.batch, self.queries, self.keys = (
+            math.prod(some) for some in (self.tiles.lead, self.tiles.queries, self.tiles.keys)
+        )
+        if self.tiles.overlaps or self.tiles.blocked() or any(self.tiles.margins()):
+            raise _Refused("some queries of a tile do not read all of its keys")
+        self.operands: dict[int, _TileOperand] = {}
+        self.stats = call.temporaries.reserve((self.batch, self.heads, self.queries), np.float32)
+        self._matrices: dict[int, Callable[[], Any]] = {}
+
+    def add(self, uid: int, array: Any, of_keys: bool = False, copied: bool = False) -> None:
+        """Add an array of queries or keys; `copied`: in any case a packed copy."""
+        view = self.view(array, of_keys)
+        heads = self.key_heads if of_keys else self.heads
+        self.operands[uid] = _TileOperand(view, self.lead, heads, self.call.temporaries, copied)
+
+    def add_matrix(self, uid: int) -> None:
+        """Add a matrix of what each pair of a tile adds to its score."""
+        shape, dtype = (self.heads, self.queries, self.keys), self.call.arrays.q.dtype
+        if nbytes_of(shape, dtype) > self.call.largest:
+            raise _Refused(f"the biases of all pairs take {nbytes_of(shape, dtype)} B, more than {self.call.largest} B")
+        self._matrices[uid] = self.call.temporaries.reserve(shape, dtype)
+
+    def view(self, array: Any, of_keys: bool = False) -> Any:
+        """Return the tiles of an array, ``(samples, *tiles, *positions, all channels)``."""
+        some = self.tiles.of_keys if of_keys else self.tiles.of_queries
+        return some(array, 1, self.call.xp)[(*(slice(None),) * self.lead, 0)]
+
+    def copies(self, *uids: int) -> list[tuple[Any, Any]]:
+        """Return pairs of our arrays and packed ones."""
+        return [pair for uid in uids for pair in self.operands[uid].copies]
+
+    def copies_of_stats(self) -> list[tuple[Any, Any]]:
+        """Return pairs of the array `lse` and cuDNN's, whose heads come before the positions."""
+        view = self.view(self.call.arrays.lse)
+        own = self.stats().reshape((*view.shape[: self.lead], self.heads, *view.shape[self.lead : -1]))
+        return _pairs(view, own.transpose((*range(self.lead), *range(self.lead + 1, own.ndim), self.lead)))
+
+    def copies_of_bias(self) -> list[tuple[Any, Any]]:
+        """Return pairs of the table of biases, by pairs of positions, and the matrix."""
+        first, margins = self.call.geometry.heads[0], [0] * len(self.tiles.queries)
+        view = self.by_head.of_bias(self.call.arrays.bias, first, margins, self.call.xp)
+        return _pairs(view, self._matrices[BIAS_MATRIX]().reshape(view.shape))
+
+    def sums_of_bias(self) -> Launch:
+        """Return the launch that adds the gradient of the matrix to that of the table."""
+        call, matrix = self.call, self._matrices[DBIAS_MATRIX]()
+        a, g, absent = call.arrays, call.geometry, 3 - len(self.tiles.queries)
+        return call.launch(
+            "attention_bias_sums",
+            self.heads * math.prod(g.bias_extents),
+            matrix=matrix,
+            dbias=a.dbias,
+            bias_float=is_float(a.dbias),
+            query_count=[*(1,) * absent, *self.tiles.queries],
+            key_count=[*(1,) * absent, *self.tiles.keys],
+            origin=[*(0,) * absent, *self.by_head.origins([0] * (3 - absent))],
+            table=[*(1,) * absent, *g.bias_extents],
+            heads=self.heads,
+            first_head=g.heads[0],
+        )
+
+    def kernel(self, direction: str) -> Kernel:
+        """Return the kernel of the plan."""
+        call, engine = self.call, self.call.engine
+        arrays = {uid: operand.array for uid, operand in self.operands.items()}
+        tensors = {uid: operand.tensor for uid, operand in self.operands.items()}
+        arrays[STATS], tensors[STATS] = self.stats(), packed(self.batch, self.heads, self.queries, 1)
+        for uid, matrix in self._matrices.items():
+            arrays[uid], tensors[uid] = matrix(), packed(1, self.heads, self.queries, self.keys)
+        limit = min(call.largest, engine.workspace_limit or call.largest)
+        key = AttentionKey(
+            direction,
+            np.dtype(call.arrays.q.dtype).name,
+            tuple(sorted(tensors.items())),
+            float(call.geometry.scale),
+            call.owner.sm_version,
+            engine.arithmetic,
+            limit,
+            engine.tuned,
+        )
+        call.keys.append(key)
+        try:
+            return planned(engine, key, {uid: address(a) for uid, a in arrays.items()}, list(arrays.values()))
+        except KernelError as error:
+            raise _Refused(one_line(error)) from error
+
+
+class _AttentionCall:
+    """One kernel of attention: groups of tiles, and the steps before and after cuDNN's.
+
+    Attributes
+    ----------
+    largest
+        Largest workspace, and largest matrix of biases [B].
+    keys
+        Keys of its plans.
+
+    Raises
+    ------
+    _Refused
+        If cuDNN's attention does not take the geometry.
+    """
+
+    direction = ""
+
+    def __init__(self, owner: CudnnAttention, arrays: AttentionArrays, geometry: AttentionGeometry) -> None:
+        self.owner, self.engine, self.xp = owner, owner.engine, owner.xp
+        self.arrays, self.geometry = arrays, geometry
+        self.temporaries, self.keys = _Temporaries(owner.memory), list[AttentionKey]()
+        self.largest = _SMALL + _LARGEST * sum(a.nbytes for a in (arrays.q, arrays.k, arrays.v, arrays.y))
+        self._check()
+        self.groups = self._grouped()
+        if geometry.merge and [group.batch for group in self.groups] != [arrays.q.shape[0]]:
+            raise _Refused("results for further keys are merged for whole blocks only")
+
+    def _check(self) -> None:
+        """Check what cuDNN would not refuse by itself."""
+        g, dtype = self.geometry, np.dtype(self.arrays.q.dtype).name
+        if dtype not in HALF:
+            raise _Refused(f"cuDNN's attention takes {' and '.join(HALF)}, not {dtype}")
+        if g.dropout is not None:
+            raise _Refused("the mask of dropout is counted by our own kernels")
+        heads, key_heads = g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
+        own = [(g.heads[0] + head) // g.groups - g.key_heads[0] for head in range(heads)]
+        if heads % key_heads or own != [head * key_heads // heads for head in range(heads)]:
+            raise _Refused(f"the {heads} heads of this rank read parts of {key_heads} groups")
+        if any(isinstance(reach, Neighborhood) for reach in g.reaches):
+            raise _Refused("cuDNN's attention has no neighborhoods that are moved inwards at the ends")
+
+    def _grouped(self) -> list[_Group]:
+        g, reaches = self.geometry, self.geometry.reaches
+        queries, keys = g.queries, g.keys
+        if self.arrays.bias is None and all(isinstance(reach, Everywhere) for reach in reaches):
+            counts = [math.prod(b - a for a, b in intervals) for intervals in (queries, keys)]
+            reaches, queries, keys = (Everywhere(*counts),), ((0, counts[0]),), ((0, counts[1]),)
+        axes = [_runs(*axis) for axis in zip(reaches, queries, keys)]
+        for some, *intervals in zip(axes, queries, keys):
+            covered = [sum(run.count * len(part) for run, part in side) for side in _sides(some)]
+            if covered != [b - a for a, b in intervals]:
+                raise _Refused("some queries read no keys, or some keys are not read")
+        starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
+        return [_Group(self, some, starts, reaches) for some in itertools.product(*axes)]
+
+    def launch(self, name: str, rows: int, **members: Any) -> Launch:
+        """Return a launch of one of our kernels, with blocks of several rows."""
+        launcher, rows_of_block = self.owner.launcher, THREADS // _LANES
+        arrays = [a for a in members.values() if hasattr(a, "shape")]
+        program = scalar_program("attention_parts", self.arrays.q, self.arrays.y, *arrays)
+        grid = (max(1, min(-(-rows // rows_of_block), launcher.blocks(16))),)
+        return Launch(launcher, program, name, grid, (_LANES, rows_of_block), **members)
+
+    def kernel(self) -> Kernel:
+        """Return the kernel. Raises _Refused if cuDNN has no plan."""
+        built: list[Kernel] = []
+        try:
+            for group in self.groups:
+                built.append(group.kernel(self.direction))
+            whole = chain(*self.before(), *built, *self.after())
+        except BaseException:
+            for kernel in built:
+                kernel.close()
+            self.temporaries.close()
+            raise
+        impl, temporaries = " + ".join(dict.fromkeys(kernel.impl for kernel in built)), self.temporaries
+
+        def close() -> None:
+            whole.close()
+            temporaries.close()
+
+        kernel = Kernel(whole, impl, whole.workspace_bytes, close)
+        kernel.scratch_bytes = whole.scratch_bytes + temporaries.nbytes
+        return kernel
+
+    def before(self) -> list[Kernel]:
+        """Return the steps before cuDNN's."""
+        raise NotImplementedError
+
+    def after(self) -> list[Kernel]:
+        """Return the steps after cuDNN's."""
+        raise NotImplementedError
+
+    def _copied(self, pairs: Sequence[tuple[Any, Any]]) -> list[Kernel]:
+        return [self.engine.boxes.copy(pairs)] if pairs else []
+
+
+class _ForwardCall(_AttentionCall):
+    direction = ATTENTION_FORWARD
+
+    def __init__(self, owner: CudnnAttention, arrays: AttentionArrays, geometry: AttentionGeometry) -> None:
+        super().__init__(owner, arrays, geometry)
+        a = arrays
+        for group in self.groups:
+            for uid, array, of_keys in ((Q, a.q, False), (K, a.k, True), (V, a.v, True)):
+                group.add(uid, array, of_keys)
+            group.add(O, a.y, copied=geometry.merge)
+            if a.bias is not None:
+                group.add_matrix(BIAS_MATRIX)
+
+    def before(self) -> list[Kernel]:
+        pairs = [pair for group in self.groups for pair in group.copies(Q, K, V)]
+        if self.arrays.bias is not None:
+            pairs += [pair for group in self.groups for pair in group.copies_of_bias()]
+        return self._copied(pairs)
+
+    def after(self) -> list[Kernel]:
+        a = self.arrays
+        if self.geometry.merge:
+            (group,) = self.groups
+            part, heads = group.operands[O].array, group.heads
+            members = {"part": part, "stats": group.stats(), "y": a.y, "lse": a.lse, "samples": a.y.shape[0]}
+            members |= {"queries": group.queries, "heads": heads, "e": a.y.shape[-1] // heads}
+            return [sequence("attention merge", self.launch("attention_merge", a.lse.size, **members))]
+        pairs = [pair for group in self.groups for pair in (*group.copies(O), *group.copies_of_stats())]
+        return self._copied([(own, ours) for ours, own in pairs])
+
+
+class _BackwardCall(_AttentionCall):
+    direction = ATTENTION_BACKWARD
+
+    def __init__(self, owner: CudnnAttention, arrays: AttentionArrays, geometry: AttentionGeometry) -> None:
+        super().__init__(owner, arrays, geometry)
+        a = arrays
+        for group in self.groups:
+            for uid, array in ((Q, a.q), (O, a.y), (DO, a.dy)):
+                group.add(uid, array)
+            for uid, array in ((K, a.k), (V, a.v), (DK, a.dk), (DV, a.dv)):
+                group.add(uid, array, of_keys=True)
+            group.add(DQ, a.dq, copied=geometry.merge)
+            if a.bias is not None:
+                group.add_matrix(BIAS_MATRIX)
+            if a.dbias is not None:
+                group.add_matrix(DBIAS_MATRIX)
+
+    def _check(self) -> None:
+        super()._check()
+        fault = self.owner.frontend.attention_fault
+        if fault:
+            raise _Refused(fault)
+
+    def before(self) -> list[Kernel]:
+        pairs = [p for group in self.groups for p in (*group.copies(Q, K, V, O, DO), *group.copies_of_stats())]
+        if self.arrays.bias is not None:
+            pairs += [pair for group in self.groups for pair in group.copies_of_bias()]
+        return self._copied(pairs)
+
+    def after(self) -> list[Kernel]:
+        a, merge, boxes = self.arrays, self.geometry.merge, self.engine.boxes
+        steps = []
+        if merge:
+            (group,) = self.groups
+            steps.append(boxes.add_into([(own, ours) for ours, own in group.copies(DQ)]))
+        pairs = [p for group in self.groups for p in group.copies(*(() if merge else (DQ,)), DK, DV)]
+        steps += self._copied([(own, ours) for ours, own in pairs])
+        if a.dbias is not None:
+            # The sums cover the heads of this rank only.
+            steps += [] if merge else [filled(0, a.dbias)]
+            steps.append(sequence("attention bias sums", *(group.sums_of_bias() for group in self.groups)))
+        return steps
+
+
+def _runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
+    """Return the tiles of one axis. Where all queries read all keys, their number may be large: no matrix is formed."""
+    if isinstance(reach, Everywhere):
+        return [TileRun(range(*queries), range(*keys))]
+    return runs(reach, queries, keys)
+
+
+def _sides(some: Sequence[TileRun]) -> list[list[tuple[TileRun, range]]]:
+    """Return the runs of an axis with the queries, and with the keys, of a tile."""
+    return [[(run, run.queries) for run in some], [(run, run.keys) for run in some]]
