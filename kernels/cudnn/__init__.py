@@ -46,8 +46,8 @@ class CudnnBackend(CudaKernels):
     threads
         Number of host threads; kernels on the GPU do not use them.
     autotune
-        Whether to choose the plan of each convolution by measurement when the kernel is built, from several plans per
-        engine. The results are stored on disk.
+        Whether to choose the plan of each convolution and attention by measurement when the kernel is built: among
+        cuDNN's first plans, one of each other engine, and more of the fastest engine. The results are stored on disk.
     precision
         Precision of float32 products, see :class:`Arithmetic`.
     deterministic

@@ -398,6 +398,9 @@ class Candidates:
         except Exception as error:  # cudnnGraphNotSupportedError, RuntimeError, ValueError
             raise self.none(one_line(error)) from error
 
+    def __len__(self) -> int:
+        return self._count
+
     def none(self, reason: str = "") -> KernelError:
         """Return the error for a graph without a plan, with its reason."""
         reason = reason or self._last or "no engine is left"
@@ -414,27 +417,10 @@ class Candidates:
             if built is not None:
                 yield built
 
-    def each_engine(self) -> Iterator[Built]:
-        """Yield the candidates that can be built: the first of every engine in cuDNN's order, then the second of every
-        engine, ...
-
-        cuDNN lists an engine with many similar settings in sequence.
-        """
-        turns: dict[str, int] = {}
-        order = []
-        for index in range(self._count):
-            engine = self._name(index).split("_", 1)[0]
-            turns[engine] = turns.get(engine, -1) + 1
-            order.append((turns[engine], index))
-        for _, index in sorted(order):
-            built = self.build(index)
-            if built is not None:
-                yield built
-
     def named(self, name: str) -> Built | None:
         """Return the candidate of this name, built, or None."""
         for index in range(self._count):
-            if self._name(index) == name:
+            if self.name(index) == name:
                 return self.build(index)
         return None
 
@@ -450,9 +436,10 @@ class Candidates:
         except Exception as error:  # refused by a filter, or not supported
             self._last = one_line(error)
             return None
-        return Built(index, self._name(index), nbytes, launch, graph, compiled)
+        return Built(index, self.name(index), nbytes, launch, graph, compiled)
 
-    def _name(self, index: int) -> str:
+    def name(self, index: int) -> str:
+        """Return the name of a candidate: its engine and settings."""
         try:
             return str(self._graph.get_plan_name_at_index(index))
         except Exception:  # needed only to find the plan again

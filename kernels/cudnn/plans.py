@@ -14,11 +14,12 @@ from .frontend import AddressTable, Frontend, Handles, Workspaces, one_line
 from .graphs import Built, Candidates, GraphKey
 from .store import Entry, PlanStore
 
-__all__ = ["TRIED", "CudnnPlan", "EventTimer", "Plans", "fastest"]
+__all__ = ["CudnnPlan", "EventTimer", "Plans", "fastest"]
 
 
-#: Number of measured candidates, spread over all engines. A candidate that needs a compiler takes 0.2-4 s to build.
-TRIED = 12
+#: Measured candidates: the first in cuDNN's order, one of each other engine, and then more of the fastest engine. cuDNN
+#: lists an engine with many settings in sequence, which differ by 5-30 %; engines for older devices come late.
+FIRST, MORE = 16, 8
 _ROUNDS = 5
 _ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds and would dominate a shorter round
 
@@ -65,7 +66,7 @@ class EventTimer:
 def fastest(
     candidates: Candidates, trial: Callable[[Built], Callable[[], Any]], timer: Timer
 ) -> tuple[Built, dict[str, float]]:
-    """Return the fastest of some candidates of every engine, and the times of all that ran [s], in order of time.
+    """Return the fastest of the measured candidates, and the times of all that ran [s], in order of time.
 
     Parameters
     ----------
@@ -80,14 +81,36 @@ def fastest(
     """
     found: dict[int, tuple[float, str]] = {}
     reason = ""
-    for built in candidates.each_engine():
+
+    def measure(index: int) -> bool:
+        """Measure a candidate; return whether it can be built."""
+        nonlocal reason
+        built = candidates.build(index)
+        if built is None:
+            return False
+        best = min((seconds for seconds, _ in found.values()), default=math.inf)
         try:
-            best = min((seconds for seconds, _ in found.values()), default=math.inf)
-            found[built.index] = (timer(trial(built), best), built.name)
+            found[index] = (timer(trial(built), best), built.name)
         except Exception as error:  # cuDNN refuses the launch, or the workspace does not fit
             reason = one_line(error)
-        if len(found) == TRIED:
-            break
+        return True
+
+    engines = [candidates.name(index).split("_", 1)[0] for index in range(len(candidates))]
+    tried, counted = set[int](), 0
+    while len(tried) < len(engines) and counted < FIRST:
+        counted += measure(len(tried))
+        tried.add(len(tried))
+    seen = {engines[index] for index in found}
+    for index in range(len(tried), len(engines)):
+        if engines[index] not in seen:
+            tried.add(index)
+            if measure(index):
+                seen.add(engines[index])
+    if found:
+        winner = engines[min(found, key=lambda index: found[index])]
+        more = [index for index, engine in enumerate(engines) if engine == winner and index not in tried]
+        for index in more[:MORE]:
+            measure(index)
     for index, (_, _) in sorted(found.items(), key=lambda item: item[1]):
         chosen = candidates.build(index)
         if chosen is not None:
