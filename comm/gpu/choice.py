@@ -36,7 +36,7 @@ __all__ = [
 
 AUTO = "auto"
 MULTI_RANK_VERSION = 23003  # first NCCL with which ranks may share a GPU, as ``ncclGetVersion`` counts
-OLDEST_NCCL = 20700  # first NCCL with send and recv
+OLDEST_NCCL = 22600  # first NCCL whose communicators of one device may run at the same time without deadlocks
 
 
 @dataclass(frozen=True)

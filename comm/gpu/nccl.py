@@ -128,9 +128,10 @@ class NcclLink:
 
     def check(self) -> None:
         """Raise the asynchronous error of the communicator, if it has one."""
-        comm = self._comm
-        if comm is not None:
-            comm.check_async_error()
+        # Another thread must not destroy the communicator during the check.
+        with self._taking:
+            if self._comm is not None:
+                self._comm.check_async_error()
 
     def abort(self) -> None:
         """End all kernels of the communicator, on this rank."""

@@ -73,6 +73,8 @@ class DeviceWatchdog:
         self._fault: str | None = None
         self._raised = False
         self._lock = threading.Lock()
+        #: Held while an operation is queried: one that was forgotten is not queried any more.
+        self._querying = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -95,8 +97,12 @@ class DeviceWatchdog:
         self._under_way[id(passage)] = (passage, label, time.monotonic())
 
     def forget(self, passage: Any) -> None:
-        """Remove a passage from the active operations; an unknown one is ignored."""
-        self._under_way.pop(id(passage), None)
+        """Remove a passage from the active operations; an unknown one is ignored.
+
+        Afterwards the watchdog does not query it, so that its event may be recorded in a graph.
+        """
+        with self._querying:
+            self._under_way.pop(id(passage), None)
 
     @contextmanager
     def watching(self, label: str) -> Iterator[None]:
@@ -180,10 +186,13 @@ class DeviceWatchdog:
         # A copy, made in one instruction, because the main thread may add items now.
         for key, item in list(self._under_way.items()):
             passage, label, since = item
-            try:
-                done = passage.done
-            except Exception as error:
-                return f"{self._who}: {label}: {error}; the device has failed, and the job cannot go on"
+            with self._querying:
+                if self._under_way.get(key) is not item:
+                    continue  # forgotten, or started again, since the copy was made
+                try:
+                    done = passage.done
+                except Exception as error:
+                    return f"{self._who}: {label}: {error}; the device has failed, and the job cannot go on"
             if done:
                 if self._under_way.get(key) is item:
                     self._under_way.pop(key, None)

@@ -81,7 +81,7 @@ REFUSED = {
         ranks(*SAME, nccl=OLD),
         "for which NCCL 2.30.3 is needed, got 2.28.9; use 'cuda-ipc' or",
     ),
-    "nccl that is very old": ("nccl", ranks(*OWN, nccl=20604), "version 2.6.4 is older than 2.7.0"),
+    "nccl that is very old": ("nccl", ranks(*OWN, nccl=22507), "version 2.25.7 is older than 2.26.0"),
     "no nccl": (
         "nccl",
         ranks(*OWN, nccl=0, nccl_fault="none"),

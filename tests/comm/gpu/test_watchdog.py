@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
-from halograd.comm.gpu import link
+from halograd.comm.gpu import link, nccl
 from halograd.comm.gpu import watchdog as module
 from halograd.comm.gpu.streams import TimedPassage
 from halograd.comm.gpu.watchdog import DeviceWatchdog
@@ -49,6 +49,44 @@ def still(**options):
     ended = []
     dog = DeviceWatchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
     return dog, ended
+
+
+def test_a_forgotten_operation_is_not_queried():
+    """An event may be recorded in a graph as soon as its operation is forgotten: a query would then be an error."""
+    dog, _ = still()
+    events = []
+
+    class Lock:
+        def __enter__(self):
+            events.append("locked")
+
+        def __exit__(self, *exc):
+            events.append("unlocked")
+
+    class First:
+        """Operation during whose query the main thread forgets the next one."""
+
+        @property
+        def done(self):
+            events.append("query")
+            dog.forget(second)
+            return False
+
+    dog._querying, first, second = Lock(), First(), SimpleNamespace()  # a query of the second one is an error
+    dog.under_way(first, "first")
+    dog.under_way(second, "second")
+    assert dog._overdue() is None
+    assert events == ["locked", "query", "locked", "unlocked", "unlocked", "locked", "unlocked"]
+
+
+def test_a_communicator_is_not_destroyed_while_it_is_checked():
+    made, locked = nccl.NcclLink.__new__(nccl.NcclLink), []
+    made._taking = threading.Lock()
+    made._comm = SimpleNamespace(check_async_error=lambda: locked.append(made._taking.locked()))
+    made.check()
+    assert made._taken() is not None
+    made.check()
+    assert locked == [True]
 
 
 def test_nothing_is_wrong():
