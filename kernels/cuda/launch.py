@@ -119,12 +119,11 @@ class CupyLauncher(Launcher):
     def function(self, program: CudaProgram, name: str) -> Function:
         if program not in self._modules:
             self._modules[program] = self._cupy.RawModule(code=program.text, options=program.options)
-        kernel = self._modules[program].get_function(name)
         try:
-            kernel.compile()
+            # `get_function` compiles the module. A RawKernel looks up its kernel of this device at every call.
+            return self._modules[program].get_function(name).kernel
         except Exception as error:
             raise KernelError(f"{program}: NVRTC does not compile {name}: {error}; report this") from error
-        return kernel.kernel  # on this device; a RawKernel looks it up at every call
 
     def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], None]:
         launch, stream = self._cupy.cuda.driver.launchKernel, self._cupy.cuda.get_current_stream

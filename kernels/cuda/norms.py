@@ -93,11 +93,11 @@ class Norm:
         name = "forward" if a.residual is None else "residual_forward"
         grid = self._grid(a.x, a.y, a.residual, per_unit=8)
         if t is None:
-            return self._launch(name, grid, fused=True, count=self.rows if a.local else 0)
+            return self._launch(name, grid, fused=True, share=1 / self.rows if a.local else 0)
         count = self.rows if a.local else t.count if t.from_sums else 0
         running = {"running_mean": t.running_mean, "running_var": t.running_var}
         running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
-        return self._launch(name, grid, fused=True, count=count, **running)
+        return self._launch(name, grid, fused=True, share=1 / count if count else 0, **running)
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
         a, t, members = self.a, self.a.training, dict[str, Any]()

@@ -29,7 +29,7 @@ struct NormParams {
     double alpha;         // of the activation
     int64 premultiplied;  // means are of gamma * dy', not of dy'
     double eps;
-    double count;  // forward: elements that `sums` are over, from which mean and var follow; 0: these are given
+    double share;  // forward: 1 / elements that `sums` are over, from which mean and var follow; 0: these are given
     double momentum;
     double unbiased;  // factor on var
     void* running_mean;  // or none
@@ -144,11 +144,11 @@ DEVICE void take_up(double batch, void* running, int64 is_float, double momentum
 // Mean and variance of channel c of a sample: those given, or from the sums over all processes. Then one block of those
 // that share the channel `writes` them, and takes them up into the running statistics.
 DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A& mean, A& var) {
-    if (p.count > 0) {
+    if (p.share > 0) {
         const double* sums = p.sums + int64(blockIdx.z) * 2 * p.channels + c;
-        const double first = sums[0] / p.count;
+        const double first = sums[0] * p.share;
         mean = kept(first, p.mean_float);
-        var = kept(not_negative(sums[p.channels] / p.count - first * first), p.var_float);
+        var = kept(not_negative(sums[p.channels] * p.share - first * first), p.var_float);
         if (writes) {
             set_parameter(double(mean), p.mean, p.mean_float, set);
             set_parameter(double(var), p.var, p.var_float, set);
