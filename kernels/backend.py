@@ -84,6 +84,8 @@ class Backend(Convolutions, Attentions, Pointwise, Norms, Losses, Updates):
 
     #: Whether arrays live on a GPU: a rank takes one, and a job script reserves them.
     on_device: ClassVar[bool] = False
+    #: Whether the gradient of a convolution's weights has 16 bits if its images have; else it is float32.
+    rounds_gradients: ClassVar[bool] = False
 
     @classmethod
     def open(cls: type[Some], options: BackendOptions) -> Some:

@@ -110,7 +110,7 @@ class Parameter:
         Axes of the output's channels and of the input's channels: if those are cut, a rank holds the block of its
         channels. None: there is no such axis.
     rounded
-        Whether the gradient has the 16-bit dtype of the activations (convolutions), and not float32.
+        Whether the gradient has the 16-bit dtype of the activations (convolutions on a GPU), and not float32.
     """
 
     shape: tuple[int, ...]

@@ -224,7 +224,7 @@ class _Compiler:
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
         blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in (*step.parameters, *step.states)}
-        return _arrays(step, blocks)
+        return _arrays(step, blocks, self.target.rounds)
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
@@ -295,7 +295,9 @@ class _Compiler:
         self.program.backward.append(Segment(name, [run]))
 
 
-def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
+def _arrays(
+    step: Step, blocks: Mapping[str, ParameterBlocks], rounds: bool = True
+) -> dict[str, dict[str, View]]:
     """Return views of the arrays in the store that belong to a layer, by short names.
 
     Gradients of a frozen layer, and of a layer that uses another layer's parameters, are scratch.
@@ -311,7 +313,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
             continue
         place = ("copies", name) if low else ("params", name)
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
-        rounded = half and step.parameters[key].rounded
+        rounded = half and rounds and step.parameters[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
         found["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view

@@ -229,7 +229,7 @@ class _Placing:
 
     def _starts(self, i: int, total: Sum) -> list[Operation]:
         """Return the operations that prepare the gradients of a bucket, and start their sum."""
-        cast = [Cast("", i, self._own(i))] if self._low else []
+        cast = [Cast("", i, self._own(i))] if self._low and self._program.target.rounds else []
         return [*cast, *self._prepared(i), BucketTotal("", total, "start", i, when="step")]
 
     def _prepared(self, i: int) -> list[Operation]:

@@ -97,6 +97,9 @@ class Target:
         convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
     kept
         Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
+    rounds
+        Whether kernels write gradients of `Parameter.rounded` in 16 bits, if activations have 16 bits; see
+        :attr:`halograd.kernels.Backend.rounds_gradients`.
     """
 
     batch: int
@@ -109,6 +112,7 @@ class Target:
     probed: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     padded_channels: Callable[[int, np.dtype], int] | None = None
+    rounds: bool = True
 
 
 @dataclass(eq=False)

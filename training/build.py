@@ -19,6 +19,7 @@ from ..data.augment import AUGMENTATIONS
 from ..data.dataset import named
 from ..data.targets import LabelMap
 from ..device import Device, as_dtype
+from ..kernels import BACKENDS
 from ..layers import Input, Loss, Network
 from ..layers.resized import resized
 from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
@@ -376,10 +377,15 @@ def needs_of(
     """
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
-    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
+    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable, rounds=_rounds(config))
     slots = state_slots(config) if trainable else 0
     program, ahead = program_of(network, strategy, target, blocks, config.training.accumulate), config.data.prefetch + 1
     return memory_of(program, blocks, slots, ahead=ahead, workspace=workspace)
+
+
+def _rounds(config: Config) -> bool:
+    """Return whether the kernels of a configuration write gradients in 16 bits where activations have 16 bits."""
+    return BACKENDS[config.backend.kernels].rounds_gradients
 
 
 def check_memory(
@@ -445,7 +451,8 @@ def fit_memory(
     excess = max(ranks) - limit
     if excess <= 0:
         return strategy
-    target = Target(config.training.at_once, comm.size, ranks.index(max(ranks)), as_dtype(config.training.dtype))
+    dtype, rank = as_dtype(config.training.dtype), ranks.index(max(ranks))
+    target = Target(config.training.at_once, comm.size, rank, dtype, rounds=_rounds(config))
     keeping = Keeping(network, strategy, target)
     room: float = keeping.most - excess
     while (made := keeping.within(room)) is not None:

@@ -197,7 +197,7 @@ class Executor:
         nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
         rank, apart = self.comm.rank, frozenset(self.replicable)
         some = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
-        return ParameterStore(*some, parts=self.parts)
+        return ParameterStore(*some, parts=self.parts, rounds=self.kernels.rounds_gradients)
 
     @cached_property
     def replicable(self) -> list[str]:
@@ -236,6 +236,7 @@ class Executor:
             self.probed,
             self._kept,
             self.kernels.padded_channels,
+            self.kernels.rounds_gradients,
         )
 
     def _needs(self, trainable: bool) -> Mapping[str, int]:

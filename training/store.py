@@ -153,6 +153,8 @@ class ParameterStore:
         now.
     parts
         Number of parts of a batch that are computed one after the other, and whose gradients are added.
+    rounds
+        Whether the kernels write gradients of `Parameter.rounded` in 16 bits, if activations have 16 bits.
 
     Attributes
     ----------
@@ -184,6 +186,7 @@ class ParameterStore:
     scheme: Scheme = field(default_factory=Scheme)
     apart: frozenset[str] | None = None
     parts: int = 1
+    rounds: bool = True
     flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
@@ -313,7 +316,7 @@ class ParameterStore:
         params = self.memory.keep((end,), self.dtype, "parameter")
         grads = self.memory.keep((end,), self.dtype, "parameter gradient")
         copies = None if self.low is None else self.memory.keep((end,), self.low, "parameter")
-        rounds = self.low is not None and any(specs[name].rounded for name in names)
+        rounds = self.low is not None and self.rounds and any(specs[name].rounded for name in names)
         rounded = self.memory.keep((end,), self.low, "parameter gradient") if rounds and self.low is not None else None
         for name in names:
             box = self.box(name)

@@ -77,6 +77,7 @@ class CudnnBackend(CudaKernels):
 
     name: ClassVar[str] = "cudnn"
     on_device: ClassVar[bool] = True
+    rounds_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -335,3 +335,13 @@ class OnednnBackend(NumpyBackend):
             "dense_backward_filter",
             is_low(x.dtype),
         )
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        plain = partial(super()._bias, y, b)
+        return self._or_plain(lambda: matmul.bias(self._engine, y, b).kernel(), plain)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        plain = partial(super()._bias_gradient, dy, db)
+        if not is_low(dy.dtype):
+            return plain()  # in float32 a product would lose digits of long sums
+        return self._or_plain(lambda: matmul.bias_gradient(self._engine, dy, db).kernel(), plain)

@@ -11,7 +11,7 @@ from ..numpy.norms import column_sums
 from . import abi as c
 from .program import OnednnEngine, OnednnMemory, PrimitiveList
 
-__all__ = ["dense_backward_data", "dense_backward_filter", "dense_forward"]
+__all__ = ["bias", "bias_gradient", "dense_backward_data", "dense_backward_filter", "dense_forward"]
 
 
 def _matrix(p: PrimitiveList, array: Any, transposed: bool = False) -> OnednnMemory:
@@ -45,13 +45,32 @@ def dense_backward_data(engine: OnednnEngine, dy: Any, w: Any, dx: Any) -> Primi
     return p
 
 
+def bias(engine: OnednnEngine, y: Any, b: Any) -> PrimitiveList:
+    """Return ``y = y + b`` in place as a list of primitives; y ``(..., C)``."""
+    p = PrimitiveList(engine)
+    rows = _matrix(p, y.reshape(-1, y.shape[-1]))
+    p.binary(c.BINARY_ADD, rows, _matrix(p, b.reshape(1, -1)), rows)
+    return p
+
+
+def bias_gradient(engine: OnednnEngine, dy: Any, db: Any) -> PrimitiveList:
+    """Return ``db = sum of dy`` over all rows, dy ``(..., C)`` in 16 bits, as a list of primitives: a product."""
+    p = PrimitiveList(engine)
+    _add_column_sums(p, dy.reshape(-1, dy.shape[-1]), db)
+    return p
+
+
+def _add_column_sums(p: PrimitiveList, dy: Any, db: Any) -> None:
+    ones = np.ones((1, dy.shape[0]), dy.dtype)
+    _product(p, _matrix(p, ones), _matrix(p, dy), _matrix(p, db.reshape(1, -1)))
+
+
 def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any) -> PrimitiveList:
     """Return ``dw = dy^T x``, ``db = sum of dy`` as a list of primitives."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
     if db is not None and is_low(dy.dtype):
-        ones = np.ones((1, dy.shape[0]), dy.dtype)
-        _product(p, _matrix(p, ones), _matrix(p, dy), _matrix(p, db.reshape(1, -1)))
+        _add_column_sums(p, dy, db)
     elif db is not None:
         p.call(column_sums(dy, db))
     return p

@@ -172,7 +172,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
             found["parameter gradient"] += own
             flat = flats.get(name)
             rounded[flat] += own * low // itemsize
-            rounds |= {flat} if spec.rounded else set()
+            rounds |= {flat} if spec.rounded and program.target.rounds else set()
         for key in step.states:
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
     found["parameter gradient"] += sum(rounded[flat] for flat in rounds)

@@ -5,7 +5,6 @@ oneDNN computes them itself where the processor does, else both backends compute
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -251,10 +250,10 @@ def test_hot_kernels_are_native(onednn):
     held = onednn.stage.nbytes
     for name in hot:
         made = FACTORIES[name](Twin(onednn, ml_dtypes.bfloat16, ml_dtypes.bfloat16))
-        impls = [k.impl for k in made if hasattr(k, "impl")][:3]
+        impls = [k.impl for k in made if hasattr(k, "impl")]
         assert impls and not any("float32(" in impl for impl in impls), name
     assert not onednn.take_substitutes()
-    assert onednn.stage.nbytes - held <= 4 * (math.prod((9, 12)) + 12)  # those of the bias of a cut dense layer
+    assert onednn.stage.nbytes == held
 
 
 def test_memory_of_stand_ins_is_shared_and_counted():

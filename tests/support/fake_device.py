@@ -323,6 +323,7 @@ class FakeBackend(_Delegated):
     """
 
     name: ClassVar[str] = "fake"
+    rounds_gradients: ClassVar[bool] = True
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda

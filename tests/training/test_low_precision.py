@@ -84,7 +84,11 @@ def test_16_bits_on_the_cpu_train_as_float32_up_to_rounding(how, monkeypatch):
                 built.forward()
                 traffic.append(comm.counters["halo"].bytes)
                 memory.append(len(built.runner.arena))
-                assert memory[-1] == built.program.placement.size
+                assert memory[-1] == built.program.placement.size and not built.store.rounded
+                needs = built._needs(True)
+                assert {k: n for k, n in built.memory.bytes.items() if k.startswith("parameter")} == {
+                    k: n for k, n in needs.items() if k.startswith("parameter")
+                }
     close(found, expected, params, ours, start, len(network.layers), how)
     assert 2 * traffic[0] == traffic[1]
     assert memory[0] < 0.75 * memory[1]  # work in float32 remains
