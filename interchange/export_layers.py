@@ -554,7 +554,9 @@ def _rows(w: OnnxWriter, value: str, name: str, axis: int, first: int, last: int
 def _slice(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name = w.name(node)
-    pairs = (("first", layer.first), ("last", layer.last), ("axis", 1))
+    along = layer.along(node.inputs[0].shape)
+    axis = 1 if along == len(node.shape) - 1 else along + 2
+    pairs = (("first", layer.first), ("last", layer.last), ("axis", axis))
     return w.add(
         "Slice", [*w.inputs(node), *(w.numbers(f"{name}::{k}", [n], np.int64) for k, n in pairs)], f"{name}::y"
     )

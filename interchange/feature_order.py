@@ -18,6 +18,7 @@ from ..layers import (
     Concat,
     Dense,
     Flatten,
+    Flip,
     GroupNorm,
     Input,
     LogSoftmax,
@@ -113,10 +114,10 @@ def _flattens(node: Node) -> bool:
 def _keeps_places(node: Node) -> bool:
     """Return whether every output feature depends on the same feature of the inputs, or equally on all of them."""
     layer = node.layer
-    if isinstance(layer, Slice):
-        return False
-    if isinstance(layer, Concat):
+    if isinstance(layer, (Slice, Concat)):
         return layer.axis != "channel"
+    if isinstance(layer, Flip):
+        return len(node.shape) - 1 not in layer.places(node.shape)
     if isinstance(layer, GroupNorm):
         return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
     if isinstance(layer, (Softmax, LogSoftmax, Redistribute, Flatten)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from .convolution import Conv
 from .group_norm import LayerNorm
-from .layer import Node
+from .layer import Layer, Node
 from .padding import Pad, Slice
 from .reshape import PixelUnshuffle
 
@@ -182,12 +182,20 @@ class PatchMerging:
 
     def __init__(self, channels: int | None = None, name: str | None = None) -> None:
         self.channels, self.name = channels, name
+        self._layers: dict[Any, Layer] = {}
 
     def __call__(self, node: Node) -> Node:
-        """Return the merged positions."""
-        named = {part: self.name and f"{self.name}.{part}" for part in ("pad", "patches", "norm", "reduction")}
-        channels = self.channels or 2 * node.shape[-1]
-        if any(n % 2 for n in node.shape[:-1]):
-            node = Pad([(0, n % 2) for n in node.shape[:-1]], name=named["pad"])(node)
-        node = PixelUnshuffle(2, named["patches"], order="position")(node)
-        return Conv(channels, 1, bias=False, name=named["reduction"])(LayerNorm("channels", name=named["norm"])(node))
+        """Return the merged positions. A further call uses the same parameters, as that of a layer."""
+        amounts, filters = [(0, n % 2) for n in node.shape[:-1]], self.channels or 2 * node.shape[-1]
+        if any(map(any, amounts)):
+            node = self._layer("pad", tuple(amounts), lambda name: Pad(amounts, name=name))(node)
+        node = self._layer("patches", (), lambda name: PixelUnshuffle(2, name, order="position"))(node)
+        node = self._layer("norm", (), lambda name: LayerNorm("channels", name=name))(node)
+        return self._layer("reduction", (), lambda name: Conv(filters, 1, bias=False, name=name))(node)
+
+    def _layer(self, part: str, settings: tuple, make: Callable[[str | None], Layer]) -> Layer:
+        """Return the layer of a part with these settings; the first has the name of the part."""
+        if (part, settings) not in self._layers:
+            first = not any(other == part for other, _ in self._layers)
+            self._layers[part, settings] = make(f"{self.name}.{part}" if self.name and first else None)
+        return self._layers[part, settings]

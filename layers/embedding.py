@@ -94,7 +94,7 @@ class Token(Shifted):
     """Learned positions before the others, such as the class token of a vision transformer: ``(L, C)`` -> ``(count + L,
     C)``.
 
-    ``Pad([(0, -L)])`` selects the tokens again.
+    ``Slice(0, count, axis="width")`` selects the tokens again.
 
     Parameters
     ----------

@@ -93,25 +93,41 @@ class Slice(Shifted):
 
     :class:`Pad` with negative amounts removes rows.
 
+    Parameters
+    ----------
+    first, last
+        The interval.
+    axis
+        Axis of a sample along which elements are selected; ``Slice(0, 1, axis="width")`` is the first of some tokens.
+
     Notes
     -----
-    Communication per process: none, unless channels are cut.
+    Communication per process: none for channels, unless they are cut; else the rows that other ranks own.
     """
 
-    def __init__(self, first: int, last: int, name: str | None = None) -> None:
+    def __init__(self, first: int, last: int, name: str | None = None, *, axis: str = "channel") -> None:
         super().__init__(name)
         if not 0 <= first < last:
             raise ValueError(f"Slice: expected first < last, both >= 0, got {first}, {last}")
-        self.first, self.last = first, last
+        self.first, self.last, self.axis = first, last, axis
+
+    def along(self, shape: Shape) -> int:
+        """Return the axis of a sample of this shape."""
+        names = axis_names(len(shape) + 1)[1:]
+        if self.axis not in names:
+            raise ValueError(f"Slice: axis: expected one of {', '.join(names)}, the axes of {shape}, got {self.axis!r}")
+        return names.index(self.axis)
 
     def shifts(self, shape: Shape) -> Sequence[int]:
-        return [0] * (len(shape) - 1) + [-self.first]
+        along = self.along(shape)
+        return [-self.first if axis == along else 0 for axis in range(len(shape))]
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        (shape,) = shapes
-        if self.last > shape[-1]:
-            raise ValueError(f"Slice: expected at most {shape[-1]}, the channels of the input, got {self.last}")
-        return (*shape[:-1], self.last - self.first)
+        (shape,), along = shapes, self.along(shapes[0])
+        if self.last > shape[along]:
+            what = "channels" if along == len(shape) - 1 else "rows"
+            raise ValueError(f"Slice: expected at most {shape[along]}, the {what} of the input, got {self.last}")
+        return (*shape[:along], self.last - self.first, *shape[along + 1 :])
 
 
 class Flip(Copied):

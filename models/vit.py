@@ -15,9 +15,9 @@ from ..layers import (
     MultiHeadAttention,
     Network,
     Node,
-    Pad,
     PatchEmbedding,
     Reshape,
+    Slice,
     Token,
 )
 from .common import ClassWeights, Extent, Filters, Name, Rate, Times, classifier
@@ -67,7 +67,7 @@ def vit(
     for block in range(depth):
         y = _block(y, heads, hidden_width, dropout, f"encoder.layers.encoder_layer_{block}")
     y = LayerNorm("channels", 1e-6, name="encoder.ln")(y)
-    token = Flatten(name="flatten")(Pad([(0, 1 - y.shape[0])], name="first")(y))
+    token = Flatten(name="flatten")(Slice(0, 1, name="first", axis="width")(y))
     return classifier(Dense(classes, name="heads.head")(token), name, class_weights)
 
 

@@ -134,6 +134,7 @@ WRITTEN = {
         (5, 4),
     ),
     "periodic windows": (lambda: [hg.MultiHeadAttention(1, window=2, shift=1, periodic=True)], (2, 4, 4, 2)),
+    "rows": (lambda: [hg.Slice(2, 5, axis="height")], IMAGE),
     "class tokens": (lambda: [hg.Token(2), hg.Token(name="class")], (5, 4)),
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "joined rows": (lambda: [lambda x: hg.Concat(axis="width")(x, hg.ReLU()(x))], IMAGE),

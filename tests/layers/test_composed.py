@@ -122,3 +122,11 @@ test_refusals = refusals(
     (lambda x: hg.PixelUnshuffle(2, order="torch"), "order: expected 'channel' or 'position', got 'torch'"),
     call=lambda make: make(hg.Input(SHAPE)),
 )
+
+
+def test_merging_that_is_called_twice_has_one_set_of_parameters():
+    """Also for other extents, one of which is odd."""
+    merge, x = hg.PatchMerging(name="m"), hg.Input((5, 6, 3), name="x")
+    first, second = merge(x), merge(hg.Pad(((0, 1), (0, 0)))(x))
+    network = hg.Network({"y": hg.Add()(first, second)})
+    assert list(network.parameters()) == ["m.norm/gamma", "m.norm/beta", "m.reduction/w"]

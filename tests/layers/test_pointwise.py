@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import halograd as hg
+from halograd.layers.resized import resized
 from halograd.testing import check_layer
 from tests.support.grids import axes_in_turn
 
@@ -20,6 +21,7 @@ def _functions(x):
 CASES = {
     "functions": _functions,
     "flips": lambda x: hg.Add()(hg.Flip("height")(x), hg.Flip("width", "channel")(x)),
+    "rows": lambda x: hg.Slice(2, 5, axis="height")(x),
     "channels": lambda x: hg.Concat()(hg.ChannelMax()(x), hg.ChannelMean()(x)),
 }
 
@@ -34,6 +36,12 @@ def test_exact(comm, turn, name):
 
     cut = ("sample", "height", "width") if name == "channels" else ("height", "width", "channel")
     check_layer(chain, SHAPE, batch=2, gradient=comm.size == 1, axes=axes_in_turn(comm.size, cut, turn))
+
+
+def test_the_first_token_is_selected_at_other_extents():
+    tokens = hg.Conv(3, 1, name="c")(hg.Input((8, 3), name="x"))
+    network = hg.Network(hg.Slice(0, 1, axis="width")(hg.Token(1, name="t")(tokens)))
+    assert resized(network, (12,)).outputs["output"].shape == (1, 3)
 
 
 def test_the_first_of_equal_maxima_receives_the_gradient():
@@ -54,6 +62,8 @@ def test_the_first_of_equal_maxima_receives_the_gradient():
     [
         (lambda x: hg.Power(0)(x), r"Power: expected a finite exponent other than 0, got 0"),
         (lambda x: hg.Flip("depth")(x), r"Flip: expected some of height, width, channel, the axes of .*'depth'"),
+        (lambda x: hg.Slice(0, 1, axis="depth")(x), r"Slice: axis: expected one of height, width, channel, .*'depth'"),
+        (lambda x: hg.Slice(0, 8, axis="height")(x), r"Slice: expected at most 7, the rows of the input, got 8"),
         (lambda x: hg.Flip()(x), r"Flip: expected some of height, width, channel"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.interchange.weights import arrangements, load_weights, save_weights
 from halograd.kernels import get_backend
@@ -14,6 +15,7 @@ from halograd.models import swin, vit
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 from tests.interchange.foreign import let_torchvision_load
+from tests.interchange.support import predicted
 
 BATCH, CLASSES = 2, 5
 #: Our network, torchvision's, and the name of the last layer: a patch grid that windows do not divide, with odd extents
@@ -103,9 +105,13 @@ def test_weights_go_back_to_torchvision(name, tmp_path):
 
     make, theirs, _ = NETWORKS[name]
     module, network = theirs(_models()).double(), make()
-    values = network.initial_values()
-    save_weights(network, {key: random_array(np.shape(one), key) for key, one in values.items()}, tmp_path / "w")
+    specs = {**network.parameters(), **network.state()}
+    values = {key: random_array(spec.shape, key) for key, spec in specs.items()}
+    save_weights(network, values, tmp_path / "w")
     missing, unexpected = module.load_state_dict(load_file(tmp_path / "w"), strict=False)
     assert not unexpected and all(key.endswith("relative_position_index") for key in missing)
-    x = random_array((1, *network.inputs["x"].shape), "x")
-    assert torch.isfinite(module(torch.from_numpy(np.moveaxis(x, -1, 1)))).all()
+    network.begin_with(values)
+    x = random_array((BATCH, *network.inputs["x"].shape), "x")
+    want = module.eval()(torch.from_numpy(np.moveaxis(x, -1, 1))).detach().numpy()
+    found = predicted(hg.Network({"prediction": network.outputs["prediction"]}), x)["prediction"]
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-11 * np.abs(want).max())
