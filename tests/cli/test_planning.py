@@ -85,7 +85,7 @@ def test_plan_is_a_table_with_totals_and_baselines(typed):
     for layer in ("conv1_1", "bn1_1", "predict", "bce", "sum"):
         row = next(line for line in lines if line.startswith(layer))
         assert len(row) == len(heading), "columns end alike"
-    assert any(re.match(r"step +[\d.]+ (us|ms) \([\d.]+ samples/s\)", line) for line in lines)
+    assert any(re.match(r"step +[\d.]+ (us|ms) \([\d.e+]+ samples/s\)", line) for line in lines)
     for name in ("data", "spatial", "model", "owt"):
         assert any(re.match(rf"{name} +[\d.]+ +[\d.]+ x", line) for line in lines), name
 
