@@ -28,11 +28,9 @@ from .launch import (
 )
 from .sources import dtype_name
 
-__all__ = ["FINISH_BLOCK", "ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
+__all__ = ["ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 
 TILE = 8
-#: Block of the kernels that finish partial sums: (channels, threads per channel).
-FINISH_BLOCK = (8, 32)
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,15 @@ class ColumnsGrid:
         chunks = max(1, min(wanted, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
 
+    @classmethod
+    def whole(cls, batch: int, rows: int, channels: int, *arrays: Any) -> ColumnsGrid:
+        """Return a grid whose blocks have all rows of their channels, which are 32 bytes of each row."""
+        lanes = vector_lanes(channels, *arrays)
+        threads = power_of_two(channels // lanes, 2)
+        return cls(
+            batch, rows, channels, lanes, (threads, THREADS // threads), (-(-channels // (lanes * threads)), 1, batch)
+        )
+
     @property
     def suffix(self) -> str:
         return suffix(self.lanes)
@@ -86,23 +93,22 @@ class ColumnsGrid:
         """Size of the partial sums [B]."""
         return 8 * math.prod(self.partial_shape)
 
-    @property
-    def finish_grid(self) -> tuple[int, int, int]:
-        """Grid of the kernels that finish the partial sums."""
-        return (math.ceil(self.channels / FINISH_BLOCK[0]), 1, self.batch)
 
-
-def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Launch, uses: int = 2) -> Kernel:
-    """Return a kernel whose first `uses` launches write and read partial sums in scratch memory."""
-    run = run_all(launches)
+def with_partial(
+    launcher: Launcher, scratch: Scratch, grid: ColumnsGrid, impl: str, sums: Launch, *then: Launch
+) -> Kernel:
+    """Return a kernel whose first launch adds up its blocks' sums in scratch memory; `then` are further launches."""
+    run = run_all([sums, *then])
+    if grid.chunks == 1:
+        return sequence(impl, sums, *then)
+    arrived = launcher.upload(np.zeros((grid.batch, grid.grid[0]), np.uint64))
+    sums.set(arrived=arrived)
 
     def bind() -> Callable[[], Any]:
-        partial = scratch.view(grid.partial_shape, np.float64)
-        for launch in launches[:uses]:
-            launch.set(partial=partial)
+        sums.set(partial=scratch.view(grid.partial_shape, np.float64))
         return run
 
-    return ScratchKernel(bind, scratch, grid.partial_bytes, f"cuda:{impl}")
+    return ScratchKernel(bind, scratch, grid.partial_bytes, f"cuda:{impl}", 8 * grid.batch * grid.grid[0])
 
 
 def row_sums(
@@ -123,14 +129,9 @@ def row_sums(
     program = scalar_program("channel_sums", *arrays, activation=activation)
     codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
     given = {"dy": dy, "first": first, "second": second, **codes, **members}
-    given.update(rows=rows, channels=channels, chunks=grid.chunks, alpha=alpha_of(activation))
-    return with_partial(
-        scratch,
-        grid,
-        impl,
-        Launch(launcher, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given),
-        Launch(launcher, program, "finish_row_sums", grid.finish_grid, FINISH_BLOCK, **given),
-    )
+    given.update(rows=rows, channels=channels, alpha=alpha_of(activation))
+    sums = Launch(launcher, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given)
+    return with_partial(launcher, scratch, grid, impl, sums)
 
 
 def _code(dy: Any, out: Any) -> int:

@@ -12,7 +12,7 @@ from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
 from ..memory import Scratch
 from ..norm_parts import GroupNormArrays, GroupNormKernels
 from ..norms import ChannelNormArrays, Norms
-from .columns import FINISH_BLOCK, ColumnsGrid, row_sums, with_partial
+from .columns import ColumnsGrid, row_sums, with_partial
 from .launch import (
     THREADS,
     Launch,
@@ -27,7 +27,12 @@ from .launch import (
 )
 from .sources import CudaProgram, dtype_name
 
-__all__ = ["CudaNorms"]
+__all__ = ["WHOLE_ROWS", "CudaNorms"]
+
+#: Most rows of a norm that is one launch per direction. A block then has all rows of 32 bytes of channels, which a
+#: multiprocessor reads at some 60 GB/s, once from memory and once from a cache: an estimate of where that takes as long
+#: as the launches that it saves (2 us each).
+WHOLE_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,7 @@ class Norm:
     def _grid(self, *arrays: Any, per_unit: int) -> ColumnsGrid:
         return ColumnsGrid.of(self.launcher, self.batch, self.rows, self.channels, *arrays, per_unit=per_unit)
 
-    def _launch(
-        self, name: str, grid: ColumnsGrid, finish: bool = False, fused: bool = False, **members: Any
-    ) -> Launch:
+    def _launch(self, name: str, grid: ColumnsGrid, fused: bool = False, **members: Any) -> Launch:
         """Return a launch of the kernel `name`; `fused` applies the activation in it."""
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
@@ -71,63 +74,72 @@ class Norm:
             **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in vectors.items()},
-            **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
+            **{"batch": self.batch, "rows": self.rows, "channels": self.channels},
             **{"premultiplied": self.premultiplied, "factor": 1.0, "alpha": alpha_of(a.activation)},
             **members,
         }
         program = scalar_program("norm", a.x, a.y, a.dy, a.dx, activation=a.activation if fused else None)
-        if finish:
-            return Launch(self.launcher, program, name, grid.finish_grid, FINISH_BLOCK, **given)
         return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
 
     def _statistics(self, *then: Launch) -> Kernel:
         grid = self._grid(self.a.x, per_unit=4)
-        launches = (self._launch("statistics", grid), self._launch("finish_sums", grid, finish=True))
-        return with_partial(self.scratch, grid, "norm statistics", *launches, *then)
+        statistics = self._launch("statistics", grid)
+        return with_partial(self.launcher, self.scratch, grid, "norm statistics", statistics, *then)
 
     def _forward(self) -> Launch:
         """Return the forward launch. It derives mean and variance from `sums` if these are complete, which saves a
         launch.
         """
-        a, t = self.a, self.a.training
+        a = self.a
         name = "forward" if a.residual is None else "residual_forward"
-        grid = self._grid(a.x, a.y, a.residual, per_unit=8)
+        return self._launch(name, self._grid(a.x, a.y, a.residual, per_unit=8), fused=True, **self._moments())
+
+    def _moments(self) -> dict[str, Any]:
+        """Return the arguments from which forward has mean and variance."""
+        a, t = self.a, self.a.training
         if t is None:
-            return self._launch(name, grid, fused=True, share=1 / self.rows if a.local else 0)
+            return {"share": 1 / self.rows if a.local else 0}
         count = self.rows if a.local else t.count if t.from_sums else 0
-        running = {"running_mean": t.running_mean, "running_var": t.running_var}
-        running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
-        return self._launch(name, grid, fused=True, share=1 / count if count else 0, **running)
+        running = {"running_mean": t.running_mean, "running_var": t.running_var, "momentum": t.momentum}
+        running |= {"running_float": is_float(t.running_mean), "unbiased": t.unbiased}
+        return {**running, "share": 1 / count if count else 0}
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
-        a, t, members = self.a, self.a.training, dict[str, Any]()
+        a = self.a
         read = () if a.dresidual is None else (a.y, a.dresidual)
         grid = self._grid(a.x, a.dy, *read, per_unit=4)
-        if t is not None:
-            members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
-        finish = self._launch("finish_sums", grid, finish=True, **members)
-        sums = self._launch("gradient_sums", grid, fused=True, dresidual=a.dresidual)
-        return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
+        sums = self._launch("gradient_sums", grid, fused=True, **self._gradients())
+        return with_partial(self.launcher, self.scratch, grid, "norm gradient sums", sums, *then)
+
+    def _gradients(self) -> dict[str, Any]:
+        """Return the arguments for the gradients of the parameters and of the residual."""
+        t = self.a.training
+        if t is None:
+            return {"dresidual": self.a.dresidual}
+        parameters = {"dgamma": t.dgamma, "dbeta": t.dbeta, "gradients_float": is_float(t.dgamma)}
+        return {"dresidual": self.a.dresidual, **parameters}
 
     def _gradient_data(self) -> Launch:
         """Return the launch that writes `dx`, from the given means or from the sums, and from dy' if that was stored.
         """
-        a, members = self.a, dict[str, Any]()
-        if a.dresidual is not None:
-            members.update(dy=a.dresidual)
-        if a.local or a.training is not None:
-            count = self.rows if a.training is None else a.training.count
-            members.update(means=a.sums, factor=1.0 / count)
-        dy = members.get("dy", a.dy)
-        fused = a.dresidual is None
-        return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), fused=fused, **members)
+        a = self.a
+        dy = a.dy if a.dresidual is None else a.dresidual
+        grid = self._grid(a.x, dy, a.dx, per_unit=8)
+        return self._launch("gradient_data", grid, fused=a.dresidual is None, dy=dy, **self._means())
+
+    def _means(self) -> dict[str, Any]:
+        """Return the arguments for the means of the gradients: those given, or the sums and a factor."""
+        a = self.a
+        if not a.local and a.training is None:
+            return {}
+        return {"means": a.sums, "factor": 1.0 / (self.rows if a.training is None else a.training.count)}
 
     def kernels(self) -> BatchNormKernels:
         """Return the four kernels. Unless statistics are local, the caller reduces the sums over processes between the
         kernels.
         """
         if self.a.local:
-            return self._local_kernels()
+            return self._whole() if self.rows <= WHOLE_ROWS else self._local_kernels()
         statistics = self._statistics()
         forward = sequence("norm", self._forward())
         if self.a.dx is None:
@@ -141,6 +153,16 @@ class Norm:
         if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
         return BatchNormKernels(idle(), forward, self._gradient_sums(self._gradient_data()), idle())
+
+    def _whole(self) -> BatchNormKernels:
+        """Return the kernels for statistics of `x` alone, one launch per direction."""
+        a = self.a
+        grid = ColumnsGrid.whole(self.batch, self.rows, self.channels, a.x, a.y, a.dy, a.dx, a.residual, a.dresidual)
+        forward = sequence("norm", self._launch("whole_forward", grid, fused=True, **self._moments()))
+        if a.dx is None:
+            return BatchNormKernels(idle(), forward, None, None)
+        backward = self._launch("whole_backward", grid, fused=True, **self._gradients(), **self._means())
+        return BatchNormKernels(idle(), forward, sequence("norm gradient", backward), idle())
 
 
 def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any) -> Kernel:

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 
 import pytest
 
+from halograd.kernels.cuda.norms import WHOLE_ROWS
 from halograd.layers import BatchNorm
+from halograd.models import mesh_2k, resnet50
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.step_counts import NETWORKS, StepCounts, count_step
 
@@ -23,14 +26,14 @@ def cuda():
 
 #: By network and number of parts of the height.
 EXPECTED = {
-    ("resnet50", 1): StepCounts(operations=5, launches=341, library_calls=161),
-    ("resnet50", 2): StepCounts(operations=5, launches=404, library_calls=161),
-    ("mesh_2k", 1): StepCounts(operations=2, launches=185, library_calls=92),
-    ("mesh_2k", 2): StepCounts(operations=2, launches=295, library_calls=92),
-    ("unet2d", 1): StepCounts(operations=2, launches=145, library_calls=68),
-    ("unet2d", 2): StepCounts(operations=2, launches=213, library_calls=68),
-    ("unet3d", 1): StepCounts(operations=2, launches=113, library_calls=53),
-    ("unet3d", 2): StepCounts(operations=2, launches=191, library_calls=53),
+    ("resnet50", 1): StepCounts(operations=5, launches=129, library_calls=161),
+    ("resnet50", 2): StepCounts(operations=5, launches=298, library_calls=161),
+    ("mesh_2k", 1): StepCounts(operations=2, launches=74, library_calls=92),
+    ("mesh_2k", 2): StepCounts(operations=2, launches=234, library_calls=92),
+    ("unet2d", 1): StepCounts(operations=2, launches=68, library_calls=68),
+    ("unet2d", 2): StepCounts(operations=2, launches=172, library_calls=68),
+    ("unet3d", 1): StepCounts(operations=2, launches=61, library_calls=53),
+    ("unet3d", 2): StepCounts(operations=2, launches=159, library_calls=53),
 }
 
 
@@ -54,14 +57,35 @@ def test_clipping_takes_three_launches(dtype, cuda):
     assert clipped.operations <= MOST
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_launches_of_a_batch_norm(parts, cuda):
-    """A batch norm, also a cut one, takes six launches: sums of x, their end, y; sums of dy, their end, dx."""
+def launched(cuda, name, parts):
+    """Return the launches of a step by name of the kernel, and the number of batch norms."""
     cuda.launcher.launched.clear()
-    network = NETWORKS["mesh_2k"]()
+    network = NETWORKS[name]()
     count_step(network, cuda, {"height": parts})
     norms = sum(isinstance(node.layer, BatchNorm) for node in network.layers.values())
-    launched = Counter(name.removesuffix("_1").removesuffix("_v") for name in cuda.launcher.launched)
-    kernels = {"statistics": 1, "forward": 1, "gradient_sums": 1, "finish_sums": 2, "gradient_data": 1}
-    assert {name: launched[name] for name in kernels} == {name: 3 * norms * n for name, n in kernels.items()}
-    assert sum(kernels.values()) == 6
+    counted = Counter(name.removesuffix("_1").removesuffix("_v") for name in cuda.launcher.launched)
+    return {name: count / 3 for name, count in counted.items()}, norms
+
+
+APART = ("statistics", "forward", "gradient_sums", "gradient_data")
+WHOLE = ("whole_forward", "whole_backward")
+
+
+@pytest.mark.parametrize(("parts", "rows", "names"), [(1, 1 << 20, WHOLE), (1, 0, APART), (2, 1 << 20, APART)])
+def test_launches_of_a_batch_norm(parts, rows, names, cuda, monkeypatch):
+    """A batch norm takes four launches: sums of x, y; sums of dy, dx. On one rank, with few rows, it takes two."""
+    monkeypatch.setattr("halograd.kernels.cuda.norms.WHOLE_ROWS", rows)
+    found, norms = launched(cuda, "mesh_2k", parts)
+    assert {name: found.get(name, 0) for name in (*APART, *WHOLE)} == {
+        name: norms * (name in names) for name in (*APART, *WHOLE)
+    }
+
+
+@pytest.mark.parametrize(("name", "full", "expected"), [("resnet50", resnet50, 130), ("mesh_2k", mesh_2k, 110)])
+def test_launches_of_the_norms_of_published_sizes(name, full, expected, cuda):
+    """Launches of all batch norms with batch 1; the narrow networks above have no more than a few others."""
+    rows = [prod(node.shape[:-1]) for node in full().layers.values() if isinstance(node.layer, BatchNorm)]
+    assert sum(2 if n <= WHOLE_ROWS else 4 for n in rows) == expected
+    found, norms = launched(cuda, name, 1)
+    others = sum(found.values()) - sum(found.get(name, 0) for name in (*APART, *WHOLE))
+    assert len(rows) == norms and others < 30

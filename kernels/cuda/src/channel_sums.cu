@@ -11,15 +11,20 @@ struct ChannelSumsParams {
     int64 beta_float;
     const A* moments;  // (rows, 2), or none: only the sums of dy are wanted
     double* partial;
+    uint64* arrived;
     void* first;  // (channels) or none, of the codes' dtypes: sums of dy'
     void* second;
     int64 first_code;  // 0: T, 1: float, 2: double
     int64 second_code;
-    int64 chunks;
     int64 rows;
     int64 channels;
     double alpha;  // of the activation behind the norm
 };
+
+DEVICE void put(double value, void* out, int64 code, Index i) {
+    if (code == 2) static_cast<double*>(out)[i] = value;
+    else set_parameter(value, out, code, i);
+}
 
 template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
@@ -55,22 +60,12 @@ template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
             }
         }
     }
-    leave_partial<V>(at, sums, p.partial);
-}
-
-DEVICE void put(double value, void* out, int64 code, Index i) {
-    if (code == 2) static_cast<double*>(out)[i] = value;
-    else set_parameter(value, out, code, i);
+    if (!add_chunks<V>(at, sums, p.partial, p.arrived) || threadIdx.y != 0 || !at.inside) return;
+    for (int k = 0; k < V; ++k) {
+        if (p.first) put(sums[0][k], p.first, p.first_code, at.channel + k);
+        if (p.second) put(sums[1][k], p.second, p.second_code, at.channel + k);
+    }
 }
 
 BLOCK_KERNEL(row_sums_1, ChannelSumsParams) { row_sums<1>(p); }
 BLOCK_KERNEL(row_sums_v, ChannelSumsParams) { row_sums<VECTOR>(p); }
-
-BLOCK_KERNEL(finish_row_sums, ChannelSumsParams) {
-    double sums[2];
-    const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x);
-    add_partials(p.partial, Index(p.chunks), Index(p.channels), c, sums);
-    if (threadIdx.y != 0 || c >= Index(p.channels)) return;
-    if (p.first) put(sums[0], p.first, p.first_code, c);
-    if (p.second) put(sums[1], p.second, p.second_code, c);
-}

@@ -2,7 +2,8 @@
 //
 // A thread keeps V neighboring channels and goes down the rows TILE at a time: so many 16-byte loads are in flight, and
 // a tile is summed in float before it is added to a double. The threads of a block with the same channels are added
-// up as a tree; blocks leave partial sums, which `finish` adds up. Grid: (channels, chunks of rows, batch).
+// up as a tree; blocks leave partial sums, which the block that ends last adds up, in the order of the chunks. Grid:
+// (channels, chunks of rows, batch).
 #pragma once
 #include "common.cuh"
 
@@ -28,11 +29,11 @@ template <int V> DEVICE Columns columns(int64 rows, int64 channels) {
 // Element of the first of this thread's channels in row r.
 DEVICE Index element(const Columns& at, Index r) { return at.base + r * at.channels; }
 
-// Leave the block's sums of two quantities at partial[batch][chunk][quantity][channel]. All threads must come here.
-template <int V> DEVICE void leave_partial(const Columns& at, double (&sums)[2][V], double* partial) {
+// Add up the sums of two quantities over the threads of a block that have the same channels, as a tree; right where
+// threadIdx.y is 0 only. All threads must come here.
+template <int V> DEVICE void add_threads(double (&sums)[2][V]) {
     __shared__ double shared[2][256];
     const int lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + int(threadIdx.x);
-    double* out = partial + (int64(blockIdx.z) * gridDim.y + blockIdx.y) * 2 * at.channels;
     for (int k = 0; k < V; ++k) {
         __syncthreads();
         shared[0][thread] = sums[0][k];
@@ -45,35 +46,47 @@ template <int V> DEVICE void leave_partial(const Columns& at, double (&sums)[2][
             }
             __syncthreads();
         }
-        if (threadIdx.y == 0 && at.inside) {
-            out[at.channel + k] = shared[0][thread];
-            out[at.channels + at.channel + k] = shared[1][thread];
-        }
+        sums[0][k] = shared[0][thread];
+        sums[1][k] = shared[1][thread];
     }
 }
 
-// The sums over all chunks, by blocks of (8 channels, 32 threads); right where threadIdx.y is 0 only.
-DEVICE void add_partials(const double* partial, Index chunks, Index channels, Index channel, double (&sums)[2]) {
-    __shared__ double shared[2][256];
-    const int lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + int(threadIdx.x);
-    double first = 0, second = 0;
-    if (channel < channels) {
-        const double* from = partial + int64(blockIdx.z) * chunks * 2 * channels + channel;
-        for (Index chunk = Index(threadIdx.y); chunk < chunks; chunk += Index(blockDim.y)) {
-            first += from[int64(chunk) * 2 * channels];
-            second += from[(int64(chunk) * 2 + 1) * channels];
+// Add up the sums over all chunks of rows: blocks leave theirs at partial[batch][chunk][quantity][channel], and the one
+// that arrives last at arrived[batch][channels of a block], which is 0 before and after, adds them up. Returns whether
+// this is that block; its sums are right where threadIdx.y is 0. All threads must come here.
+template <int V> DEVICE bool add_chunks(const Columns& at, double (&sums)[2][V], double* partial, uint64* arrived) {
+    __shared__ bool last;
+    add_threads<V>(sums);
+    const Index chunks = Index(gridDim.y);
+    if (chunks == 1) return true;
+    double* out = partial + (int64(blockIdx.z) * chunks + blockIdx.y) * 2 * at.channels;
+    if (threadIdx.y == 0 && at.inside) {
+        for (int k = 0; k < V; ++k) {
+            out[at.channel + k] = sums[0][k];
+            out[at.channels + at.channel + k] = sums[1][k];
         }
     }
-    shared[0][thread] = first;
-    shared[1][thread] = second;
+    __threadfence();
     __syncthreads();
-    for (int half = int(blockDim.y) / 2; half > 0; half /= 2) {
-        if (int(threadIdx.y) < half) {
-            shared[0][thread] += shared[0][thread + half * lanes];
-            shared[1][thread] += shared[1][thread + half * lanes];
-        }
-        __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        uint64* count = arrived + int64(blockIdx.z) * gridDim.x + blockIdx.x;
+        last = atomicAdd(count, uint64(1)) == uint64(chunks - 1);
+        if (last) *count = 0;
     }
-    sums[0] = shared[0][thread];
-    sums[1] = shared[1][thread];
+    __syncthreads();
+    if (!last) return false;
+    __threadfence();
+    for (int k = 0; k < V; ++k) sums[0][k] = sums[1][k] = 0;
+    if (at.inside) {
+        // Not from a cache of this multiprocessor, which does not have what others have written since.
+        const volatile double* from = partial + int64(blockIdx.z) * chunks * 2 * at.channels + at.channel;
+        for (Index chunk = Index(threadIdx.y); chunk < chunks; chunk += Index(blockDim.y)) {
+            for (int k = 0; k < V; ++k) {
+                sums[0][k] += from[int64(chunk) * 2 * at.channels + k];
+                sums[1][k] += from[(int64(chunk) * 2 + 1) * at.channels + k];
+            }
+        }
+    }
+    add_threads<V>(sums);
+    return true;
 }

@@ -22,7 +22,7 @@ struct NormParams {
     const double* means;  // (batch, 2, channels), times `factor`
     double factor;
     double* partial;
-    int64 chunks;
+    uint64* arrived;
     int64 batch;
     int64 rows;
     int64 channels;
@@ -39,6 +39,20 @@ struct NormParams {
     void* dbeta;
     int64 gradients_float;
 };
+
+// Write the sums of all chunks, right where threadIdx.y is 0; in backward they are the gradients of the parameters too.
+template <int V> DEVICE void leave_sums(const NormParams& p, const Columns& at, const double (&sums)[2][V]) {
+    if (threadIdx.y != 0 || !at.inside) return;
+    for (int k = 0; k < V; ++k) {
+        const Index c = at.channel + k;
+        double* out = p.sums + int64(blockIdx.z) * 2 * at.channels + c;
+        out[0] = sums[0][k];
+        out[at.channels] = sums[1][k];
+        if (!p.dgamma) continue;
+        set_parameter(sums[0][k], p.dbeta, p.gradients_float, c);
+        set_parameter(sums[1][k], p.dgamma, p.gradients_float, c);
+    }
+}
 
 // Sums of x and of its square. Those of squares are taken about the mean of each tile and then moved to zero in double,
 // so that their difference is right even where the mean is many times the deviation
@@ -77,7 +91,7 @@ template <int V> DEVICE void statistics(const NormParams& p) {
             }
         }
     }
-    leave_partial<V>(at, sums, p.partial);
+    if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
 }
 
 // What an activation is given forward. Backward computes it again from x, which it reads anyway, by the same
@@ -126,7 +140,7 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
             }
         }
     }
-    leave_partial<V>(at, sums, p.partial);
+    if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
 }
 
 // What a number becomes where it is kept, from where backward reads it.
@@ -197,8 +211,9 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
     }
 }
 
-// dx = gamma * inverse * (dy' - means[0] - xhat * means[1]), or without gamma on the means.
-template <int V> DEVICE void gradient_data(const NormParams& p) {
+// dx = gamma * inverse * (dy' - means[0] - xhat * means[1]), or without gamma on the means. `given` is dy, or dy' where
+// that was stored.
+template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, const T* given) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
     A mean[V], scale[V], slope[V], offset[V], shift[V];
@@ -221,7 +236,7 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
             load<V>(p.x + element(at, r), x[t]);
-            load<V>(p.dy + element(at, r), dy[t]);
+            load<V>(given + element(at, r), dy[t]);
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -230,7 +245,7 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 const A z = normalized(x[t][k], mean[k], scale[k], shift[k]);
-                const A gradient = fused_gradient(z, A(p.alpha), dy[t][k]);
+                const A gradient = MASKED ? dy[t][k] : fused_gradient(z, A(p.alpha), dy[t][k]);
                 dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
             }
             store<V>(dy[t], p.dx + element(at, r));
@@ -238,18 +253,20 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
     }
 }
 
-// sums = what all chunks found; in backward they are the gradients of the parameters too.
-BLOCK_KERNEL(finish_sums, NormParams) {
-    double sums[2];
-    const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x), channels = Index(p.channels);
-    add_partials(p.partial, Index(p.chunks), channels, c, sums);
-    if (threadIdx.y != 0 || c >= channels) return;
-    double* out = p.sums + int64(blockIdx.z) * 2 * channels + c;
-    out[0] = sums[0];
-    out[channels] = sums[1];
-    if (!p.dgamma) return;
-    set_parameter(sums[0], p.dbeta, p.gradients_float, c);
-    set_parameter(sums[1], p.dgamma, p.gradients_float, c);
+// A whole norm, whose blocks have all rows of their channels: no other block needs what one has found, and the second
+// pass over the rows reads from a cache. For few rows: then launches take longer than the passes.
+template <int V> DEVICE void whole_forward(const NormParams& p) {
+    statistics<V>(p);
+    __syncthreads();
+    if (p.residual) forward<V, true>(p);
+    else forward<V, false>(p);
+}
+
+template <int V> DEVICE void whole_backward(const NormParams& p) {
+    gradient_sums<V>(p);
+    __syncthreads();
+    if (p.dresidual) gradient_data<V, true>(p, p.dresidual);
+    else gradient_data<V, false>(p, p.dy);
 }
 
 BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
@@ -260,8 +277,12 @@ KERNEL(forward_1, NormParams) { forward<1, false>(p); }
 KERNEL(forward_v, NormParams) { forward<VECTOR, false>(p); }
 KERNEL(residual_forward_1, NormParams) { forward<1, true>(p); }
 KERNEL(residual_forward_v, NormParams) { forward<VECTOR, true>(p); }
-KERNEL(gradient_data_1, NormParams) { gradient_data<1>(p); }
-KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR>(p); }
+KERNEL(gradient_data_1, NormParams) { gradient_data<1, false>(p, p.dy); }
+KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR, false>(p, p.dy); }
+BLOCK_KERNEL(whole_forward_1, NormParams) { whole_forward<1>(p); }
+BLOCK_KERNEL(whole_forward_v, NormParams) { whole_forward<VECTOR>(p); }
+BLOCK_KERNEL(whole_backward_1, NormParams) { whole_backward<1>(p); }
+BLOCK_KERNEL(whole_backward_v, NormParams) { whole_backward<VECTOR>(p); }
 
 // What lies between sums over ranks and the kernels above. Vectors of a few hundred numbers, in double.
 struct GroupParams {

@@ -78,6 +78,8 @@ static void __syncthreads() {
     else fault = BARRIER_OUTSIDE_BLOCK_KERNEL;
 }
 
+static void __threadfence() {}
+
 static Extent place_of(int index, const Extent& extent) {
     const unsigned i = unsigned(index);
     return {i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y};

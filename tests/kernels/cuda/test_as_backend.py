@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halograd.kernels import ClassTargets, LossArrays
+from halograd.kernels import ClassTargets, FusedActivation, LossArrays
 
 from ..conftest import Arrays
 from ..test_attention import (  # noqa: F401
@@ -85,6 +85,14 @@ from ..test_saturation import (  # noqa: F401
     test_saturated_softmax_cross_entropy,
     test_squared_error_of_small_differences,
 )
+
+
+@pytest.mark.parametrize("f", [None, FusedActivation("relu"), FusedActivation("silu")], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 6, 16), (3, 1, 700, 3), (1, 2, 3, 40)], ids=str)
+def test_local_statistics_of_many_rows(typed, shape, f, monkeypatch):
+    """A norm of more rows than one block takes: chunks of rows, whose sums the block that ends last adds up."""
+    monkeypatch.setattr("halograd.kernels.cuda.norms.WHOLE_ROWS", 0)
+    test_on_its_statistics(typed, shape, f, local=True)
 
 
 def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
