@@ -14,6 +14,7 @@ from benchmarks.recompute import strategies
 from halograd.comm import Communicator
 from halograd.kernels import BatchNormKernels, Kernel, get_backend
 from halograd.layers.strategy import Strategy
+from halograd.perfmodel.small import suit_small_layers
 from halograd.program.keeping import Keeping
 from halograd.program.program import Target
 from halograd.training.executor import Executor
@@ -30,9 +31,9 @@ class HalogradSubject:
     Parameters
     ----------
     spec
-        ``problem``, ``threads`` per rank, ``dtype``, ``options`` of the strategy; on one rank ``recompute``, the
-        rule of the outputs that are computed again, or ``arena``, the bytes of an arena in which as little as possible
-        is.
+        ``problem``, ``threads`` per rank, ``dtype``, ``options`` of the strategy, and ``small`` as in ``[strategy]``;
+        on one rank ``recompute``, the rule of the outputs that are computed again, or ``arena``, the bytes of an arena
+        in which as little as possible is.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -42,6 +43,8 @@ class HalogradSubject:
         self.backend = self._backend(spec)
         parts = {"height": self.comm.size}
         strategy = Strategy(parts, options=spec.get("options", {}))
+        if self.comm.size > 1 and spec.get("small", "auto") == "auto":  # as the configuration `height = 2`
+            strategy = suit_small_layers(network, strategy, problem.batch, self.comm.size).strategy
         if "recompute" in spec:
             strategy = strategies(network)[spec["recompute"]]
         if "arena" in spec:

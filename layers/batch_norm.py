@@ -143,6 +143,9 @@ class BatchNorm(Layer):
         own = options.get("statistics", self.statistics) == "local"
         return inputs == 1 and not own and super().may_widen(inputs, parts, options)
 
+    def depends_on_cut(self, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("statistics", self.statistics) != "global")
+
     def lower(self, context: Context) -> Lowered:
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.

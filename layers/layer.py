@@ -373,6 +373,10 @@ class Layer(TargetReader):
         """
         return self, False
 
+    def depends_on_cut(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the result depends on the cut, as statistics of one block do."""
+        return False
+
     def initialized(self, **values: Any) -> Layer:
         """Return a copy whose parameters and states have these initial values, by their short names.
 

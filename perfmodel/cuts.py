@@ -46,6 +46,7 @@ __all__ = [
     "baseline",
     "candidates",
     "divisors",
+    "fits",
     "grids",
     "is_step",
     "shared_alike",
@@ -97,12 +98,24 @@ def candidates(
     """
     if ranks < 1:
         raise ValueError(f"candidates: expected at least one rank, got {ranks}")
+    return _candidates(tuple(_extents(layer, shapes, output, batch)), layer.cuts_channels, ranks, full)
+
+
+def fits(node: Node, parts: Parts, batch: int) -> bool:
+    """Return whether a layer can have this cut, with balanced blocks."""
+    refused = {"no": parts[4:], "channelwise": parts[5:], "contracts": (1,)}[node.layer.cuts_channels]
+    extents = _extents(node.layer, [one.shape for one in node.inputs], node.shape, batch)
+    return max(refused) == 1 and _fits(extents, parts, balanced=True)
+
+
+def _extents(layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], batch: int) -> list[Extent]:
+    """Return the extents that cuts of a layer have to fit."""
     extents: list[Extent] = [((0,), batch), *spatial_extents((shapes[0], output))]
     if layer.cuts_channels != "no":
         extents.append(((4, 5), output[-1]))
     if layer.cuts_channels == "contracts":
         extents.append(((5,), shapes[0][-1]))
-    return _candidates(tuple(extents), layer.cuts_channels, ranks, full)
+    return extents
 
 
 def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:

@@ -5,7 +5,7 @@ memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,10 +190,12 @@ def make_strategy(
     network: Network | None = None,
     batch: int | None = None,
     trainable: bool = True,
+    suit: Callable[[Strategy], Strategy] = lambda strategy: strategy,
 ) -> Strategy:
     """Build the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
 
-    Which outputs are kept, with ``recompute = "block"``, is chosen only if the strategy is `trainable`.
+    Which outputs are kept, with ``recompute = "block"``, is chosen only if the strategy is `trainable`. `suit` returns
+    a cut of all layers with other cuts of small layers (:mod:`halograd.training.small`).
 
     Raises
     ------
@@ -244,7 +246,7 @@ def make_strategy(
         options["recompute"] = config.recompute
     if config.recompute_halo != "keep":
         options["recompute_halo"] = config.recompute_halo
-    strategy = Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
+    strategy = suit(Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes)))
     if config.recompute == "block" and trainable and network is not None and batch is not None:
         return keep_few(network, strategy, Target(batch, size))
     return strategy

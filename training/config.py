@@ -249,6 +249,10 @@ class StrategyConfig(Table):
     """Parts along the rows."""
     width: CutField = 1
     """Parts along the columns."""
+    small: Literal["auto", "keep"] = "auto"
+    """Layers whose blocks are too small under this cut: on fewer ranks, or cut along channels, where the model of a
+    common processor predicts that the step is faster (``"auto"``, on CPUs); or cut as all other layers
+    (``"keep"``). Results are the same."""
     halo: Literal["auto", "pad", "overlap"] = "auto"
     """Time at which convolutions wait for their halos: before they compute (``"pad"``), or after their interior
     (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""

@@ -39,6 +39,7 @@ from .root import on_root, read_config
 from .schedules import SCHEDULES, make_schedule
 from .session import Session, begin_entry, begin_with, data_lines, headline
 from .signals import CHECKPOINTED, StopSignals
+from .small import plan_of
 from .step_times import RunPlan, StepTimes
 from .timeline import write_trace
 from .trained import Planner
@@ -122,6 +123,8 @@ def train(
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step)
+                if session.small is not None:
+                    plan_of(config, session.network, session.small).save(directory / "small.json")
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
             if config.output.tensorboard and ranks.rank == 0:
                 log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", progress.step)))

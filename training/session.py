@@ -30,6 +30,7 @@ from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
 from ..models.own import source_of
+from ..perfmodel.small import SmallLayers
 from .build import check_memory, fit_memory, make_network, make_strategy, needs_of, with_reduction
 from .checkpoint import TrainingProgress
 from .config import Config
@@ -39,6 +40,7 @@ from .kernels import connect_device, open_kernels
 from .memory import memory_errors
 from .root import on_root
 from .samples import Samples
+from .small import describe, suited
 from .timeline import Timeline
 from .transfer import DeviceFeed
 
@@ -60,6 +62,8 @@ class Session:
         Recorder, if ``output.timeline`` is set or the run follows a plan (then it records only some steps); else None.
     ahead
         Feed that copies batches to a device ahead of their use; None on the host.
+    small
+        Other cuts of small layers; None: there are none.
     """
 
     config: Config
@@ -70,6 +74,7 @@ class Session:
     loader: Loader
     timeline: Timeline | None
     ahead: DeviceFeed | None = None
+    small: SmallLayers | None = None
 
     @classmethod
     def open(
@@ -96,7 +101,9 @@ class Session:
             if trainable and settings.accumulate > 1 and comm.rank == 0:
                 _warn_of_parts(network, settings.at_once)
             planned = strategy is not None
-            strategy = strategy or _strategy(config, comm, network, trainable)
+            small = None
+            if strategy is None:
+                strategy, small = _strategy(config, comm, network, trainable)
             strategy = with_reduction(strategy, config)
             strategy.validate(network, comm.size)
             strategy.refuse_empty_blocks(network)
@@ -132,7 +139,7 @@ class Session:
             if comm.rank == 0:
                 samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
             loader, ahead = open_loader(config, executor, samples, stack, timeline)
-            return cls(config, comm, network, executor, samples, loader, timeline, ahead)
+            return cls(config, comm, network, executor, samples, loader, timeline, ahead, small)
 
     def memory_errors(self) -> AbstractContextManager[None]:
         """Return a context that explains an allocation that fails (:func:`halograd.training.memory.memory_errors`)."""
@@ -257,13 +264,20 @@ def _check_given(network: Network, comm: Communicator) -> None:
         )
 
 
-def _strategy(config: Config, comm: Communicator, network: Network, trainable: bool) -> Strategy:
-    """Return the strategy of the configuration; rank 0 reads a file for all. Collective."""
+def _strategy(
+    config: Config, comm: Communicator, network: Network, trainable: bool
+) -> tuple[Strategy, SmallLayers | None]:
+    """Return the strategy of the configuration, with other cuts of small layers; rank 0 reads a file. Collective."""
+    found: list[SmallLayers] = []
 
-    def make() -> Strategy:
-        return make_strategy(config.strategy, comm.size, network, config.training.at_once, trainable)
+    def suit(strategy: Strategy) -> Strategy:
+        found.extend(filter(None, [suited(config, comm, network, strategy)]))
+        return found[0].strategy if found else strategy
 
-    return make() if config.strategy.file is None else on_root(comm.mpi, make)  # the result is the same on all ranks
+    some = config.strategy, comm.size, network, config.training.at_once, trainable
+    if config.strategy.file is not None:
+        return on_root(comm.mpi, lambda: make_strategy(*some)), None
+    return make_strategy(*some, suit), found[0] if found else None
 
 
 def begin_with(session: Session) -> None:
@@ -317,12 +331,13 @@ def _recomputed(session: Session) -> list[str]:
 
 
 def data_lines(session: Session) -> list[str]:
-    """Return lines on treatments of the data that the configuration does not show. Local.
+    """Return lines on cuts and on treatments of the data that the configuration does not show. Local.
 
-    They list the channels that are transformed before normalization, some because of their names; for targets with
-    class counts, the count and weight of each class; and the windows that are trained on.
+    They list small layers with other cuts; the channels that are transformed before normalization, some because of
+    their names; for targets with class counts, the count and weight of each class; and the windows that are trained on.
     """
-    return [*_transforms(session), *_balances(session), *filter(None, [session.samples.placed])]
+    small = [] if session.small is None else [describe(session.network, session.small)]
+    return [*small, *_transforms(session), *_balances(session), *filter(None, [session.samples.placed])]
 
 
 def _transforms(session: Session) -> Iterator[str]:
@@ -372,6 +387,7 @@ def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) 
         "ranks": comm.size,
         "hosts": dict(hosts),
         "cut": _cuts(session),
+        "small_layers": _small(session),
         "recomputed": _recomputed(session),
         "kernels": _kernels(session),
         "transport": comm.transport,
@@ -392,6 +408,12 @@ def _travels(comm: Communicator) -> str:
     """Return a text on the transport of device arrays; empty for a single rank or on the host."""
     choice = comm.devices.choice
     return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
+
+
+def _small(session: Session) -> dict[str, str]:
+    """Return the cuts of small layers that are cut otherwise, by layer."""
+    found = session.small
+    return {} if found is None else {name: cuts_text(found.strategy.cuts_of(name)) for name in found.layers}
 
 
 def _cuts(session: Session) -> str:

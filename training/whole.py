@@ -138,7 +138,9 @@ class Sized:
         elif config.strategy == session.config.strategy:
             self.strategy = own.strategy
         else:
-            self.strategy = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
+            made = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
+            # Small layers with cuts of their own keep them, because both share the parameters.
+            self.strategy = made if session.small is None else replace(made, layers=session.small.strategy.layers)
         self.strategy.validate(self.network, size)
         self.strategy.refuse_empty_blocks(self.network)
         self.extents = extents_of(self.network)

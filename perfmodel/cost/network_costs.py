@@ -48,6 +48,8 @@ from .wires import Ranks, Wires, middle_rank
 __all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
 
 Ints = NDArray[np.int64]
+#: Cuts that are candidates of every layer, or all candidates by layer.
+Extra = Sequence[Parts] | Mapping[str, tuple[Parts, ...]]
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ def network_costs(
     training: Training | None = None,
     full: bool = False,
     bucket_bytes: int = 4 << 20,
-    grids: Sequence[Parts] = (),
+    grids: Extra = (),
 ) -> NetworkCosts:
     """Return the costs of all candidates of all layers.
 
@@ -282,7 +284,7 @@ def network_costs(
     full
         Whether every legal cut is a candidate, not only the preselected ones (`candidates`).
     grids
-        Additional cuts, the same for all layers.
+        Additional cuts, the same for all layers; or all candidates by layer, instead of the preselected ones.
     """
     return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes, grids).costs()
 
@@ -317,7 +319,7 @@ class _Maker:
         training: Training,
         full: bool,
         bucket_bytes: int,
-        grids: Sequence[Parts] = (),
+        grids: Extra = (),
     ) -> None:
         self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
         self.full, self.grids = full, grids
@@ -344,6 +346,8 @@ class _Maker:
         return NetworkCosts(tuple(nodes), tuple(some), times, sums, memory, halos, edges, edge_memory)
 
     def _candidates(self, nodes: Mapping[str, Node]) -> dict[str, tuple[Parts, ...]]:
+        if isinstance(self.grids, Mapping):
+            return {name: self.grids[name] for name in nodes}
         found: dict[str, tuple[Parts, ...]] = {}
         for name, node in nodes.items():
             some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)

@@ -25,7 +25,7 @@ def small(**changes: object) -> Machine:
 
 
 def test_shipped() -> None:
-    assert MACHINES == ("cori-haswell", "dgx-h100", "k80-node", "lassen", "p100-cluster")
+    assert MACHINES == ("cori-haswell", "cpu-core", "dgx-h100", "k80-node", "lassen", "p100-cluster")
 
 
 @pytest.mark.parametrize("name", MACHINES)
