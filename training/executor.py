@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -195,6 +196,8 @@ class Executor:
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
         nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
+        if self.comm.size == 1 and not self.device.is_host:
+            nbytes = sys.maxsize  # nothing is summed while backward runs: one update is one launch
         rank, apart = self.comm.rank, frozenset(self.replicable)
         some = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
         return ParameterStore(*some, parts=self.parts, rounds=self.kernels.rounds_gradients)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import contest as contests
 from benchmarks.gpu import host
-from benchmarks.gpu.attention import ATTENTION
+from benchmarks.gpu.attention import ATTENTION, time_attention
 from benchmarks.gpu.contest import COMPILED, Ours, contest, contest_compiled, rounds
 from benchmarks.gpu.lone import LoneCommunicator
 from benchmarks.gpu.subjects import SUBJECTS, Subject
@@ -216,14 +216,20 @@ def test_a_timing_that_fails_costs_nothing_else_and_what_is_known_is_left_out(
 
 
 @needs_torch
-def test_attention_beside_torch(monkeypatch, capsys):
-    small = [replace(s, samples=1, extents=(8, 8), window=s.window and 4) for s in ATTENTION[1:]]
-    monkeypatch.setattr(program, "ATTENTION", small)
-    with FakeBackend() as kernels, Communicator(MPI.COMM_SELF) as comm:
-        program.run(["attention"], kernels, comm, "cpu")
-    found = [line for line in lines(capsys) if "check" in line]
-    assert [line["status"] for line in found] == ["ok"] * 2, found
-    assert all({"ours", "torch"} == set(line["numbers"]) and "ours / torch" in line["detail"] for line in found)
+@pytest.mark.parametrize("subject", ATTENTION[1:], ids=["global", "windows"])
+def test_attention_beside_torch(kernels, torch, subject):
+    small = replace(subject, samples=1, extents=(8, 8), window=subject.window and 4)
+    text, numbers = time_attention(kernels, small, torch)
+    assert set(numbers) == {"ours", "torch"} and min(numbers.values()) > 0 and "ours / torch" in text
+
+
+def test_attention_without_torch(kernels, monkeypatch, capsys):
+    monkeypatch.setattr(program, "find_torch", lambda: "needs torch (pip install torch)")
+    monkeypatch.setattr(program, "ATTENTION", [replace(ATTENTION[0], extents=(4, 4))])
+    with Communicator(MPI.COMM_SELF) as comm:
+        program.run(["attention"], kernels, comm)
+    _, ours, torch = lines(capsys)
+    assert ours["status"] == "ok" and set(ours["numbers"]) == {"ours"} and torch["status"] == "missing"
 
 
 def test_what_the_host_takes(kernels, capsys):

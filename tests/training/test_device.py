@@ -48,6 +48,15 @@ def test_every_optimizer_steps_as_on_the_host(optimizer, clip):
 
 
 @pytest.mark.ranks(1, 2)
+def test_one_rank_updates_all_parameters_at_once(kernels):
+    """Buckets hide sums behind the backward pass, and one rank has none: its update is one launch."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        cut = Strategy({"height": comm.size}, bucket_bytes=64)
+        with Executor(NETWORKS["mesh"](), comm, kernels, 4, cut) as executor:
+            assert (len(executor.store.buckets) == 1) == (comm.size == 1)
+
+
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["unet", "lenet"])
 def test_batches_in_parts(name):
     with Communicator(MPI.COMM_WORLD) as comm:
