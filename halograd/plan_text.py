@@ -9,15 +9,40 @@ from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, ta
 
 if TYPE_CHECKING:
     from .perfmodel.plans import Alternative, LayerRecord, Plan
+    from .perfmodel.robust import RobustPlan
     from .training.step_times import Measured
 
-__all__ = ["compared", "comparison", "plan_text"]
+__all__ = ["compared", "comparison", "plan_text", "robust_text"]
+
+#: Smallest regret that is printed.
+NOTICED = 0.005
 
 
 def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     """Return the plan as lines: its request, layers and totals, and the baselines."""
     totals = [*_totals(plan), *idle_text(plan)]
     return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
+
+
+def robust_text(robust: RobustPlan) -> list[str]:
+    """Return lines on how much a robust plan loses on machines with other rates, and where it loses most."""
+    if not robust.plan.step_seconds:
+        return []
+    known, fastest = robust.regrets[""], max(robust.fastest.values())
+    lines = [
+        f"robust      at most {max(robust.regrets.values()):.1%} slower than the best plan found if latency, launch "
+        f"time or compute rate is off by {robust.factor:g} x (the fastest plan: {fastest:.1%}); {known:.1%} here"
+    ]
+    worst = robust.worst
+    if robust.regrets[worst] >= NOTICED and worst:
+        strategy = robust.others[worst]
+        largest = max(robust.plan.prediction.layers, key=lambda record: record.output).name
+        cut = cut_text({axis: n for axis, n in strategy.parts_of(largest).items() if n > 1})
+        lines.append(
+            f"sensitive   with {worst}, another plan would be {robust.regrets[worst]:.1%} faster: {cut} of {largest}, "
+            f"gradients summed by {strategy.reduction}"
+        )
+    return lines
 
 
 def _headline(plan: Plan) -> list[str]:

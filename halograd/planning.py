@@ -25,6 +25,7 @@ from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan, Request
 from .perfmodel.predict import Planning, plan_network, quick_pricing
 from .perfmodel.quantities import Bytes
+from .perfmodel.robust import RobustPlan, plan_robust
 from .schema import build as read
 from .schema import nearest
 from .training.config import DataConfig
@@ -37,6 +38,7 @@ __all__ = [
     "check_planner",
     "known_baselines",
     "make_plan",
+    "make_robust_plan",
     "parse_memory",
     "planned_settings",
     "source_of",
@@ -207,6 +209,23 @@ def make_plan(
     planning = planning or Planning(training=Training(asked.dtype, ahead=AHEAD))
     times = times or asked.times(batch, ranks)
     plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning, asked.quick(times))
+    return _with_request(plan, asked, planning, times)
+
+
+def make_robust_plan(asked: Asked, batch: int, ranks: int, planning: Planning) -> RobustPlan:
+    """Plan a model for a machine whose numbers may be wrong (:mod:`halograd.perfmodel.robust`). Local.
+
+    Raises
+    ------
+    UserError
+        See :func:`halograd.perfmodel.robust.plan_robust`.
+    """
+    times = asked.times(batch, ranks)
+    found = plan_robust(asked.network, batch, ranks, asked.machine, times, planning)
+    return replace(found, plan=_with_request(found.plan, asked, planning, times))
+
+
+def _with_request(plan: Plan, asked: Asked, planning: Planning, times: KernelTimes) -> Plan:
     request = Request(
         asked.model,
         dict(asked.options),

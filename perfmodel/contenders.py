@@ -118,6 +118,10 @@ class Contenders:
             self._variants[key] = sorted(some, key=lambda one: one.seconds)
         return self._variants[key]
 
+    def allows(self, strategy: Strategy, scheme: Scheme) -> bool:
+        """Return whether a scheme is among those to try for a strategy."""
+        return any(scheme == one for one, _ in self._schemes(strategy))
+
     def add_recomputed(self, found: Contender, made: Simulation) -> Contender:
         """Store a strategy with the cuts of `found` that computes outputs again."""
         one = Contender(found.name, made, indices=found.indices)
@@ -141,6 +145,18 @@ class Contenders:
         for found in sorted(self, key=lambda one: one.simulation.computing):
             best = self.best_of(found, limit, math.inf if best is None else best.seconds) or best
         return best
+
+    def few(self, limit: float, count: int) -> list[Contender]:
+        """Return the fastest strategies with different cuts that fit, at most `count`."""
+        found: list[Contender] = []
+        for one in sorted(self, key=lambda one: one.simulation.computing):
+            slowest = found[-1].seconds if len(found) == count else math.inf
+            if one.simulation.computing >= slowest:
+                break
+            best = self.best_of(one, limit, slowest)
+            if best is not None:
+                found = sorted([*found, best], key=lambda one: one.seconds)[:count]
+        return found
 
     def leanest(self) -> Contender:
         """Return the strategy, under any scheme, that needs the least memory."""

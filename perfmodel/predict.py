@@ -47,7 +47,7 @@ from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
-__all__ = ["Planning", "plan_frontier", "plan_network", "quick_pricing"]
+__all__ = ["Planning", "StrategySearch", "plan_frontier", "plan_network", "quick_pricing", "uncollected"]
 
 Rule = Literal["none", "auto", "pointwise", "block"]
 
@@ -138,8 +138,8 @@ def plan_network(
     UserError
         For an unknown planner, or if no strategy fits into the memory (the text gives the excess).
     """
-    with _uncollected():
-        return _Search(network, batch, ranks, machine, times, planning or Planning(), quick).run()
+    with uncollected():
+        return StrategySearch(network, batch, ranks, machine, times, planning or Planning(), quick).run()
 
 
 def quick_pricing(machine: Machine, times: KernelTimes, dtype: str) -> Pricing:
@@ -159,12 +159,14 @@ def plan_frontier(
 
     The parameters are those of :func:`plan_network`.
     """
-    search = _Search(network, batch, ranks, machine, times, planning or Planning())
-    with _uncollected():
+    search = StrategySearch(network, batch, ranks, machine, times, planning or Planning())
+    with uncollected():
         yield from search.frontier()
 
 
-class _Search:
+class StrategySearch:
+    """Search for a plan: the strategies that were simulated, and the costs of all candidates."""
+
     def __init__(
         self,
         network: Network,
@@ -192,14 +194,39 @@ class _Search:
         self.has_costs = False
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
+        self.planner: Planner
+        #: Search for another machine whose programs, and their memory, are the same.
+        self.origin: StrategySearch | None = None
 
     def run(self) -> Plan:
         began = time.perf_counter()
+        return self.result(self.best(), began)
+
+    def best(self) -> Contender:
+        """Search; return the fastest strategy that fits. Raises UserError if there is none."""
         failure = self.chooser.look(self)
         best = self._recomputed(self.contenders.fastest(self.limit))
         if best is None:
             self._refuse(failure)
-        return self._result(best, began)
+        return best
+
+    def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> Contender | None:
+        """Search briefly on a machine that differs from that of another search; return the fastest strategy that fits.
+
+        Parameters
+        ----------
+        origin
+            Finished search on the other machine.
+        costs
+            Costs of its candidates on this machine.
+        binds
+            Whether the fastest strategy of the other search does not fit.
+        """
+        self.origin, self.costs, self.has_costs = origin, costs, True
+        self.changes, self.planner, self.budget = Changes(costs), origin.planner, FEWEST
+        with suppress(NoneFits):
+            self._explore(self.limit if binds else math.inf)
+        return self._recomputed(self.contenders.fastest(self.limit)) if binds else self.contenders.fastest(self.limit)
 
     def frontier(self) -> Iterator[Plan]:
         """Yield plans for smaller and smaller limits, from the fastest strategy that fits to the leanest one found.
@@ -225,12 +252,12 @@ class _Search:
             if best is None:
                 break
             last = best.memory_bytes
-            yield self._result(best, began)
+            yield self.result(best, began)
             began, level = time.perf_counter(), min(level, last) * FINE
         self.limit = last
         least = self._leanest()
         if least.memory_bytes < last:
-            yield self._result(least, began)
+            yield self.result(least, began)
 
     def compare(self, name: str, cut: Callable[..., Strategy]) -> None:
         """Simulate the strategy of a baseline."""
@@ -238,7 +265,7 @@ class _Search:
 
     def compare_grids(self) -> None:
         """Simulate the grids that are the same for all layers."""
-        if not self._best_grids():
+        if not self.best_grids():
             raise UserError(
                 f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
                 f"of {self.batch} with too few; use fewer ranks, or another planner"
@@ -252,14 +279,14 @@ class _Search:
         for name in BASELINES:
             PLANNERS[name]().look(self)
         some = (self.network, self.batch, self.ranks, self.quick, self.training, self.planning.full, self.middle)
-        self.costs, self.has_costs = network_costs(*some, self._best_grids()), True
+        self.costs, self.has_costs = network_costs(*some, self.best_grids()), True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
         best = self.contenders.fastest()
         assert best is not None
         level = float(best.memory_bytes)
         if level > self.limit:
-            self._choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
+            self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
         while level > self.limit:
             level *= LEVEL
             try:
@@ -275,14 +302,18 @@ class _Search:
         if known is not None:
             return known
         simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+        same = None if self.origin is None else self.origin.contenders.find(strategy)
+        if same is not None:
+            simulation.share_memory(same.simulation)
         return self.contenders.add(Contender(name, simulation, optimal, indices))
 
     # -- what is simulated ---------------------------------------------------------------------
 
-    def _choose(self, indices: tuple[int, ...], optimal: bool = False) -> Contender:
+    def choose(self, indices: tuple[int, ...], optimal: bool = False) -> Contender:
+        """Simulate a choice among the candidates."""
         return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
-    def _best_grids(self) -> list[Parts]:
+    def best_grids(self) -> list[Parts]:
         """Return the best grids that are the same for all layers; if there are many grids, by a neighborhood search."""
         found: dict[Parts, Contender] = {}
 
@@ -324,7 +355,7 @@ class _Search:
                 if attempt:
                     return
                 raise
-            found = self._choose(choice.indices, choice.optimal)
+            found = self.choose(choice.indices, choice.optimal)
             if room is None or found.fits(limit):
                 return
             # The problem does not include temporary memory of the backward pass: leave capacity for it.
@@ -341,7 +372,7 @@ class _Search:
                     continue
                 tried.add(change.indices)
                 left -= 1
-                faster = self.contenders.best_of(self._choose(change.indices), limit, best.seconds * (1 - ROUNDING))
+                faster = self.contenders.best_of(self.choose(change.indices), limit, best.seconds * (1 - ROUNDING))
                 if faster is not None or not left:
                     break
             if faster is None:
@@ -437,14 +468,15 @@ class _Search:
     def _other(self, batch: int | None = None, ranks: int | None = None, **changes: Any) -> Iterator[Plan]:
         """Yield the plan of the best grid under changed settings, if there is one that fits."""
         some = batch or self.batch, ranks or self.ranks, self.machine, self.times
-        other = _Search(self.network, *some, replace(self.planning, planner=GRID, limit=self.limit, **changes))
+        other = StrategySearch(self.network, *some, replace(self.planning, planner=GRID, limit=self.limit, **changes))
         with suppress(UserError):
             other.chooser.look(other)
             best = other._recomputed(other.contenders.fastest(self.limit))
             if best is not None:
-                yield other._result(best, time.perf_counter())
+                yield other.result(best, time.perf_counter())
 
-    def _result(self, best: Contender, began: float) -> Plan:
+    def result(self, best: Contender, began: float) -> Plan:
+        """Return the plan of a simulated strategy; the search began at this time [s]."""
         # Each alternative has its best scheme, as the plan has.
         suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in self.compared.items()]
         others = [Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit)) for name, f in suited]
@@ -479,7 +511,7 @@ def _schemes(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Disable garbage collection in the body: simulations stay until the end of a search, and their scan takes long."""
     enabled = gc.isenabled()
     gc.disable()

@@ -14,7 +14,7 @@ import typer
 from ..documents import check_output
 from ..errors import UserError
 from ..output import bytes_text, cut_text, mebibytes, milliseconds, split_text, table, time_text, working
-from ..plan_text import plan_text
+from ..plan_text import plan_text, robust_text
 from ..schema import build as build_value
 from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts, parse_options
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..local import CoreSplit
     from ..perfmodel.plans import Alternative, Plan
     from ..perfmodel.predict import Planning
+    from ..perfmodel.robust import RobustPlan
     from ..planning import Asked
 
 __all__ = ["plan"]
@@ -44,6 +45,14 @@ class SearchOptions:
     planner: Planner = "elimination"
     full: Full = False
     recompute: Recompute = "auto"
+    robust: Annotated[
+        bool,
+        typer.Option(
+            "--robust",
+            help="Choose the plan that loses least if latency, launch time or compute rate is off by 3 x; takes about "
+            "4 times as long.",
+        ),
+    ] = False
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Plan under smaller and smaller limits: memory against step time.")
     ] = False
@@ -84,6 +93,7 @@ def plan(
     Examples:
       halograd plan mesh_2k --machine lassen --ranks 16 --batch 4 -o plan.json
       halograd plan resnet50 --machine dgx-h100 --ranks 64 --batch 1024 --memory 16GiB
+      halograd plan vgg_a --machine lassen --ranks 16 --batch 16 --robust
       halograd plan unet3d --machine lassen --ranks 8 --batch 1 --frontier --plot frontier.png
       halograd plan mesh_1k --option resolution=512 --machine machine.toml --ranks 2 --batch 1 --json
       halograd plan resnet50 --cores 4 --batch 1
@@ -95,9 +105,11 @@ def plan(
         _try_cores(what, batch, how, tried, as_json)
         return
     from ..perfmodel.predict import Planning, Rule
-    from ..planning import baselines_of, check_planner, make_plan, parse_memory
+    from ..planning import baselines_of, check_planner, make_plan, make_robust_plan, parse_memory
 
     check_planner(how.planner)
+    if how.robust and how.frontier:
+        raise UserError("--robust: expected no --frontier with it, which compares the fastest plans; remove either")
     if out is not None:
         check_output(out, "--out")
     rule = build_value(cast(Any, Rule), how.recompute, at="--recompute")
@@ -106,20 +118,25 @@ def plan(
     if how.frontier:
         _show_frontier(asked, batch, ranks, planning, how.plot, as_json)
         return
+    robust = None
     with working(f"planning {asked.model} on {ranks} ranks"):
-        made = make_plan(asked, batch, ranks, planning)
+        if how.robust:
+            robust = make_robust_plan(asked, batch, ranks, planning)
+        made = make_plan(asked, batch, ranks, planning) if robust is None else robust.plan
         others = baselines_of(asked, made)
     # The plan is printed even if its file cannot be written after all, such as on a disk that is full by now.
-    print(json.dumps(_as_json(made, others)) if as_json else "\n".join(plan_text(made, others)), flush=True)
+    if as_json:
+        print(json.dumps(_as_json(made, others, robust)), flush=True)
+    else:
+        lines = plan_text(made, others)
+        print("\n".join(lines if robust is None else [*lines, "", *robust_text(robust)]), flush=True)
     if out is not None:
         made.save(out)
     if out is not None and not as_json:
         print(f'{out}: written; `halograd explain {out}` explains it, strategy.file = "{out}" trains under it')
 
 
-def _show_frontier(
-    asked: Asked, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool
-) -> None:
+def _show_frontier(asked: Asked, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool) -> None:
     """Print plans from the fastest to the leanest, and draw them."""
     from ..perfmodel.predict import plan_frontier
 
@@ -177,6 +194,8 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     from ..comm.boot import launched_size
     from ..local import try_splits
 
+    if how.robust:
+        raise UserError("--cores: expected no --robust with it, as this machine is measured, got both; remove either")
     if what.machine is not None:
         raise UserError("--cores: expected no --machine with it, as this one is measured, got one; remove either")
     if launched_size() is not None:
@@ -229,6 +248,15 @@ def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]
 # -- output -------------------------------------------------------------------------------------
 
 
-def _as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
+def _as_json(plan: Plan, others: Sequence[Alternative], robust: RobustPlan | None) -> dict[str, Any]:
     rows = [{**vars(a), "speed_up": a.step_seconds / plan.step_seconds if plan.step_seconds else None} for a in others]
-    return {**plan.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
+    found = {**plan.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
+    if robust is not None:
+        names = {name or "as described": name for name in robust.regrets}
+        regrets = {text: [robust.regrets[name], robust.fastest[name]] for text, name in names.items()}
+        found["robust"] = {
+            "factor": robust.factor,
+            "regrets": {text: own for text, (own, _) in regrets.items()},
+            "regrets_of_fastest": {text: before for text, (_, before) in regrets.items()},
+        }
+    return found

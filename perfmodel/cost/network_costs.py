@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,7 +45,16 @@ from .steps import faster
 from .timeline import price_layer
 from .wires import Ranks, Wires, middle_rank
 
-__all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
+__all__ = [
+    "Grids",
+    "NetworkCosts",
+    "edge_seconds",
+    "mean_costs",
+    "network_costs",
+    "redistributed_bytes",
+    "varied_costs",
+    "works_of",
+]
 
 Ints = NDArray[np.int64]
 #: Cuts that are candidates of every layer, or all candidates by layer.
@@ -252,6 +261,23 @@ class NetworkCosts:
         return found
 
 
+def mean_costs(costs: Sequence[NetworkCosts], weights: Sequence[float]) -> NetworkCosts:
+    """Return the weighted sum of the times of several machines; everything else is that of the first machine."""
+    made: dict[tuple[int, ...], Floats] = {}
+
+    def mean(tables: Sequence[Floats]) -> Floats:
+        key = tuple(map(id, tables))  # equal edges stay one object
+        if key not in made:
+            made[key] = np.add.reduce([weight * table for weight, table in zip(weights, tables)])
+        return made[key]
+
+    times, sums = (
+        tuple(mean(some) for some in zip(*(getattr(one, name) for one in costs))) for name in ("times", "sums")
+    )
+    edges = {edge: mean([one.edges[edge] for one in costs]) for edge in costs[0].edges}
+    return replace(costs[0], times=times, sums=sums, edges=edges)
+
+
 class _Priced(NamedTuple):
     """Costs of one layer, as in :class:`NetworkCosts`."""
 
@@ -286,7 +312,22 @@ def network_costs(
     grids
         Additional cuts, the same for all layers; or all candidates by layer, instead of the preselected ones.
     """
-    return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes, grids).costs()
+    some = (network, batch, ranks, [pricing], training or Training(), full, bucket_bytes, grids)
+    return _Maker(*some).costs()[0]
+
+
+def varied_costs(
+    network: Network,
+    batch: int,
+    ranks: int,
+    pricings: Sequence[Pricing],
+    training: Training,
+    full: bool,
+    bucket_bytes: int,
+    grids: Sequence[Parts],
+) -> list[NetworkCosts]:
+    """Return the costs on several machines, for which each candidate is lowered once; see :func:`network_costs`."""
+    return _Maker(network, batch, ranks, pricings, training, full, bucket_bytes, grids).costs()
 
 
 def works_of(
@@ -305,7 +346,7 @@ def works_of(
     """
     recorded = Recorded(RooflineTimes(machine))
     pricing = Pricing(Wires(machine, quick=True), recorded, dtype, best_halo=True)
-    _Maker(network, batch, ranks, pricing, Training(dtype), full, 1, grids(network, batch, ranks)).price()
+    _Maker(network, batch, ranks, [pricing], Training(dtype), full, 1, grids(network, batch, ranks)).price()
     return recorded.asked
 
 
@@ -315,13 +356,15 @@ class _Maker:
         network: Network,
         batch: int,
         ranks: int,
-        pricing: Pricing,
+        pricings: Sequence[Pricing],
         training: Training,
         full: bool,
         bucket_bytes: int,
         grids: Extra = (),
     ) -> None:
-        self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
+        self.network, self.batch, self.ranks, self.training = network, batch, ranks, training
+        #: Machines; candidates are lowered for the first of them, and priced on each.
+        self.pricings, self.pricing = pricings, pricings[0]
         self.full, self.grids = full, grids
         self.itemsize = as_dtype(training.dtype).itemsize
         # A bucket holds at most all gradients: they share the least cost of its sum.
@@ -329,21 +372,24 @@ class _Maker:
         program = compile_program(network, Strategy(), Target(batch, dtype=as_dtype(training.dtype)))
         self.plain = {step.name: step for step in program.steps}
         self._trained = {segment.name for segment in program.backward}
-        self._priced: dict[object, _Priced] = {}
-        self._tables: dict[object, tuple[Floats, Floats]] = {}
+        self._priced: dict[object, list[_Priced]] = {}
+        self._tables: dict[object, tuple[list[Floats], Floats]] = {}
 
-    def price(self) -> tuple[list[tuple[Parts, ...]], list[_Priced]]:
-        """Return the candidates of all layers and their costs."""
+    def price(self) -> tuple[list[tuple[Parts, ...]], list[list[_Priced]]]:
+        """Return the candidates of all layers and their costs, by layer and machine."""
         nodes = self.network.layers
         some = list(self._candidates(nodes).values())
         return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
 
-    def costs(self) -> NetworkCosts:
+    def costs(self) -> list[NetworkCosts]:
         nodes = self.network.layers
         some, priced = self.price()
         edges, edge_memory = self._edges(list(nodes.values()), some)
-        times, sums, memory, halos = zip(*priced)
-        return NetworkCosts(tuple(nodes), tuple(some), times, sums, memory, halos, edges, edge_memory)
+        found = []
+        for own, tables in zip(zip(*priced), edges):
+            times, sums, memory, halos = zip(*own)
+            found.append(NetworkCosts(tuple(nodes), tuple(some), times, sums, memory, halos, tables, edge_memory))
+        return found
 
     def _candidates(self, nodes: Mapping[str, Node]) -> dict[str, tuple[Parts, ...]]:
         if isinstance(self.grids, Mapping):
@@ -356,24 +402,27 @@ class _Maker:
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
+    def _price(self, plain: Step, some: tuple[Parts, ...]) -> list[_Priced]:
         flags = tuple((value.read, value.trainable, value.dtype) for value in plain.inputs)
         key = (self.pricing.signature(plain), flags, plain.name in self._trained, plain.owner, plain.frozen, some)
         if key not in self._priced:
             # A layer does not use more ranks than its cut has parts, so searches for other numbers of ranks share rows.
-            known, same = self.pricing.known, (key[:-1], self.batch, self.training, self.bucket_bytes)
+            same = key[:-1], self.batch, self.training, self.bucket_bytes, *self.pricings
+            known = self.pricing.known
             rows = []
             for parts in some:
                 row = same, parts
                 if row not in known:
                     known[row] = self._row(plain, parts)
                 rows.append(known[row])
-            times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
-            self._priced[key] = _Priced(times, sums, memory, tuple(r[3] for r in rows))
+            self._priced[key] = []
+            for own in zip(*rows):
+                times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in own)))
+                self._priced[key].append(_Priced(times, sums, memory, tuple(r[3] for r in own)))
         return self._priced[key]
 
-    def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
-        """Return the time, sums of gradients, memory and halo algorithm of one candidate."""
+    def _row(self, plain: Step, parts: Parts) -> list[tuple[float, float, float, str]]:
+        """Return the time, sums of gradients, memory and halo algorithm of one candidate on every machine."""
         trained = plain.name in self._trained
 
         def under(step: Step) -> Step:
@@ -382,22 +431,24 @@ class _Maker:
         chosen = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
         step = under(chosen)
         alone = Alone(step, trained, self.pricing.overlaps)
-        cost = price_layer(step, alone.forward, alone.backward() if trained else [], self.pricing)
-        sums = update = 0.0
+        backward = alone.backward() if trained else []
+        summed: list[tuple[int, Ranks]] = []
         parameters = 0
         for spec in () if step.owner else plain.parameters.values():
             held = blocks_of(spec, step.parts, step.output.layout)
             nbytes = held.largest * self.itemsize
             parameters += nbytes
-            if step.frozen:
-                continue
-            sums += self._sum(nbytes, held.holders.members(0))
-            update += self.pricing.wires.update(nbytes, self.training.slots)
-        return cost.seconds + update, sums, self._memory(step, parameters), cost.halo_algorithm
+            summed += [] if step.frozen else [(nbytes, held.holders.members(0))]
+        memory, rows = self._memory(step, parameters), list[tuple[float, float, float, str]]()
+        for pricing in self.pricings:
+            cost = price_layer(step, alone.forward, backward, pricing)
+            sums = sum((self._sum(pricing.wires, *one) for one in summed), 0.0)
+            update = sum((pricing.wires.update(nbytes, self.training.slots) for nbytes, _ in summed), 0.0)
+            rows.append((cost.seconds + update, sums, memory, cost.halo_algorithm))
+        return rows
 
-    def _sum(self, nbytes: int, group: Ranks) -> float:
+    def _sum(self, wires: Wires, nbytes: int, group: Ranks) -> float:
         """Return the time to sum a layer's gradients: an own sum if they fill a bucket, else a share of one [s]."""
-        wires = self.pricing.wires
         if nbytes >= self.bucket_bytes:
             return wires.sum(nbytes, group)
         return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
@@ -415,9 +466,10 @@ class _Maker:
 
     def _edges(
         self, nodes: Sequence[Node], some: Sequence[tuple[Parts, ...]]
-    ) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
+    ) -> tuple[list[dict[tuple[int, int], Floats]], dict[tuple[int, int], Floats]]:
+        """Return the times of redistributions by machine, and the memory of their copies."""
         place = {node: i for i, node in enumerate(nodes)}
-        edges: dict[tuple[int, int], Floats] = {}
+        edges: list[dict[tuple[int, int], Floats]] = [{} for _ in self.pricings]
         memory: dict[tuple[int, int], Floats] = {}
         for v, node in enumerate(nodes):
             for source in dict.fromkeys(node.inputs):
@@ -430,17 +482,21 @@ class _Maker:
                     continue
                 seconds, nbytes = self._table(source, some[u], some[v])
                 # Two values may pass between the same pair of layers: an input, and its reader's output.
-                edges[u, v] = edges[u, v] + seconds if (u, v) in edges else seconds
+                for tables, table in zip(edges, seconds):
+                    tables[u, v] = tables[u, v] + table if (u, v) in tables else table
                 memory[u, v] = memory[u, v] + nbytes if (u, v) in memory else nbytes
         return edges, memory
 
-    def _table(self, source: Node, makers: tuple[Parts, ...], readers: tuple[Parts, ...]) -> tuple[Floats, Floats]:
+    def _table(
+        self, source: Node, makers: tuple[Parts, ...], readers: tuple[Parts, ...]
+    ) -> tuple[list[Floats], Floats]:
         shape, passes, itemsize = (self.batch, *source.shape), 1, self.itemsize
         if not isinstance(source, Input):
             passes += self.plain[self.network.names[source]].output.trainable
         key = (shape, makers, readers, passes)
         if key not in self._tables:
-            seconds = edge_seconds(shape, makers, readers, self.pricing.wires, itemsize, self.ranks) * passes
+            some = (shape, makers, readers)
+            seconds = [edge_seconds(*some, one.wires, itemsize, self.ranks) * passes for one in self.pricings]
             self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
         return self._tables[key]
 

@@ -179,6 +179,12 @@ class Simulation:
         other.strategy = self.strategy.with_reduction(scheme, nbytes)
         return other
 
+    def share_memory(self, other: Simulation) -> None:
+        """Share the memory of programs with a simulation on another machine, if the operations are the same."""
+        if self.strategy.layers == other.strategy.layers:
+            mine, known = self._known, other._known
+            mine.memory, mine.fullest, mine.uniform = known.memory, known.fullest, known.uniform
+
     def keeping(self, kinds: Collection[str]) -> Keeping:
         """Return the choices of outputs that are computed again under the same cuts, in layers of these kinds."""
         costs = self.costs.items()

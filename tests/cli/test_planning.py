@@ -22,7 +22,8 @@ from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
-from halograd.plan_text import plan_text
+from halograd.perfmodel.robust import RobustPlan
+from halograd.plan_text import plan_text, robust_text
 from halograd.planning import Asked, baselines_of
 from tests.launch import command_line
 from tests.perfmodel.pricing import priced
@@ -51,6 +52,27 @@ def test_a_plan_with_ranks_that_are_idle_says_so(typed, planned):
     assert used < 8 and line.format(8 - used) in typed("explain", planned)[1].splitlines()
     few = ("--machine", "lassen", "--ranks", "2", "--batch", "2", "--planner", "data")
     assert "idle" not in typed("plan", *SMALL, *few)[1]
+
+
+def test_a_robust_plan_says_what_it_is_sensitive_to(typed, monkeypatch):
+    code, out, _ = typed("plan", *SMALL, *LASSEN, "--robust", "--json")
+    found = json.loads(out)["robust"]
+    assert code == 0 and found["factor"] == 3 and len(found["regrets"]) == 7 and "as described" in found["regrets"]
+    assert max(found["regrets"].values()) <= max(found["regrets_of_fastest"].values())
+    monkeypatch.setattr("halograd.planning.plan_robust", lambda *_: pytest.fail("it plans"))
+    for options, option in ((("--frontier",), "--robust"), (("--planner", "nothing"), "--planner")):
+        code, _, err = typed("plan", *SMALL, *LASSEN, "--robust", *options)
+        assert code == 2 and f"{option}: expected" in err
+
+
+def test_text_of_a_robust_plan(planned):
+    plan = Plan.load(planned)
+    regrets = {"": 0.01, "3 x the latency": 0.12}
+    others = dict.fromkeys(regrets, replace(plan.strategy, layers={}, parts={"sample": 2}))
+    lines = robust_text(RobustPlan(plan, regrets, {"": 0.0, "3 x the latency": 0.3}, others, 3.0))
+    assert "at most 12.0% slower" in lines[0] and "the fastest plan: 30.0%); 1.0% here" in lines[0]
+    assert "with 3 x the latency, another plan would be 12.0% faster: 2 sample of conv1_1" in lines[1]
+    assert len(robust_text(RobustPlan(plan, {"": 0.0}, {"": 0.0}, others, 3.0))) == 1
 
 
 @pytest.mark.parametrize("options, table", [((), "conv1_1 "), (("--json",), '"step_seconds"')])
