@@ -111,11 +111,11 @@ class BoundLayer:
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
         params, state = layer.parameters(*shapes), layer.state(*shapes)
         zeros, low, full = self.kernels.zeros, self._dtype, wide(self._dtype)
-        read = full if layer.exact_parameters else low
+        read, rounds = full if layer.exact_parameters else low, self.kernels.rounds_gradients
         made = {
             "params": {key: zeros(spec.shape, read) for key, spec in params.items()},
             "state": {key: zeros(spec.shape, full) for key, spec in state.items()},
-            "grads": {key: zeros(spec.shape, low if spec.rounded else full) for key, spec in params.items()},
+            "grads": {key: zeros(spec.shape, low if rounds and spec.rounded else full) for key, spec in params.items()},
         }
         for kind, specs in (("params", params), ("state", state)):
             for key, spec in specs.items():
