@@ -507,7 +507,7 @@ def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]],
     if left and strict:
         raise UserError(
             _unmatched("a run with all parameters of the module", left, state)
-            + "; if forward() does not use them, pass strict=False"
+            + "; if forward() or the loss does not use them, pass strict=False"
         )
     new = {}
     for name, tensor in tensors.items():
