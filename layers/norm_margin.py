@@ -69,13 +69,15 @@ class NormMargin:
         return array
 
     def _write(self) -> None:
-        self.context.copy(*self._out)
+        timing = Timing("copy", (), copied=sum(source.nbytes for source, _ in self._out))
+        self.context.copy(*self._out, timing=timing)
         self._out = []
 
     def read(self) -> None:
         """Copy the owned box of the input, if its view is strided."""
         if self._wide and self.x.buffer is not self._gathered.view.buffer:
-            self.context.copy((Region(self._gathered.view, self._gathered.box).part(self.context.own), self.x))
+            view = Region(self._gathered.view, self._gathered.box).part(self.context.own)
+            self.context.copy((view, self.x), timing=Timing("copy", (), copied=view.nbytes))
 
     def normalize(self, layer: Any, f: FusedActivation | None) -> None:
         """Add the forward pass of the margin, and the copy of the owned box into the output."""

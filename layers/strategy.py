@@ -174,6 +174,12 @@ class Strategy:
         return any(own.get("wide", False) for own in (self.options, *self.layers.values()))
 
     @property
+    def exchanging_all(self) -> Strategy:
+        """The same strategy without margins: all halos are exchanged."""
+        layers = {name: _without(own, "wide") for name, own in self.layers.items()}
+        return replace(self, layers=layers, options=_without(self.options, "wide"))
+
+    @property
     def keeping_all(self) -> Strategy:
         """The same strategy without recomputation: all outputs are kept for the backward pass."""
         layers = {name: _without(own, "recompute") for name, own in self.layers.items()}

@@ -357,7 +357,7 @@ class Context:
         if view.packed:
             return view
         copy = self.scratch(view.shape, view.dtype)
-        self.copy((view, copy))
+        self.copy((view, copy), timing=Timing("copy", (), copied=view.nbytes))
         return copy
 
     def read(self, i: int) -> View:

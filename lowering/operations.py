@@ -23,8 +23,8 @@ class Timing(NamedTuple):
     ----------
     phase
         Phase of the layer to which the kernel belongs: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``;
-        ``"boundary"``, which computes boundary strips of the output again; or ``"sum"`` of the inputs, element by
-        element.
+        ``"boundary"``, which computes boundary strips of the output again, or a margin of it; ``"sum"`` of the inputs,
+        element by element; or ``"copy"``, which only copies.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs

@@ -260,6 +260,8 @@ def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int 
 class Baseline(Chooser):
     """Baseline: a rule that cuts each layer independently. A subclass has a `name` and defines :meth:`parts`."""
 
+    widens = False
+
     def look(self, search: PlanSearch) -> None:
         search.compare(self.name, self.strategy)
 

@@ -46,6 +46,7 @@ from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
+from .widening import wider
 
 __all__ = ["Planning", "StrategySearch", "plan_frontier", "plan_network", "quick_pricing", "uncollected"]
 
@@ -200,7 +201,7 @@ class StrategySearch:
 
     def run(self) -> Plan:
         began = time.perf_counter()
-        return self.result(self.best(), began)
+        return self.result(self._widened(self.best()), began)
 
     def best(self) -> Contender:
         """Search; return the fastest strategy that fits. Raises UserError if there is none."""
@@ -415,6 +416,23 @@ class StrategySearch:
         strategy = chosen.with_reduction(variant.strategy.reduction, variant.strategy.bucket_bytes)
         some = self.batch, self.pricing, self.training, self.ranks
         return self.contenders.add_recomputed(variant, Simulation(self.network, strategy, *some))
+
+    # -- what is computed with margins ---------------------------------------------------------
+
+    def _widened(self, best: Contender) -> Contender:
+        """Return the strategy with wide values if that is faster, by a margin, and fits; else `best` itself."""
+
+        def simulation(strategy: Strategy) -> Simulation:
+            return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+
+        if not self.chooser.widens:
+            return best
+        plain = best.simulation.prediction(account=False)
+        for found in wider(_with_halos(best.strategy, plain), plain, lambda one: simulation(one).prediction(False)):
+            made = Contender(best.name, simulation(found), indices=best.indices)
+            if made.fits(self.limit):
+                return made
+        return best
 
     # -- what comes of it ----------------------------------------------------------------------
 

@@ -269,6 +269,8 @@ class Explainer:
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
             source = source_of(self.pricing.times, self.asked.machine)
             lines.append(f"by current kernel times ({source}) it takes {time_text(now)}; the following uses these")
+        if plan.strategy.widens:
+            lines.append(self._margins())
         if plan.strategy.recomputes:
             self._say("compiling the step without recomputation")
             lines += ["", *self._recomputation(rank, frozenset(layers if details else plan.layers))]
@@ -278,6 +280,16 @@ class Explainer:
         if not details:
             lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]
         return lines
+
+    def _margins(self) -> str:
+        """Return a line on the layers that compute margins, with the time of a step that exchanges all halos."""
+        plan, strategy = self.plan, self.plan.strategy
+        wide = [name for name in plan.layers if strategy.options_of(name).get("wide")]
+        before = self._simulate(strategy.exchanging_all).step_seconds
+        return (
+            f"the outputs of {len(wide)} of {len(plan.layers)} layers are wide (computed with the margin that the next "
+            f"layers need); with all halos exchanged a step takes {time_text(before)}"
+        )
 
     def _recomputation(self, rank: int, layers: Collection[str]) -> Iterator[str]:
         """Yield lines with what these layers keep and compute again on a rank, and with the totals of its step."""

@@ -314,6 +314,8 @@ class Chooser(ABC):
     name: ClassVar[str]
     #: Whether the chooser compares its choices with the baselines and the grids; a run then also tries close ones.
     searches: ClassVar[bool] = False
+    #: Whether layers of its choice may become wide (:mod:`halograd.perfmodel.widening`).
+    widens: ClassVar[bool] = True
 
     @abstractmethod
     def look(self, search: PlanSearch) -> NoneFits | None:

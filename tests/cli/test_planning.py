@@ -210,6 +210,15 @@ def test_explain_chooses_the_layers_that_take_longest(typed, planned):
     assert code == 0 and re.search(rf"^{slowest.name}\b", out, re.M), out
 
 
+def test_explain_names_layers_that_compute_margins(typed, planned, tmp_path):
+    made = json.loads(planned.read_text())
+    made["strategy"]["layers"]["conv1_1"]["wide"] = True
+    (tmp_path / "wide.json").write_text(json.dumps(made))
+    line = rf"^the outputs of 1 of {len(made['layers'])} layers are wide .*; with all halos exchanged a step takes "
+    assert re.search(line, typed("explain", tmp_path / "wide.json", "--layer", "predict")[1], re.M)
+    assert "are wide" not in typed("explain", planned, "--layer", "predict")[1]
+
+
 @pytest.fixture
 def repeating(planned, tmp_path):
     """Return the path of the planned cuts with outputs of norms and activations computed again."""

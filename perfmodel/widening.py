@@ -1,0 +1,91 @@
+"""Choice of wide values: layers of a plan that compute margins instead of exchanging halos, where this is faster.
+
+The layers between two halo exchanges are a *link*: if all of them are wide, the exchange behind them is left out. Links
+are joined to runs, and for every length in `RUNS` the whole network is simulated. The runs that gain most by these
+simulations form one more strategy. The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the
+times of kernels on larger blocks, and of copies, are less certain than those of exchanges.
+
+If the halos that computation does not hide, and packing, take less than `MARGIN` of the step, nothing is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from ..layers import Strategy
+from .plans import LayerRecord, Prediction
+
+__all__ = ["MARGIN", "RUNS", "wider"]
+
+#: Part of the step's time that wide values must save.
+MARGIN = 0.05
+#: Numbers of links that are joined: all but the last of them become wide.
+RUNS = (2, 3, 4, 6, 12)
+
+
+def wider(strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], Prediction]) -> list[Strategy]:
+    """Return strategies with wide values that are faster than the plain one by `MARGIN`, the fastest first.
+
+    Parameters
+    ----------
+    strategy
+        The plain strategy, with the halo algorithms of its prediction.
+    plain
+        Its prediction.
+    simulate
+        Function that returns the prediction of a strategy, without memory and traffic.
+    """
+    if plain.total("halo_exposed") + plain.total("packing") < MARGIN * plain.step_seconds:
+        return []
+    links = _links(plain.layers)
+    found: list[tuple[float, Strategy]] = []
+    gains: list[tuple[float, range]] = []
+    for length in RUNS:
+        runs = [range(first, min(first + length, len(links))) for first in range(0, len(links), length)]
+        made = with_wide(strategy, _wide(plain, links, runs))
+        if made.layers in [other.layers for _, other in found]:
+            continue
+        prediction = simulate(made)
+        found.append((prediction.step_seconds, made))
+        gains += _gains(plain.layers, prediction.layers, links, runs)
+    chosen, taken = list[range](), set[int]()
+    for gain, run in sorted(gains, key=lambda one: -one[0]):
+        if gain > 0 and not taken & {*run}:
+            chosen.append(run)
+            taken |= {*run}
+    if chosen:
+        made = with_wide(strategy, _wide(plain, links, chosen))
+        if made.layers not in [other.layers for _, other in found]:
+            found.append((simulate(made).step_seconds, made))
+    faster = (one for one in found if one[0] < (1 - MARGIN) * plain.step_seconds)
+    return [made for _, made in sorted(faster, key=lambda one: one[0])]
+
+
+def with_wide(strategy: Strategy, names: Collection[str]) -> Strategy:
+    """Return the strategy in which the outputs of these layers are wide."""
+    layers = dict(strategy.layers)
+    layers |= {name: {**layers.get(name, {}), "wide": True} for name in names}
+    return replace(strategy, layers=layers)
+
+
+def _links(records: Sequence[LayerRecord]) -> list[range]:
+    """Return the layers of each link, as numbers in the order of computation."""
+    begins = [i for i, record in enumerate(records) if record.halo_algorithm]
+    bounds = [0, *begins, len(records)]
+    return [range(a, b) for a, b in pairwise(bounds) if a < b]
+
+
+def _wide(plain: Prediction, links: Sequence[range], runs: Sequence[range]) -> list[str]:
+    """Return the names of the layers in all links of the runs but the last of each."""
+    return [plain.layers[i].name for run in runs for link in run[:-1] for i in links[link]]
+
+
+def _gains(
+    plain: Sequence[LayerRecord], made: Sequence[LayerRecord], links: Sequence[range], runs: Sequence[range]
+) -> Iterator[tuple[float, range]]:
+    """Yield the time that each run saves in its layers [s], with the run."""
+    saved = [0.0, *accumulate(a.seconds - b.seconds for a, b in zip(plain, made, strict=True))]
+    for run in runs:
+        yield saved[links[run[-1]].stop] - saved[links[run[0]].start], run
