@@ -143,6 +143,8 @@ class Pricing:
     def _kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
         """Return the mean time of a kernel over equal devices."""
         times, inputs = self.times, timing.inputs
+        if timing.phase == "copy":  # it has the price of what it copies
+            return 0.0
         if timing.phase == "sum":
             return times.time(_ADD, inputs, self.dtype, False).forward
         assert step is not None

@@ -239,12 +239,10 @@ class _Player:
             return 0.0
         if self.algorithms.get(layer) == "pad" and any(one.kind == "halo" and one.name == layer for one in self._ends):
             self.algorithms[layer] = "overlap"
-        seconds = 0.0
-        if timing.phase != "copy":
-            seconds = self._seconds(timing, layer)
-            self._squares += seconds * seconds
-            self._all += seconds * seconds
-            self._spend(layer, timing.phase, seconds)
+        seconds = self._seconds(timing, layer)
+        self._squares += seconds * seconds
+        self._all += seconds * seconds
+        self._spend(layer, timing.phase, seconds)
         if timing.copied:
             self._spend(layer, "packing", self.pricing.wires.copy(timing.copied))
         return seconds
