@@ -176,11 +176,12 @@ def test_the_price_follows_from_the_bytes(files):
 
 def test_a_run_with_a_transport_of_a_file(files):
     config = write_config(files)
-    plain = run(config, files / "plain", "backend.transport=shared", "strategy.height=2")
+    cut = "strategy.height=2", "strategy.small=keep"  # cuts of small layers, and so last bits, depend on the network
+    plain = run(config, files / "plain", "backend.transport=shared", *cut)
     counted = "backend.transport=slow.py:Counted:file=made.jsonl"
-    assert run(config, files / "own", counted, "strategy.height=2", cwd=files) == plain
+    assert run(config, files / "own", counted, *cut, cwd=files) == plain
     slow = "backend.transport=slow.py:Slow:seconds=2e-3"
-    assert run(config, files / "slow", slow, "strategy.height=2", cwd=files) == plain
+    assert run(config, files / "slow", slow, *cut, cwd=files) == plain
     noted = [line for line in (files / "made.jsonl").read_text().splitlines() if '"channels": 0' not in line]
     assert len(noted) == 2 and noted[0] == noted[1], "one communicator with channels on each of two ranks"
 
