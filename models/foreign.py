@@ -94,7 +94,8 @@ def _with_loss(network: Network, loss: Any) -> Network:
         return made
     known = ", ".join((*_OF_CLASSES, *_OF_NUMBERS))
     if loss not in (*_OF_CLASSES, *_OF_NUMBERS):
-        raise UserError(f'model.loss: expected one of {known}, or "FILE.py:FUNCTION", got {loss!r}')
+        remedy = "set it (in a command: --option loss=NAME)" if loss is None else "choose one of these"
+        raise UserError(f'model.loss: expected one of {known}, or "FILE.py:FUNCTION", got {loss!r}; {remedy}')
     if len(network.outputs) > 1:
         raise UserError(
             f'model.loss: expected "FILE.py:FUNCTION" for a network with several outputs '

@@ -143,11 +143,14 @@ class PredictionOptions:
             raise UserError(f"--window: expected extents such as 128,128,128, got {self.window!r}") from None
 
 
+MODEL = "A model by name, such as resnet50; net.py:build, torch:net.py:make or onnx:net.onnx."
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Options that select the model and the machine to plan for."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as resnet50; or net.py:build.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`)."),

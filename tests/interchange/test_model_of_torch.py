@@ -105,6 +105,7 @@ def test_losses_of_an_imported_network(working):
         assert list(network.outputs) == ["prediction", "loss"]
     for source, options, message in (
         ("torch:net.py:alone", {"loss": "Huber"}, r"expected .* a torch.nn.Module and an example, got Sequential"),
+        ("torch:net.py:make", {}, "model.loss: expected one of .*, got None; .*--option loss="),
         ("torch:net.py:make", {"loss": "Hubert"}, "model.loss: expected one of .*, got 'Hubert'"),
         ("torch:net.py:make", {"loss": "net.py:alone"}, "model.loss: net.py:alone failed: TypeError"),
         ("torch:net.py:make", {"loss": "Huber", "width": 3}, "model.torch: net.py:make failed: TypeError"),
