@@ -131,15 +131,15 @@ class Power(_Function):
     def slopes(self, z: Any, out: Any) -> None:
         if self.exponent == 0.5:
             np.sqrt(z, out=out)
-            np.maximum(out, _SMALLEST_ROOT[z.dtype.itemsize], out=out)
+            np.maximum(out, _SMALLEST_ROOT[np.dtype(z.dtype).name], out=out)
             np.reciprocal(out, out=out)
         else:
             _power(z, self.exponent - 1, out)
         np.multiply(out, self.exponent, out=out)
 
 
-#: Root of about the smallest normal number, by the size of an element [B]; of bfloat16 it is that of float32.
-_SMALLEST_ROOT = {2: 2.0**-7, 4: 2.0**-63, 8: 2.0**-511}
+#: Root of the smallest normal number of a dtype. bfloat16 has the exponents of float32.
+_SMALLEST_ROOT = {"float16": 2.0**-7, "bfloat16": 2.0**-63, "float32": 2.0**-63, "float64": 2.0**-511}
 
 
 def _power(x: Any, exponent: float, out: Any) -> None:

@@ -97,7 +97,7 @@ class ColumnsGrid:
 def with_partial(
     launcher: Launcher, scratch: Scratch, grid: ColumnsGrid, impl: str, sums: Launch, *then: Launch
 ) -> Kernel:
-    """Return a kernel whose first launch adds up its blocks' sums in scratch memory; `then` are further launches."""
+    """Return a kernel of the launch `sums`, whose blocks meet in scratch memory, and of the launches `then`."""
     run = run_all([sums, *then])
     if grid.chunks == 1:
         return sequence(impl, sums, *then)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import halograd as hg
+from halograd.device import as_dtype
 from halograd.layers.resized import resized
 from halograd.testing import check_layer
 from tests.support.grids import axes_in_turn
@@ -70,3 +71,15 @@ def test_the_first_of_equal_maxima_receives_the_gradient():
 def test_settings_that_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(hg.Input(SHAPE))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_slope_of_a_root_is_limited_only_below_the_smallest_normal_number(dtype):
+    """bfloat16 has the exponents of float32: small numbers keep their slopes."""
+    dtype = as_dtype(dtype)
+    smallest = 2.0**-14 if dtype.name == "float16" else 1e-30
+    x = np.array([0, smallest, 4 * smallest], dtype)
+    slopes = np.empty_like(x)
+    hg.Power(0.5).slopes(x, slopes)
+    assert np.isfinite(slopes).all()
+    np.testing.assert_allclose(slopes[1:].astype(float), 0.5 / np.sqrt(x[1:].astype(float)), rtol=0.02)
