@@ -135,8 +135,8 @@ def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
 def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) -> None:
     """Write nodes that convert the predictions of normalized targets to the units of the targets."""
     loss = network.outputs.get("loss")
-    judgements = [] if loss is None else loss.layer.judgements(*(node.shape for node in loss.inputs))
-    for one in judgements:
+    comparisons = [] if loss is None else loss.layer.comparisons(*(node.shape for node in loss.inputs))
+    for one in comparisons:
         assert loss is not None
         node, statistics = loss.inputs[one.prediction], normalization.get(network.names[loss.inputs[one.target]])
         title, shape = f"{w.name(node)}::restored", (1, node.shape[-1], *(1 for _ in node.shape[:-1]))

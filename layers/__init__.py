@@ -45,7 +45,7 @@ from .scale import PReLU, Scale
 from .softmax import LogSoftmax, Softmax
 from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .strategy import Strategy
-from .targets import Judgement
+from .targets import MetricSpec
 from .total_loss import training_only
 from .transposed import ConvTranspose
 
@@ -90,7 +90,6 @@ __all__ = [
     "Huber",
     "Input",
     "InstanceNorm",
-    "Judgement",
     "Layer",
     "LayerNorm",
     "LeakyReLU",
@@ -100,6 +99,7 @@ __all__ = [
     "Loss",
     "MaxPool",
     "MeanSquaredError",
+    "MetricSpec",
     "Mish",
     "MultiHeadAttention",
     "Multiply",

@@ -16,7 +16,7 @@ from ..lowering.operations import KernelSpec
 from ..lowering.views import View
 from .layer import Shape
 from .loss import LocalLoss, Loss, LossBlock, LossTerm
-from .targets import Judgement
+from .targets import MetricSpec
 
 __all__ = ["Dice", "Tversky"]
 
@@ -94,12 +94,12 @@ class Dice(Loss):
             return super().target_range(i, *shapes)
         return (0.0, shapes[0][-1] - 1.0 if self.reads_classes(i, *shapes) else 1.0)
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
         if self.activation == "softmax" or prediction[-1] != target[-1]:
-            return (Judgement(prediction[-1], ignored=self.ignore_index),)
+            return (MetricSpec(prediction[-1], ignored=self.ignore_index),)
         if self.activation == "sigmoid":
-            return (Judgement(2, threshold=0.0, ignored=self.ignore_index),)
-        return (Judgement(2, threshold=0.5, probabilities=True, ignored=self.ignore_index),)
+            return (MetricSpec(2, threshold=0.0, ignored=self.ignore_index),)
+        return (MetricSpec(2, threshold=0.5, probabilities=True, ignored=self.ignore_index),)
 
     def ignored_target(self, i: int) -> int | None:
         return self.ignore_index if i == 1 else None

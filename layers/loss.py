@@ -23,7 +23,7 @@ from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Value, View
 from .layer import Layer, Node, Passes, Shape
 from .needs import is_broadcast, operand_blocks, sliding, with_axes
-from .targets import Judgement
+from .targets import MetricSpec
 
 __all__ = [
     "BALANCED",
@@ -236,13 +236,13 @@ class Loss(Layer):
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return (0.0, math.inf) if self.weighs(i) else None
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+    def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
         weights = 2 if len(shapes) == 3 else None
-        return [replace(one, weights=weights) for one in self.judged(*shapes[:2])]
+        return [replace(one, weights=weights) for one in self.metric_specs(*shapes[:2])]
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
         """Return the comparisons of a prediction and a target of these sample shapes."""
-        return (Judgement(),)
+        return (MetricSpec(),)
 
     def divides(self, weighted: bool) -> bool:
         """Return whether the sum is divided by the sum of weights; `weighted` is whether positions have weights."""

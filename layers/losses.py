@@ -13,7 +13,7 @@ from ..kernels import LossArrays
 from ..kernels.memory import buffer, chunks, rows, total
 from .layer import Passes, Shape
 from .loss import BALANCED, HOW_TO_COUNT, LocalLoss, Loss, LossBlock, LossOfKernel, check_counts, check_normalization
-from .targets import Judgement
+from .targets import MetricSpec
 
 __all__ = ["CRPS", "AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 
@@ -91,8 +91,8 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        return (Judgement(2, threshold=0.0),)
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        return (MetricSpec(2, threshold=0.0),)
 
     def check(self, *shapes: Shape) -> None:
         super().check(*shapes)
@@ -263,8 +263,8 @@ class Focal(_Pointwise):
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        return (Judgement(2, threshold=0.0),)
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        return (MetricSpec(2, threshold=0.0),)
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
         p, rest, ce, more = (buffer(work, name, x.shape, x.dtype) for name in ("p", "rest", "ce", "more"))
@@ -369,8 +369,8 @@ class CRPS(Loss):
                 f"its target, {(*target_grid, self.members * own)}, got {shapes[0]}"
             )
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        return (Judgement(members=self.members),)
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        return (MetricSpec(members=self.members),)
 
     def local(
         self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None

@@ -391,7 +391,7 @@ def _check_losses(network: Network) -> None:
                 f"({node.layer.kind}) too; one loss is trained: leave this one out, make it the output 'loss', "
                 "or add it to that one (ce + 0.5 * dice)"
             )
-        if not node.layer.judgements(*_input_shapes(node)):
+        if not node.layer.comparisons(*_input_shapes(node)):
             raise ValueError(
                 f"network {network.name!r}: expected in loss {name!r} at least one term that counts in evaluation, "
                 "got terms for training only; leave training_only out of one"

@@ -11,7 +11,7 @@ from ..kernels import ClassTargets, LossArrays
 from ..kernels.access import reads, writes
 from .layer import Shape
 from .loss import BALANCED, HOW_TO_COUNT, Loss, LossBlock, LossOfKernel, LossPlace, check_counts, check_normalization
-from .targets import Judgement
+from .targets import MetricSpec
 
 __all__ = ["SoftmaxCrossEntropy", "balanced"]
 
@@ -91,8 +91,8 @@ class SoftmaxCrossEntropy(Loss):
     def ignored_target(self, i: int) -> int | None:
         return self.ignore_index if i == 1 else None
 
-    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        return (Judgement(prediction[-1], ignored=self.ignore_index),)
+    def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        return (MetricSpec(prediction[-1], ignored=self.ignore_index),)
 
     def counted_classes(self, i: int, *shapes: Shape) -> int:
         return shapes[0][-1] if i == 1 and isinstance(self.class_weights, str) else 0

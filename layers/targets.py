@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from .needs import Shape
 
-__all__ = ["Judgement", "TargetReader"]
+__all__ = ["MetricSpec", "TargetReader"]
 
 #: Type variable of a layer class.
 Some = TypeVar("Some", bound="TargetReader")
 
 
 @dataclass(frozen=True)
-class Judgement:
+class MetricSpec:
     """Comparison of predictions with targets, for metrics.
 
     Attributes
@@ -98,6 +98,6 @@ class TargetReader:
         """Return the number in the target `i` that marks ignored positions; None: there is none."""
         return None
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+    def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
         """Return the comparisons of a loss's predictions with its targets; empty if there are none."""
         return ()

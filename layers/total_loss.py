@@ -16,7 +16,7 @@ from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 from .layer import Node, Shape
 from .loss import Loss, LossNode, LoweredTerm, loss_timing
-from .targets import Judgement
+from .targets import MetricSpec
 
 __all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
 
@@ -136,12 +136,12 @@ class TotalLoss(Loss):
         found = {layer.ignored_target(k) for k, layer in self._readers(i)}
         return found.pop() if len(found) == 1 else None
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+    def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
         found = [
             _renumbered(one, term.inputs)
             for term in self.terms
             if not term.training_only
-            for one in term.layer.judgements(*self._of(term, shapes))
+            for one in term.layer.comparisons(*self._of(term, shapes))
         ]
         pairs = [(one.prediction, one.target) for one in found]
         return [one for k, one in enumerate(found) if pairs[k] not in pairs[:k]]
@@ -170,7 +170,7 @@ class TotalLoss(Loss):
         return Lowered(backward, loss=loss, terms=terms)
 
 
-def _renumbered(one: Judgement, inputs: Sequence[int]) -> Judgement:
+def _renumbered(one: MetricSpec, inputs: Sequence[int]) -> MetricSpec:
     """Return the comparison of a term with the input numbers of the sum."""
     weights = None if one.weights is None else inputs[one.weights]
     return replace(one, prediction=inputs[one.prediction], target=inputs[one.target], weights=weights)

@@ -166,7 +166,7 @@ class Poison:
                 _poison(one.array, one.number)
             known = _numbers_in(held[name].array for name in read)
             result = call()
-            self._judge(place, away, results, known, blank)
+            self._check_results(place, away, results, known, blank)
             for one in away:
                 if not _is_poisoned(one.array, one.number):
                     self._note(f"{place}: writes {one.name!r}, which it does not declare")
@@ -179,7 +179,7 @@ class Poison:
 
         return run
 
-    def _judge(
+    def _check_results(
         self,
         place: str,
         hidden: Iterable[_Held],

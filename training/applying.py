@@ -43,7 +43,7 @@ from ..data.coordinates import SOURCES, STEP, write_coordinates, write_sources
 from ..data.disk import DataError, atomic_path
 from ..data.writers import WRITTEN_BY, Predictions, Writer
 from ..dtensor import Blocks, Box
-from ..layers.targets import Judgement
+from ..layers.targets import MetricSpec
 from ..lowering.views import Value
 from .flips import Flips
 from .metrics import sigmoid, softmax
@@ -137,8 +137,8 @@ def outputs_of(
         kept[STEP] = "the times of the predictions"
     for name in kept.keys() & network.outputs.keys():
         raise UserError(f"output {name!r}: expected another name, because the file uses it for {kept[name]}")
-    judgements = loss.layer.judgements(*(n.shape for n in loss.inputs))
-    judged = {loss.inputs[one.prediction]: one for one in reversed(judgements)}  # use the first one of each prediction
+    comparisons = loss.layer.comparisons(*(n.shape for n in loss.inputs))
+    specs = {loss.inputs[one.prediction]: one for one in reversed(comparisons)}  # use the first one of each prediction
     found = []
     for name, node in network.outputs.items():
         if node is loss:
@@ -148,12 +148,12 @@ def outputs_of(
         if steps:
             shape, boxes = stepped(shape, boxes, name, steps, session.config.data.rollout)
         plain = Output(name, value, shape, boxes, dtype_of(value), np.asarray, steps=steps)
-        judgement = judged.get(node)
-        made = plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what)
-        if judgement is not None:
-            said = described.get(network.names[loss.inputs[judgement.target]], {})
-            made = replace(made, attributes=_attributes(said, judgement, what, made.shape[-1]))
-            statistics = session.samples.statistics.get(network.names[loss.inputs[judgement.target]])
+        spec = specs.get(node)
+        made = plain if what == "logits" or spec is None else _of_classes(plain, spec, what)
+        if spec is not None:
+            said = described.get(network.names[loss.inputs[spec.target]], {})
+            made = replace(made, attributes=_attributes(said, spec, what, made.shape[-1]))
+            statistics = session.samples.statistics.get(network.names[loss.inputs[spec.target]])
             if statistics is not None and not steps:
                 first = made.boxes[session.comm.rank].start[-1]
                 made = replace(made, of_block=partial(statistics.restored, first_channel=first))
@@ -161,30 +161,30 @@ def outputs_of(
     return found
 
 
-def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channels: int) -> dict[str, Any]:
+def _attributes(said: Mapping[str, Any], spec: MetricSpec, what: str, channels: int) -> dict[str, Any]:
     """Return the attributes of a target that apply to its prediction; for logits and probabilities, only names."""
-    if judgement.classes is not None and what != "classes":
+    if spec.classes is not None and what != "classes":
         said = {key: said[key] for key in ("long_name", "description") if key in said}
     fits = len(said.get("channel_names", ())) == channels
     return {key: value for key, value in said.items() if key != "channel_names" or fits}
 
 
-def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
+def _of_classes(output: Output, spec: MetricSpec, what: str) -> Output:
     """Convert an output to probabilities or classes; an output of a regression is not changed."""
-    if judgement.classes is None:
+    if spec.classes is None:
         return output
-    if len(output.boxes.axes[-1]) > 1 and judgement.threshold is None:
+    if len(output.boxes.axes[-1]) > 1 and spec.threshold is None:
         raise UserError(
             f"--what {what}: expected whole channels of output {output.name!r}, got cut channels; choose another cut "
             "by --set, or logits"
         )
-    if what == "probabilities" and judgement.probabilities:
+    if what == "probabilities" and spec.probabilities:
         return output
     if what == "probabilities":
-        return replace(output, of_block=softmax if judgement.threshold is None else sigmoid)
-    dtype = np.min_scalar_type(judgement.classes)  # its largest number is no class
-    if judgement.threshold is not None:
-        threshold = judgement.threshold
+        return replace(output, of_block=softmax if spec.threshold is None else sigmoid)
+    dtype = np.min_scalar_type(spec.classes)  # its largest number is no class
+    if spec.threshold is not None:
+        threshold = spec.threshold
         return replace(output, dtype=dtype, of_block=lambda block: block > threshold)
     boxes = output.boxes.replace(-1, ((0, 1),))
     shape = (*output.shape[:-1], 1)

@@ -176,7 +176,7 @@ class RunLock:
             if seen is None:
                 continue  # the owner has released it
             owner = Owner.parse(seen[0])
-            reason = self._judge(owner, seen, first or seen, time.monotonic() - begun)
+            reason = self._reason(owner, seen, first or seen, time.monotonic() - begun)
             if reason is not None and self._replace(seen[0]):
                 _log.warning("%s: taken over from %s: %s", self.path, owner, reason)
                 break
@@ -187,7 +187,7 @@ class RunLock:
         self._held = True
         self._thread.start()
 
-    def _judge(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
+    def _reason(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
         """Return the reason to take the lock over; None to read the lock again. Raises UserError if its owner runs."""
         reason = owner.gone(self._me)
         if reason is not None:

@@ -18,21 +18,21 @@ from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable, open_to_read
 from ..device import is_low
 from ..layers.needs import operand_blocks
-from ..layers.targets import Judgement
+from ..layers.targets import MetricSpec
 from ..lowering.views import Value, View
 from .executor import Executor, Gather
 from .metrics import METRICS, Calibration, Confusion, Ensemble, Errors, Metric, checked_metric, ensemble_mean
 from .session import Session
 
 __all__ = [
+    "ComparedPair",
     "Evaluation",
-    "JudgedPair",
     "MeanLoss",
     "check_predictions",
+    "compared_pairs",
     "describe",
     "evaluate_parts",
     "gather_samples",
-    "judged",
     "write_predictions",
 ]
 
@@ -76,13 +76,13 @@ class Evaluation:
         statistics: Mapping[str, ChannelStatistics] | None = None,
     ) -> None:
         self._executor, self._statistics = executor, statistics or {}
-        self._judged = judged(executor)
-        self._counted = list(self._judged)
-        first, taken = self._judged[0], dict.fromkeys(self.names, "the loss")
+        self._pairs = compared_pairs(executor)
+        self._counted = list(self._pairs)
+        first, taken = self._pairs[0], dict.fromkeys(self.names, "the loss")
         for name in metrics:
             *space, channels = first.prediction.layout.shape[1:]
-            shape = (*space, channels // first.judgement.members)
-            metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.judgement, shape)
+            shape = (*space, channels // first.spec.members)
+            metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.spec, shape)
             self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))
             for key in metric.scores():
                 if key in taken:
@@ -104,7 +104,7 @@ class Evaluation:
         """
         if executor is self._executor:
             return
-        self._executor, found = executor, judged(executor)
+        self._executor, found = executor, compared_pairs(executor)
         found += found[:1] * (len(self._counted) - len(found))  # metrics in addition to those of the loss
         self._counted = [
             replace(one, prediction=other.prediction, target=other.target, weights=other.weights)
@@ -123,22 +123,22 @@ class Evaluation:
     @property
     def counted(self) -> Metric:
         """Counts of the first prediction."""
-        return self._judged[0].metric
+        return self._pairs[0].metric
 
     @property
     def of_numbers(self) -> bool:
         """Whether the first prediction is a regression."""
-        return self._judged[0].judgement.classes is None
+        return self._pairs[0].spec.classes is None
 
     @property
     def blind(self) -> bool:
         """Whether the counts cannot distinguish good from bad predictions (:meth:`Metric.lacking`)."""
-        return all(one.metric.lacking() for one in self._judged)
+        return all(one.metric.lacking() for one in self._pairs)
 
     @property
     def lacking_text(self) -> str:
         """The predictions whose counts cannot distinguish good from bad, with the reason; "" if there are none."""
-        found = [(one.name, one.metric.lacking()) for one in self._judged]
+        found = [(one.name, one.metric.lacking()) for one in self._pairs]
         return "; ".join(f"of {name!r} {text}" for name, text in found if text)
 
     def begin(self) -> None:
@@ -164,8 +164,8 @@ class Evaluation:
                     restored = self._statistics[one.nodes[1]].restored
                     prediction = restored(prediction, box.start[-1])
                     target = restored(target, one.target.box.start[-1])
-                if number >= len(self._judged) and one.judgement.members > 1:
-                    prediction = ensemble_mean(prediction, one.judgement.members)
+                if number >= len(self._pairs) and one.spec.members > 1:
+                    prediction = ensemble_mean(prediction, one.spec.members)
                 one.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
@@ -177,7 +177,7 @@ class Evaluation:
         loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
-        found = {"loss": None if all(one.metric.empty for one in self._judged) else loss}
+        found = {"loss": None if all(one.metric.empty for one in self._pairs) else loss}
         for one in self._counted:
             for key, score in one.metric.scores().items():
                 found[f"{one.prefix}{key}"] = None if score is None else float(score)
@@ -198,7 +198,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class JudgedPair:
+class ComparedPair:
     """A prediction and its target.
 
     Attributes
@@ -212,7 +212,7 @@ class JudgedPair:
         Names of both in the network.
     prediction, target
         Values that the loss reads.
-    judgement, metric
+    spec, metric
         Kind of comparison, and the metric that counts its results.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
@@ -223,7 +223,7 @@ class JudgedPair:
     nodes: tuple[str, str]
     prediction: Value
     target: Value
-    judgement: Judgement
+    spec: MetricSpec
     metric: Metric
     weights: View | None = None
 
@@ -238,15 +238,15 @@ class JudgedPair:
 _TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
-def judged(executor: Executor) -> list[JudgedPair]:
+def compared_pairs(executor: Executor) -> list[ComparedPair]:
     """List the predictions and targets that the minimized loss reads, each with its metric."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.program.steps if node is not None and step.layer is node.layer), None)
-    judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
-    if step is not None and node is not None and judgements:
+    comparisons = [] if step is None else step.layer.comparisons(*(value.layout.shape[1:] for value in step.inputs))
+    if step is not None and node is not None and comparisons:
         outputs = {made: name for name, made in network.outputs.items()}
-        found = list[JudgedPair]()
-        for one in judgements:
+        found = list[ComparedPair]()
+        for one in comparisons:
             made, target = node.inputs[one.prediction], node.inputs[one.target]
             nodes = network.names[made], network.names[target]
             values = step.inputs[one.prediction], step.inputs[one.target]
@@ -264,7 +264,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
                 metric = Errors() if one.members == 1 else Ensemble(one.members)
             else:
                 metric = Confusion(one.classes, one.threshold, one.ignored, one.probabilities)
-            found.append(JudgedPair(name, f"{name} " if found else "", nodes, *values, one, metric, weights))
+            found.append(ComparedPair(name, f"{name} " if found else "", nodes, *values, one, metric, weights))
         return found
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
@@ -378,7 +378,7 @@ def gather_samples(
     predictions in the units of the data; 16 bits as float32.
     """
     executor, units = session.executor, dict[str, ChannelStatistics | None]()
-    for one in judged(executor):
+    for one in compared_pairs(executor):
         for node in one.nodes:
             units.setdefault(node, session.samples.statistics.get(one.nodes[1]))
     parts: dict[Any, list[np.ndarray]] = {key: [] for key in names}
@@ -405,7 +405,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     written in the units of the data. Rank 0 holds all of them at once, so this is for images and small sets.
     """
     names: dict[str, str] = {}
-    for number, one in enumerate(judged(session.executor)):
+    for number, one in enumerate(compared_pairs(session.executor)):
         folder = f"{one.name}/" if number else ""
         names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
     samples, arrays = gather_samples(session, batches, names)

@@ -23,7 +23,7 @@ from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
-from ..layers.targets import Judgement
+from ..layers.targets import MetricSpec
 from .log import STAMPS
 
 __all__ = [
@@ -58,7 +58,7 @@ class Metric(ABC):
 
     A configuration names metrics of your own for the first prediction of the loss,
     ``output.metrics = ["within.py:Within"]``; a loss names one instead of the library's:
-    ``Judgement(metric=RelativeError)``. Every rank counts its blocks, the counts are summed over the ranks, and all
+    ``MetricSpec(metric=RelativeError)``. Every rank counts its blocks, the counts are summed over the ranks, and all
     ranks compute the scores from the sums. Names of scores are their labels in log, progress and pictures. Fields of a
     metric that is a dataclass are settings: ``"within.py:Within:limit=0.5"``.
 
@@ -76,12 +76,12 @@ class Metric(ABC):
     name: ClassVar[str] = ""
     __pydantic_config__ = STRICT
 
-    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:  # noqa: B027  (optional)
+    def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:  # noqa: B027  (optional)
         """Take what is compared, before anything is counted, and make the counts for it. Local.
 
         Parameters
         ----------
-        judgement
+        spec
             Kind of the comparison: classes, threshold, ignored targets.
         shape
             Sample shape ``(*spatial, C)`` of the whole prediction.
@@ -126,7 +126,7 @@ class Metric(ABC):
 METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")
 
 
-def checked_metric(make: Any, name: str, judgement: Judgement, shape: tuple[int, ...]) -> Metric:
+def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...]) -> Metric:
     """Create and check the metric of a comparison of the prediction `name`. Local; every rank calls it.
 
     Raises
@@ -137,7 +137,7 @@ def checked_metric(make: Any, name: str, judgement: Judgement, shape: tuple[int,
     made = make()
     if not isinstance(made, Metric):
         raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(made).__name__}")
-    made.compare(judgement, shape)
+    made.compare(spec, shape)
     kind, counts = f"metric {type(made).__name__} of {name!r}", getattr(made, "counts", None)
     check_methods(made, optional=["weights"])
     if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
@@ -362,7 +362,7 @@ class Ensemble(Errors):
     Attributes
     ----------
     members
-        Number of members, as in :class:`halograd.layers.Judgement`.
+        Number of members, as in :class:`halograd.layers.MetricSpec`.
     counts
         ``(5,)`` float64: elements of the target, sum of absolute differences, of squares, of variances, of scores.
     """
@@ -411,11 +411,11 @@ class _Overlap(Metric):
 
     each: bool = False
 
-    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:
-        if judgement.classes is None:
+    def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:
+        if spec.classes is None:
             raise UserError(f"output.metrics: {self.name}: expected a loss of classes, got one of numbers; remove it")
-        some = judgement.threshold, judgement.ignored, judgement.probabilities
-        self._confusion = Confusion(judgement.classes, *some)
+        some = spec.threshold, spec.ignored, spec.probabilities
+        self._confusion = Confusion(spec.classes, *some)
         self.counts = self._confusion.counts
         self.better = MappingProxyType(dict.fromkeys(self.scores(), "higher"))
 
@@ -484,8 +484,8 @@ class Weighted(Metric):
 
     center: Literal["mean", "none"] = "mean"
 
-    def compare(self, judgement: Judgement, shape: tuple[int, ...]) -> None:
-        if judgement.classes is not None:
+    def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:
+        if spec.classes is not None:
             raise UserError(f"output.metrics: {self.name}: expected a loss of numbers, got one of classes; remove it")
         self.counts = np.zeros((shape[-1], 8))
 

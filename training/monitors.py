@@ -75,7 +75,7 @@ class LossWatch:
         self._count()
         return self.mean
 
-    def judge(self, validation: float | None) -> str | None:
+    def check_epoch(self, validation: float | None) -> str | None:
         """End an epoch: return a text if a loss has diverged in it, else None; reset the sums.
 
         Parameters
@@ -140,7 +140,7 @@ class BestScore:
         self._lower = names.get(name) == "lower"
         self.value, self.step, self.waited = math.nan, 0, 0
 
-    def judge(self, scores: Mapping[str, float | None], step: int) -> bool:
+    def update(self, scores: Mapping[str, float | None], step: int) -> bool:
         """Return whether this validation, after update number `step`, is the best so far."""
         value = scores.get(self.name)
         if self.name == "none" or not is_defined(value):

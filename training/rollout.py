@@ -132,7 +132,7 @@ class Rollout:
         #: By number of the output: the target that it is compared with.
         self._targets: dict[int, str] = {}
         with comm.agreement():
-            for one in reversed(loss.layer.judgements(*(n.shape for n in loss.inputs))):
+            for one in reversed(loss.layer.comparisons(*(n.shape for n in loss.inputs))):
                 number = numbers.get(network.names[loss.inputs[one.prediction]])
                 if number is not None and one.classes is None and one.members == 1:
                     self._targets[number] = network.names[loss.inputs[one.target]]

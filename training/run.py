@@ -527,7 +527,7 @@ class TrainingRun:
             text += " (best)" if better and (epoch or not ended) else ""
         self.log.say(text)
         if ended:
-            self._judge(epoch)
+            self._warn_of_divergence(epoch)
             for callback in self.callbacks:
                 callback.on_epoch(epoch, self.validation)
             self._show_predictions(epoch)
@@ -550,20 +550,20 @@ class TrainingRun:
         if `output.best` names the score.
         """
         best, lacking = self.best, self.evaluation.lacking_text
-        judged = {} if self.evaluation.blind and self.session.config.output.best is None else found
-        undefined = best.name != "none" and not is_defined(judged.get(best.name))
+        scores = {} if self.evaluation.blind and self.session.config.output.best is None else found
+        undefined = best.name != "none" and not is_defined(scores.get(best.name))
         if (lacking or undefined) and not self._warned:
             self._warned = True
             no = ": it is no candidate for best.h5, and training.patience does not count it" if undefined else ""
             cause = lacking or f"{best.name} is undefined"
             where = f"epoch {epoch + 1}" if ended else f"step {self.optimizer.step}"
             _log.warning("validation after %s: %s%s; %s", where, cause, no, _REMEDY)
-        return best.judge(judged, self.optimizer.step)
+        return best.update(scores, self.optimizer.step)
 
-    def _judge(self, epoch: int) -> None:
+    def _warn_of_divergence(self, epoch: int) -> None:
         """Warn of a diverged loss, again only after it has recovered; log it after every such epoch. Local."""
         before = self.watch.diverged
-        found = self.watch.judge(self.validation.get("loss") if self._validated == epoch else None)
+        found = self.watch.check_epoch(self.validation.get("loss") if self._validated == epoch else None)
         if found is None:
             return
         reason = f"the loss has diverged: {found}; lower schedule.learning_rate, or set training.clip_norm"

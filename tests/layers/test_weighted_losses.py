@@ -273,7 +273,7 @@ def test_what_a_sum_says_of_its_weights():
     names = [n.layer.name for n in node.inputs]
     assert layer.target_range(names.index("w"), *shapes) == (0.0, np.inf)
     assert not layer.reads_classes(names.index("mask"), *shapes)
-    (one,) = layer.judgements(*shapes)
+    (one,) = layer.comparisons(*shapes)
     assert [names[i] for i in (one.prediction, one.target, one.weights)] == ["fine", "t", "w"]
     assert set(hg.Network({"loss": node}).targets) == {"few", "w", "t", "mask"}
 

@@ -19,7 +19,7 @@ from halograd.data import DataError, open_dataset
 from halograd.data.writers import Hdf5, check_result
 from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
-from halograd.layers.targets import Judgement
+from halograd.layers.targets import MetricSpec
 from halograd.training import apply, applying, evaluate, train
 from halograd.training import parts as training_parts
 from halograd.training.evaluation import check_predictions
@@ -222,7 +222,7 @@ def test_the_value_of_missing_classes_is_no_class():
     boxes = Blocks([((0, 1),)] * 3)
     for classes, dtype in ((2, "u1"), (255, "u1"), (256, "u2"), (65_535, "u2"), (65_536, "u4")):
         plain = applying.Output("y", SimpleNamespace(), (4, classes), boxes, np.dtype("f4"), lambda block: block)
-        output = applying._of_classes(plain, Judgement(classes), "classes")
+        output = applying._of_classes(plain, MetricSpec(classes), "classes")
         assert output.dtype == dtype and classes - 1 < output.fill == np.iinfo(dtype).max
     assert np.isnan(plain.fill)
 

@@ -30,7 +30,7 @@ def judged(losses: list[float], validation: float | None = None, scale: float = 
     watch = LossWatch(scale)
     for loss in losses:
         watch.add(loss)
-    return watch.judge(validation)
+    return watch.check_epoch(validation)
 
 
 SOUND = [[0.7] * 10, [0.7, 600, 500], [0.7, 0.1, 1e-9], [0.0, 0.0], [1e-9, 9e-7], [-3.0, -9.0, 2.0]]
@@ -64,12 +64,12 @@ def test_a_regression_of_rare_large_numbers():
 
 def test_losses_that_are_not_known_yet_and_losses_that_come_back():
     watch = LossWatch()
-    assert watch.judge(1e9) is None  # nothing to compare with
+    assert watch.check_epoch(1e9) is None  # nothing to compare with
     for loss in (math.nan, 2.0, 1e6):  # on a device the first one is known a step later
         watch.add(loss)
-    assert watch.first == 2.0 and watch.judge(None) is not None and watch.diverged is not None
+    assert watch.first == 2.0 and watch.check_epoch(None) is not None and watch.diverged is not None
     watch.add(1.0)
-    assert watch.judge(None) is None and watch.diverged is None
+    assert watch.check_epoch(None) is None and watch.diverged is None
 
 
 def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
@@ -85,7 +85,7 @@ def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
     watch.add(2.0)
     watch.add(Pending())
     assert watch.mean == 1.5 and not Pending.asked
-    assert watch.end_epoch() == 2.0 and watch.judge(None) is None and Pending.asked == 1
+    assert watch.end_epoch() == 2.0 and watch.check_epoch(None) is None and Pending.asked == 1
     assert math.isnan(watch.mean)
 
 
@@ -199,7 +199,7 @@ NAMES = {"loss": "lower", "iou": "higher", "flow rmse": "lower", "flow drag": "l
 def test_which_is_the_best(name, values, best):
     """The first of equal scores is the best; an undefined score never is."""
     score = BestScore(name, NAMES)
-    found = [score.judge({name: value}, step) for step, value in enumerate(values, 1)]
+    found = [score.update({name: value}, step) for step, value in enumerate(values, 1)]
     assert score.step == best and (not best or (found[best - 1] and not any(found[best:])))
     again = BestScore(name, NAMES)
     again.load_state_dict(score.state_dict())
@@ -214,7 +214,7 @@ def test_patience():
     score = BestScore("loss", NAMES, 2)
     values = [None, math.nan, None, 0.5, 0.6, 0.4, 0.5, None, math.nan, 0.4]
     for step, value in enumerate(values, 1):
-        score.judge({"loss": value}, step)
+        score.update({"loss": value}, step)
         assert score.exhausted == (step == len(values))
     assert score.describe() == "best loss 0.4000 at step 6"
     for names, name, wrong in (({}, "loss", "data.validation = 0"), (NAMES, "none", "none")):

@@ -10,7 +10,7 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import Judgement
+from halograd.layers import MetricSpec
 from halograd.report.page import write_page
 from halograd.report.status import read_record
 from halograd.training import Executor, Metric, evaluate, train
@@ -43,8 +43,8 @@ class Shares(Metric):
                 (("drag", wrong), ("agreement", n - wrong), ("missed", missed))}}
 
 class Own(hg.BinaryCrossEntropyWithLogits):
-    def judged(self, prediction, target):
-        return (hg.layers.Judgement(2, threshold=0.0, metric=Shares),)
+    def metric_specs(self, prediction, target):
+        return (hg.layers.MetricSpec(2, threshold=0.0, metric=Shares),)
 
 def build():
     x = hg.Input(({edge}, {edge}, 3), name="x")
@@ -126,8 +126,8 @@ class Sum(Metric):
 class Loss(hg.MeanSquaredError):
     metric = Sum
 
-    def judged(self, prediction, target):
-        return (Judgement(metric=self.metric),)
+    def metric_specs(self, prediction, target):
+        return (MetricSpec(metric=self.metric),)
 
 
 def executor(ranks, metric=Sum, parts=None):

@@ -70,7 +70,7 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(shared, monkey
         raise fault
 
     monkeypatch.setattr(evaluation, "atomic_path", fail)
-    monkeypatch.setattr(evaluation, "judged", lambda executor: [])
+    monkeypatch.setattr(evaluation, "compared_pairs", lambda executor: [])
     monkeypatch.setattr(evaluation, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
     samples = SimpleNamespace(dataset=None)
     with Communicator(MPI.COMM_WORLD) as comm:
