@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import platform
 import stat
@@ -17,8 +16,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic_core import from_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -48,12 +49,8 @@ _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, int]] = set()
 
 Entry = dict[str, Any]
-Check = Callable[[Any], bool]
 
 STAMPS = ("event", "time", "epoch", "step")  # keys of a validation other than scores
-MOST = 1 << 53  # limit of integers in a log
-DEEPEST = 16  # maximum nesting in a line
-LATEST = 1e11  # limit of times, so that each has a date [s]
 
 
 def stderr_console() -> Console:
@@ -245,107 +242,100 @@ def warn_of_lines(path: Path, bad: int) -> None:
 def parse_line(line: bytes) -> Entry | None:
     """Return the entry of a line; None if the line is not one of a log."""
     try:
-        entry = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, numbers of thousands of digits
+        entry = from_json(line)
+        event = entry["event"]
+        (_Validation if event == "validation" else _Line).model_validate(entry)
+    except (ValueError, TypeError, LookupError):  # a ValidationError is a ValueError
         return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str) or not _shallow(entry, DEEPEST):
-        return None
-    event = entry["event"]
-    checks, other = (_STAMPS, _or_none(_number)) if event == "validation" else (_KEYS, _any)  # scores have any names
-    fits = all(checks.get(key, other)(value) for key, value in entry.items() if key != "event")
-    return entry if fits and all(key in entry for key in _NEEDED.get(event, ())) else None
+    return entry if entry.keys() >= _REQUIRED.get(event, set()) else None
 
 
-def _shallow(value: Any, levels: int) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_shallow(part, levels - 1) for part in parts if isinstance(part, (dict, list)))
+# The limits keep the arithmetic of readers finite, and give each time a date [s].
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+_Finite = Annotated[float, Field(gt=-(1 << 53), lt=1 << 53, allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+_Number = float  # also NaN and infinity, which a run may measure
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
+class _Table(BaseModel):
+    """Table that has other keys too, with any values."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
-def _number(value: Any) -> bool:
-    """Return whether a value is a number, including NaN and infinity, which a run may measure."""
-    return type(value) is float or (type(value) is int and abs(value) < MOST)
+class _Work(_Table):
+    seconds: _Finite
 
 
-def _finite(value: Any) -> bool:
-    return _number(value) and math.isfinite(value) and abs(value) < MOST
+class _Messages(_Table):
+    communication: _Finite
+    blocked: _Finite
+    overlap: _Finite | None
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
+class _Phases(_Table):
+    """Seconds of the categories in `BUSY`, and of each kind of messages."""
+
+    __pydantic_extra__: dict[str, _Messages]
 
 
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+class _Layer(_Table):
+    __pydantic_extra__: dict[str, _Finite]
+
+    predicted: _Finite
+    measured: _Finite
 
 
-def _table_of(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+class _Output(_Table):
+    log_steps: _Count = 1
 
 
-def _time(value: Any) -> bool:
-    return _finite(value) and 0 <= value < LATEST
+class _Config(_Table):
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    output: _Output = _Output()
 
 
-def _phase(name: str, value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    if name in BUSY:
-        return _finite(value.get("seconds"))
-    known = _finite(value.get("communication")) and _finite(value.get("blocked"))
-    return known and "overlap" in value and _or_none(_finite)(value["overlap"])
+class _Validation(_Table):
+    """Line of the event validation: its scores have any names."""
+
+    __pydantic_extra__: dict[str, _Number | None]
+
+    event: str
+    time: _Time = 0.0
+    epoch: _Count
+    step: _Count
+    loss: _Number | None
 
 
-def _phases(value: Any) -> bool:
-    return isinstance(value, dict) and all(_phase(name, phase) for name, phase in value.items())
-
-
-def _layer(value: Any) -> bool:
-    return _table_of(_finite)(value) and {"predicted", "measured"} <= value.keys()
-
-
-def _config(value: Any) -> bool:
-    tables = isinstance(value, dict) and all(isinstance(table, dict) for table in value.values())
-    return tables and _count(value.get("output", {}).get("log_steps", 1))
-
-
-def _any(value: Any) -> bool:
-    return True
-
-
-#: Check of a value by key, wherever the key occurs.
-_KEYS: dict[str, Check] = {
-    **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "batch", "samples"), _count),
-    **dict.fromkeys(("held_out", "parameters", "ranks", "rank", "code"), _count),
-    "time": _time,
-    **dict.fromkeys(("seconds", "data_seconds", "learning_rate", "samples_per_second"), _finite),
-    **dict.fromkeys(("predicted_step_seconds", "measured_step_seconds"), _finite),
-    **dict.fromkeys(("loss", "gradient_norm"), _number),
-    **dict.fromkeys(("network", "cut", "kernels", "transport", "version"), _text),
-    **dict.fromkeys(("host", "cause", "reason", "path", "scheme"), _text),
-    **dict.fromkeys(("job", "device_transport"), _or_none(_text)),
-    "hosts": _table_of(_count),
-    "phases": _phases,
-    "layers": _table_of(_layer),
-    "waits": _table_of(_finite),
-    "config": _config,
+#: Type by key, of the lines of all other events.
+_LINE: dict[str, Any] = {
+    **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "batch", "samples"), _Count),
+    **dict.fromkeys(("held_out", "parameters", "ranks", "rank", "code"), _Count),
+    "time": _Time,
+    **dict.fromkeys(("seconds", "data_seconds", "learning_rate", "samples_per_second"), _Finite),
+    **dict.fromkeys(("predicted_step_seconds", "measured_step_seconds"), _Finite),
+    **dict.fromkeys(("loss", "gradient_norm"), _Number),
+    **dict.fromkeys(("network", "cut", "kernels", "transport", "version"), str),
+    **dict.fromkeys(("host", "cause", "reason", "path", "scheme"), str),
+    **dict.fromkeys(("job", "device_transport"), str | None),
+    "hosts": dict[str, _Count],
+    "phases": create_model("_AllPhases", __base__=_Phases, **dict.fromkeys(BUSY, (_Work, None))),
+    "layers": dict[str, _Layer],
+    "waits": dict[str, _Finite],
+    "config": _Config,
 }
-#: Checks of a validation's keys other than scores.
-_STAMPS = {key: _KEYS[key] for key in STAMPS if key != "event"}
+_Line = create_model("_Line", __base__=_Table, event=(str, ...), **{key: (kind, None) for key, kind in _LINE.items()})
 #: Keys that readers expect, by event.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "step": ("step", "loss", "learning_rate", "seconds", "samples_per_second"),
-    "validation": ("step", "epoch", "loss"),
-    "phases": ("steps", "phases"),
-    "failed": ("rank", "host", "cause"),
-    "stopped": ("reason",),
-    "diverged": ("step", "reason"),
-    "early_stop": ("step", "reason"),
-    "no_best": ("step", "reason"),
-    "prediction": ("steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"),
+_REQUIRED = {
+    "step": {"step", "loss", "learning_rate", "seconds", "samples_per_second"},
+    "phases": {"steps", "phases"},
+    "failed": {"rank", "host", "cause"},
+    "stopped": {"reason"},
+    "diverged": {"step", "reason"},
+    "early_stop": {"step", "reason"},
+    "no_best": {"step", "reason"},
+    "prediction": {"steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"},
 }
 
 # -- event files of TensorBoard --------------------------------------------------------------------

@@ -38,7 +38,10 @@ GOOD += [{"event": "finished"}, {"event": "of another version", "what": [1, {"de
 GOOD += [{**VALIDATION, "loss": None}, {**VALIDATION, "samples": 0.5, "cut": None}]
 DEEP = b'{"event": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOT_LINES = [b"[1,2]", b"12", b'"step"', b"null", b"{}", b'{"event": 3}', b'{"event": "step"', DEEP, b"\0" * 512]
-NOT_LINES += [b'{"event": "x", "a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"event": "x", "step": 1' + b"0" * 5000 + b"}"]
+NOT_LINES += [
+    b'{"event": "x", "a": ' + b"[" * 250 + b"]" * 250 + b"}",
+    b'{"event": "x", "step": 1' + b"0" * 5000 + b"}",
+]
 NOT_LINES += [json.dumps(STEP).encode().replace(b'"epoch"', b'"ep\xffch"'), b"\xef\xbb\xbf" + json.dumps(STEP).encode()]
 
 
