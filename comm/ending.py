@@ -34,6 +34,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from halograd.documents import one_line
 from halograd.errors import TRACEBACK, UserError
 
 from . import contexts
@@ -155,7 +156,7 @@ def refuse(error: UserError, where: str = "") -> None:
     if speaks:
         suffix = f" ({'; '.join(places)})" if places else ""
         trace = _numbered(error) if os.environ.get(TRACEBACK) else ""
-        _write(f"{trace}halograd: error: {_one_line(error)}{suffix}\n")
+        _write(f"{trace}halograd: error: {one_line(error)}{suffix}\n")
     if not together:
         end(MPI.COMM_WORLD, MISTAKE)
 
@@ -299,12 +300,8 @@ def _numbered(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    text = _one_line(error)
+    text = one_line(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -26,8 +26,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.documents import one_line
+
 from .dataset import Hdf5Dataset
-from .disk import DataError, one_line
+from .disk import DataError
 from .formats import StoredFile
 from .source import Dataset
 from .structure import HDF5_FAULTS, Field

@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.documents import one_line
+
 from ..dtensor.box import Box
 from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks
-from .disk import DataError, one_line
+from .disk import DataError
 from .formats import AND, StoredArray, StoredFile, open_stored
 from .held_out import Unit, belonging_to
 from .storage import check_files

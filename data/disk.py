@@ -15,7 +15,7 @@ from typing import Any
 
 import h5py
 
-from halograd.documents import bytes_text, os_reason, replacing
+from halograd.documents import bytes_text, one_line, os_reason, replacing
 from halograd.errors import UserError
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "atomic_path",
     "check_replaceable",
     "check_writable",
-    "one_line",
     "open_file",
     "open_to_read",
     "reason_of",
@@ -153,11 +152,6 @@ def _tell(path: Path, number: int) -> None:
 def reason_of(error: BaseException) -> str:
     """Return the reason of a file error, in lower case."""
     return (getattr(error, "strerror", None) or one_line(error)).lower()
-
-
-def one_line(said: object) -> str:
-    """Return a text or the message of an error without line breaks."""
-    return " ".join(str(said).split())
 
 
 _ERRNO = re.compile(r"errno = (\d+),")

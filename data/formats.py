@@ -17,10 +17,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.documents import one_line
 from halograd.registry import Registry
 
 from .chunks import Chunks
-from .disk import DataError, one_line
+from .disk import DataError
 from .packing import Packing, packing_of
 
 __all__ = [
@@ -347,7 +348,7 @@ def opening(path: Path, what: str) -> Iterator[None]:
         raise DataError(f"{path}: cannot be opened, permission denied; make it readable") from error
     except Exception as error:  # each library has errors of its own
         raise DataError(
-            f"{path}: expected {what}, cannot read it ({one_line(error) or type(error).__name__}); check the path, or "
+            f"{path}: expected {what}, cannot read it ({one_line(error)}); check the path, or "
             "write the file again"
         ) from error
 

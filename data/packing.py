@@ -21,9 +21,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from halograd.documents import shown
+from halograd.documents import one_line, shown
 
-from .disk import DataError, one_line
+from .disk import DataError
 
 __all__ = ["ATTRIBUTES", "Packing", "packing_of"]
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from halograd.documents import shown
+from halograd.documents import one_line, shown
 
 from .chunks import Chunks
-from .disk import DataError, one_line
+from .disk import DataError
 from .formats import AND, Channels, StoredArray, StoredFile
 from .packing import Packing
 from .storage import check_files
@@ -187,7 +187,7 @@ def looking_into(path: Path) -> Iterator[None]:
         raise
     except HDF5_FAULTS as error:
         raise DataError(
-            f"{path}: cannot be examined ({one_line(error) or type(error).__name__}); the file is damaged, or of types "
+            f"{path}: cannot be examined ({one_line(error)}); the file is damaged, or of types "
             "that NumPy does not have: write it again"
         ) from error
 

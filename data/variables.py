@@ -13,7 +13,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from .disk import DataError, one_line
+from halograd.documents import one_line
+
+from .disk import DataError
 from .formats import StoredFile
 from .hdf5 import Hdf5File, scales_of
 from .storage import Storage

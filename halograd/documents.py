@@ -26,6 +26,7 @@ __all__ = [
     "check_output",
     "dotted",
     "is_one_line",
+    "one_line",
     "os_reason",
     "parse_json",
     "parse_option",
@@ -197,6 +198,15 @@ def shown_path(path: str | Path) -> str:
     """Return a path for a message: unchanged if it is printable, else with escapes."""
     text = str(path)
     return text if text and text.isprintable() else repr(text)
+
+
+def one_line(value: object) -> str:
+    """Return a text, or the message of an error (its type if it has none), without line breaks.
+
+    >>> one_line(OSError()), one_line("a\\n b")
+    ('OSError', 'a b')
+    """
+    return " ".join(str(value).split()) or (type(value).__name__ if isinstance(value, BaseException) else "")
 
 
 def is_one_line(text: str) -> bool:

@@ -59,7 +59,7 @@ LARGEST = 1e30
 LONGEST_PATH, LONGEST_NAME = 2048, 255
 
 
-def _one_line(text: str) -> str:
+def _line(text: str) -> str:
     if not text.strip() or not is_one_line(text) or len(text) > LONGEST_NAME:
         raise ValueError(f"expected a text of one line of at most {LONGEST_NAME} characters, got {shown(text)}")
     return text
@@ -86,7 +86,7 @@ NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 #: Limit of threads: OpenMP's runtime ends the process without a message if the system cannot start as many.
 Threads = Annotated[int, Field(ge=1, le=4096)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, AfterValidator(_one_line)]
+Text = Annotated[str, AfterValidator(_line)]
 FilePath = Annotated[str, AfterValidator(_path)]
 
 

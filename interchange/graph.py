@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import one_line
 from halograd.errors import UserError
 
-from ..data.disk import one_line
 from ..layers import GivenValues, Layer, Node, Reshape
 from ..layers.parameter import ForeignArray
 from ..layers.settings import settings_of
@@ -318,7 +318,7 @@ def following(path: Path, op: OnnxNode) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{titled(path, op.name, op.kind, op.scope)}: expected attributes and constants of ONNX, got others "
-            f"({one_line(error)[:200] or type(error).__name__}); export the model again"
+            f"({one_line(error)[:200]}); export the model again"
         ) from error
 
 

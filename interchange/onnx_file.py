@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.documents import shown
+from halograd.documents import one_line, shown
 from halograd.errors import UserError
 
-from ..data.disk import one_line, reason_of, regular_size
+from ..data.disk import reason_of, regular_size
 from .adaptive import DOMAIN, pooled_shape
 from .files import Buffer, library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape, titled
@@ -117,7 +117,7 @@ def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tu
 
 
 def _line(error: BaseException) -> str:
-    return one_line(error)[:200] or type(error).__name__
+    return one_line(error)[:200]
 
 
 class _Folding:

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import one_line
 from halograd.errors import UserError
 
-from ..data.disk import atomic_path, one_line
+from ..data.disk import atomic_path
 from ..layers import Network
 from ..layers.parameter import GivenValues
 from .adaptive import symbolics, translations

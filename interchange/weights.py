@@ -37,9 +37,10 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import one_line
 from halograd.errors import UserError
 
-from ..data.disk import atomic_path, one_line, reason_of, regular_size
+from ..data.disk import atomic_path, reason_of, regular_size
 from ..layers import Dense, Embedding, GivenValues, Network, Node, Parameter, Scale, Token
 from ..layers.parameter import ForeignArray
 from .feature_order import Order, feature_orders, torch_of_ours

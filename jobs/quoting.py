@@ -16,7 +16,7 @@ from typing import Any
 from halograd.documents import parse_option, parse_pair, to_toml
 from halograd.errors import UserError
 
-__all__ = ["Raw", "directive", "directives", "folder", "one_line", "parse_sweep", "word", "words"]
+__all__ = ["Raw", "checked_line", "directive", "directives", "folder", "parse_sweep", "word", "words"]
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w@%+:,./=-]+", re.ASCII)
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)((?:/.*)?)", re.DOTALL)
@@ -28,7 +28,7 @@ class Raw(str):
     """Text that is rendered unchanged, because it is quoted already or constant."""
 
 
-def one_line(name: str, value: Any) -> str:
+def checked_line(name: str, value: Any) -> str:
     """Return the text of a value. Local.
 
     Raises
@@ -49,7 +49,7 @@ def word(value: Any) -> Raw:
     >>> print(word("$(mine)"), word("4"))
     '$(mine)' 4
     """
-    return value if isinstance(value, Raw) else Raw(shlex.quote(one_line("script", value)))
+    return value if isinstance(value, Raw) else Raw(shlex.quote(checked_line("script", value)))
 
 
 def words(values: Iterable[Any]) -> Raw:
@@ -66,7 +66,7 @@ def directive(value: Any) -> Raw:
     >>> print(directive("4 #x"), directive("gpu"))
     "4 #x" gpu
     """
-    text = one_line("#SBATCH", value)
+    text = checked_line("#SBATCH", value)
     if len(text.encode()) > LONGEST_DIRECTIVE:
         raise UserError(f"#SBATCH: expected at most {LONGEST_DIRECTIVE} bytes, got {_short(text)}; shorten it")
     if _PLAIN_DIRECTIVE.fullmatch(text):
@@ -120,7 +120,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     """
     axes: dict[str, list[str]] = {}
     for option in options:
-        key, text = parse_pair("--sweep", one_line("--sweep", option), "KEY=VALUE,VALUE,...")
+        key, text = parse_pair("--sweep", checked_line("--sweep", option), "KEY=VALUE,VALUE,...")
         if key in axes:
             raise UserError(f"--sweep: expected every key once, got {key} twice")
         if key == "output.directory":

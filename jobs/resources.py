@@ -12,7 +12,7 @@ from pathlib import Path
 from halograd.documents import parse_pair
 from halograd.errors import UserError
 
-from .quoting import one_line
+from .quoting import checked_line
 
 __all__ = ["CONTAINERS", "LAUNCHERS", "Resources", "Software", "parse_directives", "parse_environment"]
 
@@ -101,7 +101,7 @@ class Resources:
             )
         for name in ("partition", "account"):
             value = getattr(self, name)
-            if value is not None and not one_line(f"--{name}", value).strip():
+            if value is not None and not checked_line(f"--{name}", value).strip():
                 raise UserError(f"--{name}: expected a name, got {value!a}; leave it out for the site's default")
 
     @property
@@ -168,7 +168,7 @@ def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ..
     """
     found = []
     for option in options:
-        key, equals, value = one_line("--sbatch", option).partition("=")
+        key, equals, value = checked_line("--sbatch", option).partition("=")
         key = key.strip().removeprefix("--")
         if not _KEY.fullmatch(key):
             raise UserError(
@@ -236,10 +236,10 @@ class Software:
         _one_of("--container-runtime", self.runtime, CONTAINERS)
         for name in ("folder", "python", "mpirun", "container"):
             value = getattr(self, name)
-            if value is not None and (not one_line(f"--{name}", value).strip() or value.startswith("-")):
+            if value is not None and (not checked_line(f"--{name}", value).strip() or value.startswith("-")):
                 raise UserError(f"--{name}: expected a path, got {value!a}")
         for bind in self.binds:
-            if not one_line("--bind", bind).startswith("/") or set(bind) & set(",:"):
+            if not checked_line("--bind", bind).startswith("/") or set(bind) & set(",:"):
                 raise UserError(
                     f"--bind: expected an absolute path without commas and colons, as its name in the container, got "
                     f"{bind!a}"
@@ -249,7 +249,7 @@ class Software:
         if self.mpi is not None and not _PLUGIN.fullmatch(self.mpi):
             raise UserError(f"--mpi: expected a plugin of `srun --mpi=list`, such as pmi2 or pmix, got {self.mpi!a}")
         for module in self.modules:
-            if not one_line("--module", module).strip() or module.startswith("-"):
+            if not checked_line("--module", module).strip() or module.startswith("-"):
                 raise UserError(f"--module: expected the name of a module, such as gcc/12, got {module!a}")
         for key, value in self.environment.items():
             _check_variable(key, value)
@@ -309,7 +309,7 @@ def parse_environment(options: Sequence[str]) -> dict[str, str]:
 def _check_variable(key: str, value: str) -> None:
     if not _NAME.fullmatch(key):
         raise UserError(f"--env: expected a name of letters, digits and _ before the =, got {key!a}")
-    one_line(f"--env {key}", value)
+    checked_line(f"--env {key}", value)
 
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> None:

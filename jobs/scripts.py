@@ -17,7 +17,7 @@ import jinja2
 from halograd.documents import to_toml
 from halograd.errors import UserError
 
-from .quoting import Raw, directives, folder, one_line, word, words
+from .quoting import Raw, checked_line, directives, folder, word, words
 from .resources import Resources, Software
 
 __all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render", "require_slurm", "start_chain", "submit_chain"]
@@ -118,20 +118,20 @@ class Job:
     profiling: Profiling | None = None
 
     def __post_init__(self) -> None:
-        if not one_line("--job-name", self.name).strip() or "/" in self.name:
+        if not checked_line("--job-name", self.name).strip() or "/" in self.name:
             raise UserError(f"--job-name: expected a name without /, which names the log too, got {self.name!a}")
-        one_line("CONFIG.toml", self.config)
-        one_line("output.directory", self.run)
+        checked_line("CONFIG.toml", self.config)
+        checked_line("output.directory", self.run)
         for override in self.overrides:
-            one_line("--set", override)
+            checked_line("--set", override)
         if self.after_crash not in AFTER_CRASH:
             raise UserError(f"--after-crash: expected one of {', '.join(AFTER_CRASH)}, got {self.after_crash!a}")
         for name, count in (("--chain", self.links), ("--at-most", self.at_most)):
             if count is not None and count < 1:
                 raise UserError(f"{name}: expected a whole number >= 1, got {count}")
         if self.stage is not None:
-            one_line("data.path", self.data)
-            if not one_line("--stage", self.stage).startswith(("/", "$")):
+            checked_line("data.path", self.data)
+            if not checked_line("--stage", self.stage).startswith(("/", "$")):
                 raise UserError(
                     f"--stage: expected a folder of every node, such as /tmp or '$TMPDIR', got {self.stage!a}"
                 )

@@ -244,7 +244,7 @@ def parse_line(line: bytes) -> Entry | None:
     try:
         entry = from_json(line)
         event = entry["event"]
-        (_Validation if event == "validation" else _Line).model_validate(entry)
+        (_LoggedValidation if event == "validation" else _Line).model_validate(entry)
     except (ValueError, TypeError, LookupError):  # a ValidationError is a ValueError
         return None
     return entry if entry.keys() >= _REQUIRED.get(event, set()) else None
@@ -257,46 +257,49 @@ _Time = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 _Number = float  # also NaN and infinity, which a run may measure
 
 
-class _Table(BaseModel):
+class _Logged(BaseModel):
     """Table that has other keys too, with any values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Work(_Table):
+class _LoggedWork(_Logged):
     seconds: _Finite
 
 
-class _Messages(_Table):
+class _LoggedMessages(_Logged):
     communication: _Finite
     blocked: _Finite
     overlap: _Finite | None
 
 
-class _Phases(_Table):
+class _LoggedPhases(_Logged):
     """Seconds of the categories in `BUSY`, and of each kind of messages."""
 
-    __pydantic_extra__: dict[str, _Messages]
+    __pydantic_extra__: dict[str, _LoggedMessages]
 
 
-class _Layer(_Table):
+_BUSY: dict[str, Any] = dict.fromkeys(BUSY, (_LoggedWork, None))
+
+
+class _LoggedLayer(_Logged):
     __pydantic_extra__: dict[str, _Finite]
 
     predicted: _Finite
     measured: _Finite
 
 
-class _Output(_Table):
+class _LoggedOutput(_Logged):
     log_steps: _Count = 1
 
 
-class _Config(_Table):
+class _LoggedConfig(_Logged):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
-    output: _Output = _Output()
+    output: _LoggedOutput = _LoggedOutput()
 
 
-class _Validation(_Table):
+class _LoggedValidation(_Logged):
     """Line of the event validation: its scores have any names."""
 
     __pydantic_extra__: dict[str, _Number | None]
@@ -320,14 +323,15 @@ _LINE: dict[str, Any] = {
     **dict.fromkeys(("host", "cause", "reason", "path", "scheme"), str),
     **dict.fromkeys(("job", "device_transport"), str | None),
     "hosts": dict[str, _Count],
-    "phases": create_model("_AllPhases", __base__=_Phases, **dict.fromkeys(BUSY, (_Work, None))),
-    "layers": dict[str, _Layer],
+    "phases": create_model("_AllPhases", __base__=_LoggedPhases, **_BUSY),
+    "layers": dict[str, _LoggedLayer],
     "waits": dict[str, _Finite],
-    "config": _Config,
+    "config": _LoggedConfig,
 }
-_Line = create_model("_Line", __base__=_Table, event=(str, ...), **{key: (kind, None) for key, kind in _LINE.items()})
+_OPTIONAL: dict[str, Any] = {key: (kind, None) for key, kind in _LINE.items()}
+_Line = create_model("_Line", __base__=_Logged, event=(str, ...), **_OPTIONAL)
 #: Keys that readers expect, by event.
-_REQUIRED = {
+_REQUIRED: dict[str, set[str]] = {
     "step": {"step", "loss", "learning_rate", "seconds", "samples_per_second"},
     "phases": {"steps", "phases"},
     "failed": {"rank", "host", "cause"},

@@ -37,7 +37,7 @@ __all__ = ["ConfigSection", "Key", "machine_tables", "model_options", "run_table
 BEYOND = (schema.MOST, schema.LARGEST, 1 / schema.LARGEST, 2**63)
 PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any value"}
 #: Expected kind of a text, by the name of its check function.
-TEXTS = {"_one_line": "text", "_path": "path", "_size": 'size such as `"16GiB"`'}
+TEXTS = {"_line": "text", "_path": "path", "_size": 'size such as `"16GiB"`'}
 #: Start of a table's docstring that repeats the heading.
 PLACE = re.compile(r"^``\[[\w.]+\]``(?: with ``kind = [^:]*)?: ")
 #: An entry of a list of definitions in the text of a key: ``"value"`` and its meaning in the next lines.

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import one_line
+
 from ..attention import AttentionArrays, AttentionGeometry, HeadGroup
 from ..cuda.boxes import AXES, join
 from ..cuda.launch import THREADS, Launch, Launcher, address, is_float, scalar_program, sequence
@@ -24,7 +26,7 @@ from ..memory import nbytes_of
 from ..reach import Everywhere, Interval, Neighborhood, Reach, TileRun, runs
 from ..tiles import TileGroup
 from .conv import ConvSettings, planned
-from .frontend import ALIGNMENT, Frontend, one_line
+from .frontend import ALIGNMENT, Frontend
 from .graphs import HALF, Tensor
 from .sdpa import (
     ATTENTION_BACKWARD,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from halograd.documents import one_line
+
 from ..kernel import KernelError
 
 __all__ = [
@@ -28,7 +30,6 @@ __all__ = [
     "Launch",
     "Workspaces",
     "load",
-    "one_line",
 ]
 
 
@@ -117,11 +118,6 @@ ALIGNMENT = 16
 INSTALL = "pip install 'halograd[gpu]'"
 
 Launch = Callable[["AddressTable", int, Any], None]
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an exception in one line, or its type if the message is empty."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _version(number: int) -> str:

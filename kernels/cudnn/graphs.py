@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halograd.documents import one_line
+
 from ..geometry import Geometry, read_part
 from ..kernel import KernelError
-from .frontend import Frontend, Launch, one_line
+from .frontend import Frontend, Launch
 
 __all__ = [
     "BACKWARD_DATA",

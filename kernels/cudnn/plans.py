@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from halograd.documents import one_line
+
 from ..kernel import Kernel
-from .frontend import AddressTable, Frontend, Handles, Workspaces, one_line
+from .frontend import AddressTable, Frontend, Handles, Workspaces
 from .graphs import Built, Candidates, GraphKey
 from .store import Entry, PlanStore
 

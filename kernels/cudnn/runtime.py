@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halograd.documents import one_line
+
 from ...device import Device
 from ..cuda import Boxes, CupyLauncher
 from ..kernel import Kernel, KernelError, chain
-from .frontend import INSTALL, Frontend, load, one_line
+from .frontend import INSTALL, Frontend, load
 
 __all__ = ["Runtime"]
 
