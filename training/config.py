@@ -427,8 +427,8 @@ class BackendConfig(Table):
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
     """Number of a GPU, or numbers that the ranks of a node use in turn; ``"auto"``: all GPUs of the node in turn."""
     device_transport: Text = "auto"
-    """Transport of GPU arrays: ``"nccl"``, ``"cuda-ipc"``, ``"mpi-cuda"``, ``"mpi-staged"``; ``"auto"`` follows the
-    rule in docs/gpu.md."""
+    """Transport of GPU arrays: ``"nccl"``, ``"mpi-cuda"``, ``"mpi-staged"``; ``"auto"`` follows the rule in
+    docs/gpu.md."""
 
     @model_validator(mode="after")
     def _known_transport(self) -> BackendConfig:

@@ -2,8 +2,6 @@
 
 ``nccl``
     NCCL on its own streams, which events order relative to the stream of the kernels. The host never waits.
-``cuda-ipc``
-    Ranks of one node map each other's send buffers and read them, ordered by CUDA events.
 ``mpi-cuda``
     Messages of an MPI library that was proven to reach device memory.
 ``mpi-staged``

@@ -6,7 +6,7 @@ A transport is one class; other files read its properties instead of its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,6 @@ __all__ = [
     "DEVICE_TRANSPORTS",
     "MULTI_RANK_VERSION",
     "Choice",
-    "CudaIpc",
     "MpiCuda",
     "MpiStaged",
     "Nccl",
@@ -36,6 +35,7 @@ __all__ = [
 
 AUTO = "auto"
 MULTI_RANK_VERSION = 23003  # first NCCL with which ranks may share a GPU, as ``ncclGetVersion`` counts
+MIG_VERSION = 23100  # first NCCL with which ranks may use instances (MIG) of one GPU
 OLDEST_NCCL = 22600  # first NCCL whose communicators of one device may run at the same time without deadlocks
 
 
@@ -49,8 +49,9 @@ class RankFacts:
         Number of its node.
     gpu
         PCI address of its GPU, e.g. ``"0000:3B:00.0"``; empty if its device is no CUDA device.
-    reachable
-        Addresses of the GPUs of this node whose memory this rank can read, its own included.
+    instance
+        Identifier of the device that this rank uses: instances (MIG) of one GPU have the same address, but not the same
+        identifier.
     nccl
         Version of NCCL as ``ncclGetVersion`` counts: 23203 is 2.32.3. 0: NCCL is not available.
     nccl_fault
@@ -63,7 +64,7 @@ class RankFacts:
 
     node: int
     gpu: str
-    reachable: tuple[str, ...] = ()
+    instance: str = ""
     nccl: int = 0
     nccl_fault: str = ""
     shares: bool = False
@@ -131,22 +132,6 @@ class Nccl(Route):
 
 
 @DEVICE_TRANSPORTS.register
-class CudaIpc(Route):
-    """Transport by CUDA IPC: all ranks are on one node, and reach each other's GPUs."""
-
-    name = "cuda-ipc"
-    reason = "all ranks on one node, GPUs reach each other"
-
-    def fault(self, facts: Sequence[RankFacts]) -> str:
-        return _ipc_fault(facts)
-
-    def connect(self, opened: Any, context: TransportContext) -> Any:
-        from .ipc import IpcTransport
-
-        return IpcTransport(opened.cuda, opened.lanes[1], context, opened.spans)
-
-
-@DEVICE_TRANSPORTS.register
 class MpiCuda(Route):
     """Transport by MPI messages of device memory, if a test has shown that MPI reaches it."""
 
@@ -203,9 +188,16 @@ class Choice:
         return f"{self.name} ({self.reason})"
 
 
+#: Names of transports that were removed: configurations may still have them.
+REMOVED = ("cuda-ipc",)
+
+
 def named_route(wanted: str, at: str = "backend.device_transport") -> Route | None:
     """Return the transport with this name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none.
     """
+    if wanted in REMOVED:
+        names = ", ".join([AUTO, *DEVICE_TRANSPORTS.names])
+        raise UserError(f"{at}: expected one of {names}, got {wanted!r}, which was removed")
     return None if wanted == AUTO else DEVICE_TRANSPORTS.make(wanted, at)
 
 
@@ -230,8 +222,8 @@ def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
     """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
     ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
-    share one (from 2.30.3 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``cuda-ipc``, if all ranks are on one node and
-    reach each other's GPUs; ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
+    share one (from 2.30.3 on, for instances of one from 2.31 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``mpi-cuda``,
+    if MPI was proven to reach device memory; ``mpi-staged``.
 
     Raises
     ------
@@ -279,41 +271,39 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
 
 def _sharing_fault(facts: Sequence[RankFacts]) -> str:
     """Return the reason why ranks that share a GPU cannot use NCCL; empty if none share."""
+    for one, other in _sharing(facts):
+        both, version = _both(facts, one, other), facts[other].nccl
+        needed = MULTI_RANK_VERSION if facts[one].instance == facts[other].instance else MIG_VERSION
+        if version < needed:
+            return (
+                f"{both}, for which NCCL {version_text(needed)} is needed, got {version_text(version)}; use "
+                "'mpi-staged', or one rank per GPU"
+            )
+        if not all(f.shares for f in facts):
+            return f"{both}; set NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks (and NCCL_MAX_CTAS=8), or use 'mpi-staged'"
+    return ""
+
+
+def _sharing(facts: Sequence[RankFacts]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of ranks that use one GPU, or instances of it: each with the first rank of that GPU."""
     first: dict[tuple[int, str], int] = {}
     for rank, fact in enumerate(facts):
         other = first.setdefault((fact.node, fact.gpu), rank)
-        if other == rank:
-            continue
-        both = f"ranks {other} and {rank} share GPU {fact.gpu}"
-        if fact.nccl < MULTI_RANK_VERSION:
-            return (
-                f"{both}, for which NCCL {version_text(MULTI_RANK_VERSION)} is needed, got "
-                f"{version_text(fact.nccl)}; use 'cuda-ipc' or 'mpi-staged', or one rank per GPU"
-            )
-        if not all(f.shares for f in facts):
-            return f"{both}; set NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks (and NCCL_MAX_CTAS=8), or use 'cuda-ipc'"
-    return ""
+        if other != rank:
+            yield other, rank
 
 
-def _ipc_fault(facts: Sequence[RankFacts]) -> str:
-    fault = _no_cuda(facts)
-    if fault:
-        return fault
-    for rank, fact in enumerate(facts):
-        if fact.node != facts[0].node:
-            return f"ranks 0 and {rank} are on different nodes; use 'nccl', 'mpi-cuda' or 'mpi-staged'"
-        for other, peer in enumerate(facts):
-            if peer.gpu not in fact.reachable:
-                return (
-                    f"rank {rank} cannot read GPU {peer.gpu} of rank {other} (no peer access, or hidden by "
-                    "CUDA_VISIBLE_DEVICES); use 'nccl' or 'mpi-staged'"
-                )
-    return ""
+def _both(facts: Sequence[RankFacts], one: int, other: int) -> str:
+    shared = "share" if facts[one].instance == facts[other].instance else "use instances (MIG) of"
+    return f"ranks {one} and {other} {shared} GPU {facts[one].gpu}"
 
 
 def _mpi_fault(facts: Sequence[RankFacts]) -> str:
     fault = _no_cuda(facts)
     if fault:
         return fault
+    for one, other in _sharing(facts):
+        if facts[one].instance != facts[other].instance:
+            return f"{_both(facts, one, other)}, which have no access to each other's memory; use 'mpi-staged'"
     bad = [rank for rank, fact in enumerate(facts) if fact.mpi_fault]
     return f"rank {bad[0]}: {facts[bad[0]].mpi_fault}; use 'nccl' or 'mpi-staged'" if bad else ""

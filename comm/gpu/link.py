@@ -27,7 +27,7 @@ from .nccl import aborting, load_nccl
 from .streams import Cuda, Lane, LaneSpans, Launched
 from .watchdog import TIMEOUT, DeviceWatchdog
 
-__all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
+__all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "timeout_from"]
 
 
 class DeviceTransport(Protocol):
@@ -187,9 +187,7 @@ def timeout_from(environment: Any) -> float:
 def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
     """Choose the transport from the facts of all ranks; the choice is the same on all ranks. Collective."""
     node = comm.nodes[comm.rank]
-    gpus = _gathered(comm, lambda: gpu_address(device))
-    here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]
-    facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node, here))
+    facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node))
     choice = _choose(comm, wanted, facts)
     if not choice.route.proven:
         return choice
@@ -233,14 +231,8 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
 
 
-def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
-    """Return the facts of this rank that the choice of a transport needs. Local.
-
-    Parameters
-    ----------
-    on_node
-        Addresses of the GPUs of all ranks of this node.
-    """
+def rank_facts(device: Device, node: int) -> RankFacts:
+    """Return the facts of this rank that the choice of a transport needs. Local."""
     gpu = gpu_address(device)
     if not gpu:
         return RankFacts(node, "")
@@ -252,7 +244,7 @@ def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
     except Exception as error:  # a library that fails
         fault = f"its version is unknown: {error}"
     shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return RankFacts(node, gpu, reachable_gpus(device, on_node), version, fault, shares, claim_fault(MPI))
+    return RankFacts(node, gpu, _instance(device), version, fault, shares, claim_fault(MPI))
 
 
 def gpu_address(device: Any) -> str:
@@ -265,14 +257,7 @@ def gpu_address(device: Any) -> str:
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
-def reachable_gpus(device: Any, addresses: list[str]) -> tuple[str, ...]:
-    """Return the GPUs whose memory this device can read: itself, and its peers. Local."""
-    runtime, own = device.cupy.cuda.runtime, gpu_address(device)
-    found = []
-    for address in sorted(set(addresses)):
-        try:
-            if address == own or runtime.deviceCanAccessPeer(device.ordinal, runtime.deviceGetByPCIBusId(address)):
-                found.append(address)
-        except Exception:  # hidden from this process
-            continue
-    return tuple(found)
+def _instance(device: Any) -> str:
+    """Return the identifier of a CUDA device. An instance of a GPU (MIG) has its own, but the address of the GPU."""
+    found = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", "")
+    return found.hex() if isinstance(found, bytes) else str(found)

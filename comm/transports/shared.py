@@ -348,15 +348,12 @@ class SharedWindows:
         Per slot, the signal of an exchange.
     give_back
         Functions that free the memory.
-    on_device
-        Whether the buffers are in device memory.
     """
 
     sends: _Views
     recvs: _Views
     moves: tuple[Signal, Signal]
     give_back: Sequence[Callable[[], object]]
-    on_device: bool = False
 
 
 class WindowChannel(Channel):
@@ -377,8 +374,6 @@ class WindowChannel(Channel):
         p:  pack 0a | start 0 --flag 1-->  ...                 finish 1 | pack 0b
                                \\                              ^
         q:                      finish 0 | read 0a | start 1 --flag 2
-
-    On devices (CUDA IPC) the same holds for the enqueued work: see `halograd.comm.gpu.ipc.EventMove`.
     """
 
     def __init__(self, pattern: Pattern, meter: Meter, windows: SharedWindows) -> None:
@@ -387,14 +382,6 @@ class WindowChannel(Channel):
 
     @property
     def buffer_bytes(self) -> int:
-        return FLAG_BYTES if self._windows.on_device else self._nbytes
-
-    @property
-    def device_bytes(self) -> int:
-        return self._nbytes if self._windows.on_device else 0
-
-    @property
-    def _nbytes(self) -> int:
         return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; receivers read them
 
     def _send_buffer(self, peer: int, slot: int) -> Any:

@@ -55,8 +55,6 @@ def _staged() -> Iterator[Job]:
 
 def _transports() -> Iterator[Job]:
     yield Job("nccl, 1 rank", (TRANSPORTS,), 1, 60, SHARING)
-    for ranks in (2, 4):
-        yield Job(f"cuda-ipc, {ranks} ranks", (TRANSPORTS, "-k", "cuda-ipc"), ranks, 90, SHARING)
     for name in ("nccl", "mpi-cuda"):
         yield Job(f"{name}, 2 ranks", (TRANSPORTS, "-k", name), 2, 75, SHARING)
 
@@ -133,7 +131,7 @@ PARTS: tuple[Part, ...] = (
         "are layers and training right with 1, 2 and 4 ranks on one GPU, by staged messages?",
         tuple(_staged()),
     ),
-    Part("transports", "do CUDA IPC, NCCL and a CUDA-aware MPI carry messages and sums?", tuple(_transports())),
+    Part("transports", "do NCCL and a CUDA-aware MPI carry messages and sums?", tuple(_transports())),
     Part(
         "large",
         "are arrays of more than 2^31 elements right, and is memory what was predicted?",

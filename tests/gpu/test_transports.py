@@ -1,7 +1,7 @@
 """Tests of one transport for device arrays on several ranks: messages, sums, halos, training. Collective.
 
-The tests run on doubles, and with several ranks on one GPU: by CUDA IPC, by a CUDA-aware MPI, by NCCL if it lets ranks
-share a GPU. A transport that is not available is skipped with the library's reason.
+The tests run on doubles, and with several ranks on one GPU: by a CUDA-aware MPI, by NCCL if it lets ranks share a
+GPU. A transport that is not available is skipped with the library's reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
-from halograd.comm.gpu.ipc import IpcMemory
 from halograd.comm.gpu.nccl import SUMMABLE, NcclLink
 from halograd.comm.gpu.streams import Cuda, Passage
 from halograd.comm.gpu.watchdog import DeviceWatchdog
@@ -35,7 +34,7 @@ METHODS = ("allreduce", "ordered", "reduce_scatter", "all_gather")
 #: Elements: some ranks have no shard; shards are as long as each other, or not; more than goes the urgent way.
 COUNTS = {"double": (5, 1 << 12, 3001), "gpu": (5, 1 << 12, 3001, 1 << 20)}
 #: Ranks that share one GPU. NCCL lets two do so from 2.30.3 on, and may hang where multiprocessors run out.
-SHARING = {"cuda-ipc": (2, 4), "nccl": (2,), "mpi-cuda": (2,)}
+SHARING = {"nccl": (2,), "mpi-cuda": (2,)}
 
 
 def places(names: Mapping[str, tuple[int, ...]]) -> list[Any]:
@@ -67,34 +66,6 @@ def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
 
 def test_messages(opened):
     reused_message(*opened[:2])
-
-
-@pytest.mark.parametrize("opened", places({"cuda-ipc": SHARING["cuda-ipc"]}), indirect=True)
-@pytest.mark.parametrize("how", ["memory", "events"])
-def test_memory_of_another_process(opened, how):
-    """A peer maps memory of another process by CUDA IPC, and waits for events that are recorded repeatedly."""
-    kernels, comm, _ = opened
-    memory, device, slow = IpcMemory(Cuda(kernels.device), comm.mpi, comm.agree), kernels.device, Slow(kernels)
-    shared = memory.share(4096, events=1)
-    parts = [shared.array(rank, 0, 1024, np.dtype(np.float32)) for rank in range(comm.size)]
-    kept = [kernels.zeros((comm.size, 1024), "float32") for _ in range(3)]
-    for run, copy in enumerate(kept):
-        slow.write(parts[comm.rank], 10.0 * run + comm.rank)
-        if how == "memory":
-            device.synchronize()
-        shared.events[0].record(device.compute)
-        comm.barrier()
-        for rank, part in enumerate(parts):
-            if how == "events" and rank != comm.rank:
-                device.compute.wait_event(*shared.peer_events(0, [rank]))
-            np.copyto(copy[rank], part)
-        device.synchronize()
-        comm.barrier()
-    found = [device.to_host(copy) for copy in kept]
-    shared.close()
-    memory.close()
-    for run, copy in enumerate(found):
-        assert [set(part.tolist()) for part in copy] == [{10.0 * run + rank} for rank in range(comm.size)]
 
 
 @pytest.mark.parametrize("method", METHODS)

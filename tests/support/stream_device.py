@@ -30,7 +30,7 @@ class StreamDevice(FakeDevice):
         self.trace = Trace(rank)
         self._allocated: dict[int, tuple[int, Any]] = {}
         self.cuda = FakeCuda(self.trace, self._waited, self.seen)
-        self.cupy: Any = FakeCupy(self.cuda, self.adopt, address)
+        self.cupy: Any = FakeCupy(self.cuda, address)
         self.ordinal, self.host_waits = 0, 0
         super().__init__()
 
@@ -88,11 +88,11 @@ class StreamTicket(FakeTicket):
         before = self._polls
         done = super().done()
         if done and before == 2:
-            self.device.trace.add("host wait", "poll", event=(self.event.key, int(self.event.counts[0])))
+            self.device.trace.add("host wait", "poll", event=(self.event.key, self.event.version))
         return done
 
     def wait(self) -> None:
-        self.device.trace.add("host wait", "ticket", event=(self.event.key, int(self.event.counts[0])))
+        self.device.trace.add("host wait", "ticket", event=(self.event.key, self.event.version))
         super().wait()
 
 

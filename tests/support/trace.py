@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["Entry", "Range", "Trace", "bounds"]
 
-#: Memory of a rank (its number) or that ranks share (a name), first byte and the one behind the last.
+#: Memory of a rank (its number), first byte and the one behind the last.
 Range = tuple[Any, int, int]
 COMPUTE = 1
 
@@ -46,8 +46,6 @@ class Trace:
 
     rank: int
     entries: list[Entry] = field(default_factory=list)
-    #: Memory that other ranks see too, by address.
-    shared: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,14 +62,7 @@ class Trace:
     def ranges(self, arrays: Sequence[Any]) -> tuple[Range, ...]:
         """Return the address ranges of these arrays; an empty array has none."""
         found = (bounds(a) if isinstance(a, np.ndarray) else (a[0], a[0] + a[1]) for a in arrays)
-        return tuple(self._range(lo, hi) for lo, hi in found if hi > lo)
-
-    def _range(self, lo: int, hi: int) -> Range:
-        for first, (nbytes, name) in self.shared.items():
-            if first <= lo < first + nbytes:
-                assert hi <= first + nbytes, "an operation beyond the end of shared memory"
-                return name, lo - first, hi - first
-        return self.rank, lo, hi
+        return tuple((self.rank, lo, hi) for lo, hi in found if hi > lo)
 
     def mark(self, name: str) -> None:
         """Add a mark with this name."""

@@ -1,4 +1,4 @@
-"""Tests of training steps with messages and sums by NCCL or CUDA IPC: exact, ordered, without waits of the host."""
+"""Tests of training steps with messages and sums by NCCL: exact, ordered, without waits of the host."""
 
 import numpy as np
 import pytest
@@ -52,10 +52,9 @@ def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(monkeypa
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("scheme", ["bucketed", "overlap", "repeated"])
-@pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
-def test_graphs_between_messages(transport, scheme, monkeypatch):
-    """Training by graphs between messages is exact; with NCCL graphs contain messages, in one order on all ranks."""
-    compare(monkeypatch, transport, "mesh", scheme, graph=True, steps=6)
+def test_graphs_with_messages(scheme, monkeypatch):
+    """Training by graphs that contain messages, in one order on all ranks, is exact."""
+    compare(monkeypatch, "nccl", "mesh", scheme, graph=True, steps=6)
 
 
 @pytest.mark.ranks(2)
@@ -129,8 +128,3 @@ def test_schemes_over_nccl(scheme, monkeypatch):
     _, kinds = compare(monkeypatch, "nccl", "mesh", scheme)
     wanted = {"overlap": {"send", "recv"}, "sharded": {"reduce", "broadcast"}, "ordered": {"send", "broadcast"}}[scheme]
     assert wanted <= kinds
-
-
-@pytest.mark.ranks(2, 4)
-def test_steps_over_cuda_ipc(monkeypatch):
-    compare(monkeypatch, "cuda-ipc", "mesh", "bucketed" if MPI.COMM_WORLD.size == 2 else "overlap")

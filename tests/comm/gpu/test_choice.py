@@ -20,7 +20,7 @@ from tests.support.gpu_ranks import gpu_ranks
 
 A, B = "0000:3b:00.0", "0000:86:00.0"
 NEW, OLD = 23203, 22809
-BEST = RankFacts(0, A, (A, B), NEW)
+BEST = RankFacts(0, A, nccl=NEW)
 NO_MPI = "MPICH 5.0.2 does not report that it is CUDA-aware"
 
 
@@ -31,26 +31,33 @@ def ranks(*changes, **common):
 
 OWN = ({"gpu": A}, {"gpu": B})
 SAME = ({"gpu": A}, {"gpu": A})
+#: Instances of one GPU, by MIG.
+PARTS = ({"gpu": A, "instance": "one"}, {"gpu": A, "instance": "two"})
 APART = ({"node": 0}, {"node": 1})
 AUTO = {
     "one rank": (ranks({}), "mpi-staged", "one rank: no messages"),
     "a GPU each": (ranks(*OWN), "nccl", "NCCL on every rank"),
     "nodes": (ranks(*APART), "nccl", "NCCL on every rank"),
     "an old NCCL, a GPU each": (ranks(*OWN, nccl=OLD), "nccl", "NCCL"),
-    "a shared GPU, not asked for": (ranks(*SAME), "cuda-ipc", "set NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    "a shared GPU, not asked for": (ranks(*SAME), "mpi-staged", "set NCCL_MULTI_RANK_GPU_ENABLE=1"),
     "a shared GPU, asked for": (ranks(*SAME, shares=True), "nccl", "NCCL on every rank"),
-    "a shared GPU, asked for on one rank": (ranks({"shares": True}, {}), "cuda-ipc", "on all ranks"),
-    "a shared GPU, an old NCCL": (ranks(*SAME, nccl=OLD, shares=True), "cuda-ipc", "2.30.3 is needed, got 2.28.9"),
-    "just too old": (ranks(*SAME, nccl=23002, shares=True), "cuda-ipc", "needed, got 2.30.2"),
+    "a shared GPU, asked for on one rank": (ranks({"shares": True}, {}), "mpi-staged", "on all ranks"),
+    "a shared GPU, an old NCCL": (ranks(*SAME, nccl=OLD, shares=True), "mpi-staged", "2.30.3 is needed, got 2.28.9"),
+    "just too old": (ranks(*SAME, nccl=23002, shares=True), "mpi-staged", "needed, got 2.30.2"),
     "just new enough": (ranks(*SAME, nccl=23003, shares=True), "nccl", "NCCL"),
-    "no NCCL": (ranks(*OWN, nccl=0, nccl_fault="no libnccl.so.2"), "cuda-ipc", r"rank 0 has no NCCL \(no libnccl.so.2"),
-    "two versions": (ranks({"gpu": A}, {"gpu": B, "nccl": OLD}), "cuda-ipc", "rank 0 has NCCL 2.32.3, rank 1 2.28.9"),
-    "no NCCL, no peer access": (ranks(*OWN, nccl=0, reachable=(A,)), "mpi-staged", f"cannot read GPU {B} of rank 1"),
-    "no NCCL, nodes": (
-        ranks(*APART, nccl=0),
+    "no NCCL": (
+        ranks(*OWN, nccl=0, nccl_fault="no libnccl.so.2"),
         "mpi-staged",
-        "different nodes; .*no mpi-cuda: rank 0: MPICH 5.0.2 does not",
+        r"rank 0 has no NCCL \(no libnccl.so.2",
     ),
+    "two versions": (ranks({"gpu": A}, {"gpu": B, "nccl": OLD}), "mpi-staged", "rank 0 has NCCL 2.32.3, rank 1 2.28.9"),
+    "instances, an NCCL that knows them": (ranks(*PARTS, shares=True, nccl=23102), "nccl", "NCCL"),
+    "instances, an older NCCL": (
+        [replace(f, mpi_fault="") for f in ranks(*PARTS, shares=True, nccl=23007)],
+        "mpi-staged",
+        r"ranks 0 and 1 use instances \(MIG\) of GPU .*NCCL 2.31.0 is needed, .*no mpi-cuda: .*each other's memory",
+    ),
+    "no NCCL, nodes": (ranks(*APART, nccl=0), "mpi-staged", "no mpi-cuda: rank 0: MPICH 5.0.2 does not"),
     "no NCCL, nodes, an MPI": ([replace(f, mpi_fault="") for f in ranks(*APART, nccl=0)], "mpi-cuda", "reaches device"),
     "no CUDA": (ranks({}, {"gpu": ""}), "mpi-staged", "rank 1 has no CUDA device"),
     "shared on two nodes": (
@@ -79,7 +86,7 @@ REFUSED = {
     "nccl that is old": (
         "nccl",
         ranks(*SAME, nccl=OLD),
-        "for which NCCL 2.30.3 is needed, got 2.28.9; use 'cuda-ipc' or",
+        "for which NCCL 2.30.3 is needed, got 2.28.9; use 'mpi-staged', or",
     ),
     "nccl that is very old": ("nccl", ranks(*OWN, nccl=22507), "version 2.25.7 is older than 2.26.0"),
     "no nccl": (
@@ -88,10 +95,10 @@ REFUSED = {
         r"no NCCL \(none\); pip install nvidia-nccl-cu13, or use",
     ),
     "no device": ("nccl", ranks({"gpu": ""}), "rank 0 has no CUDA device; use 'mpi-staged'"),
-    "ipc between nodes": ("cuda-ipc", ranks(*APART), "ranks 0 and 1 are on different nodes; use 'nccl'"),
-    "ipc without access": ("cuda-ipc", ranks(*OWN, reachable=(A,)), f"rank 0 cannot read GPU {B} of rank 1"),
+    "nccl between instances": ("nccl", ranks(*PARTS), r"instances \(MIG\) of GPU .*; set NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    "removed": ("cuda-ipc", ranks(*OWN), "expected one of auto, nccl, mpi-cuda, mpi-staged, got .*, which was removed"),
     "mpi that is not aware": ("mpi-cuda", ranks(*OWN), "'mpi-cuda': rank 0: MPICH 5.0.2 does not .*; use 'nccl' or"),
-    "no such name": ("gloo", ranks({}), "expected nccl, cuda-ipc, mpi-cuda, mpi-staged, or .*, got 'gloo'"),
+    "no such name": ("gloo", ranks({}), "expected nccl, mpi-cuda, mpi-staged, or .*, got 'gloo'"),
 }
 
 
@@ -143,16 +150,27 @@ def test_nccl_is_found_or_its_absence_said_in_one_line(monkeypatch):
 def test_ranks_find_out_what_they_have(sharing, monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with gpu_ranks(monkeypatch, "auto", sharing) as r:
-        assert r.choice.name == ("cuda-ipc" if sharing else "nccl")
+        assert r.choice.name == ("mpi-cuda" if sharing else "nccl")
         assert r.comm.use_device(r.device) is r.choice
-        with pytest.raises(CommError, match=r"expected '(nccl|cuda-ipc)', which was chosen, got 'mpi-staged'"):
+        with pytest.raises(CommError, match=r"expected '(nccl|mpi-cuda)', which was chosen, got 'mpi-staged'"):
             r.comm.use_device(r.device, "mpi-staged")
         stranger = FakeDevice()
         with pytest.raises(
-            CommError, match=r"expected arrays on fake:0, for which (nccl|cuda-ipc) was chosen, got some on"
+            CommError, match=r"expected arrays on fake:0, for which (nccl|mpi-cuda) was chosen, got some on"
         ):
             r.comm.channel({}, {}, "float32", device=stranger)
         stranger.close()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_on_instances_of_one_gpu(monkeypatch):
+    """Instances (MIG) of a GPU have its address; their identifiers keep MPI from sending between their memories."""
+    with gpu_ranks(monkeypatch, "none", sharing=True) as r:
+        found = {"uuid": bytes([r.comm.rank] * 16)}
+        monkeypatch.setattr(r.device.cupy.cuda.runtime, "getDeviceProperties", lambda ordinal: found)
+        with pytest.raises(CommError, match=r"'mpi-cuda': ranks 0 and 1 use instances \(MIG\) of GPU 0000:3b:00.0"):
+            r.comm.use_device(r.device, "mpi-cuda")
+        assert r.comm.use_device(r.device).name == "mpi-staged"
 
 
 @pytest.mark.ranks(2)
@@ -161,7 +179,7 @@ def test_devices_that_are_not_of_cuda_go_by_the_host(monkeypatch):
     with Communicator(MPI.COMM_WORLD) as comm:
         with pytest.raises(CommError, match="'nccl': rank 0 has no CUDA device"):
             comm.use_device(device, "nccl")
-        with pytest.raises(CommError, match="device transport: expected nccl, cuda-ipc"):
+        with pytest.raises(CommError, match="device transport: expected nccl, mpi-cuda"):
             comm.use_device(device, "smoke")
         part = comm.split(0)
         with pytest.raises(CommError, match="expected the root communicator"):
@@ -192,24 +210,6 @@ def test_a_device_that_does_not_answer(monkeypatch):
     ):
         comm.use_device(device)
     device.close()
-
-
-def test_gpus_that_this_process_does_not_see():
-    class Runtime:
-        def deviceGetPCIBusId(self, ordinal):
-            return A
-
-        def deviceGetByPCIBusId(self, address):
-            if address == "hidden":
-                raise RuntimeError("cudaErrorInvalidDevice")
-            return {B: 1, "far": 2}[address]
-
-        def deviceCanAccessPeer(self, one, other):
-            return other == 1
-
-    device = type("D", (), {"ordinal": 0})()
-    device.cupy = type("C", (), {"cuda": type("c", (), {"runtime": Runtime()})})
-    assert link.reachable_gpus(device, [A, B, "hidden", "far", A]) == (A, B)
 
 
 @pytest.mark.ranks(1, 2)

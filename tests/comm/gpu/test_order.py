@@ -2,7 +2,7 @@
 
 import pytest
 
-from halograd.comm.gpu import ipc, nccl
+from halograd.comm.gpu import nccl
 from halograd.comm.gpu.streams import Passage
 from halograd.comm.sums import METHODS as METHODS_OF_ALL
 from halograd.comm.sums import shards
@@ -47,14 +47,6 @@ A, PART, BEHIND = (0, 100, 200), (0, 150, 160), (0, 200, 300)
 )
 def test_operations_that_are_not_ordered(entries, races):
     assert len(find_races([entries])) == races
-
-
-def test_ranks_are_ordered_by_events_of_other_processes():
-    shared = ("block", 0, 8)
-    writer = [op("w", 1, (), [shared]), record("ipc", 1)]
-    assert find_races([writer, [wait("ipc", 1), op("r", 1, [shared])]]) == []
-    assert len(find_races([writer, [op("r", 1, [shared])]])) == 1
-    assert "never recorded" in find_races([writer, [wait("ipc", 1, 2), op("r", 1, [shared])]])[0]
 
 
 def call(comm, number, stream, *calls):
@@ -128,95 +120,17 @@ def two_ranks(monkeypatch, transport):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["nccl", "cuda-ipc", "mpi-cuda"])
+@pytest.mark.parametrize("transport", ["nccl", "mpi-cuda"])
 def test_everything_is_ordered(transport, monkeypatch):
     two_ranks(monkeypatch, transport)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("left_out", ["enter", "join"])
-@pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
-def test_a_way_into_a_lane_or_back_that_is_left_out(transport, left_out, monkeypatch):
+def test_a_way_into_a_lane_or_back_that_is_left_out(left_out, monkeypatch):
     monkeypatch.setattr(Passage, left_out, nothing)
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "):
-        two_ranks(monkeypatch, transport)
-
-
-class SameSlot(ipc.WindowChannel):
-    """Channel that wrongly uses one slot for all exchanges."""
-
-    def _send_buffer(self, peer, slot):
-        return super()._send_buffer(peer, 0)
-
-    def _recv_buffer(self, peer, slot):
-        return super()._recv_buffer(peer, 0)
-
-
-@pytest.mark.ranks(2)
-def test_one_slot_is_not_enough_where_peers_read_it(monkeypatch):
-    monkeypatch.setattr(ipc, "WindowChannel", SameSlot)
-    with pytest.raises(AssertionError, match=r"rank 0: .* and rank 1: |rank 1: .* and rank 0: "):
-        two_ranks(monkeypatch, "cuda-ipc")
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("which", [0, 1])
-def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
-    """A missing wait for an event is detected: event 0 protects data that are read, event 1 data to be overwritten."""
-    follow = ipc.EventMove.follow
-    monkeypatch.setattr(ipc.EventMove, "follow", lambda self: None if self._which == which else follow(self))
-    with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "):
-        two_ranks(monkeypatch, "cuda-ipc")
-
-
-def two_channels(r):
-    """Run two channels one after another in the same memory."""
-    other, device = 1 - r.comm.rank, r.device
-    for value in (1, 2):
-        channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=device)
-        channel.send_buffer(other, channel.slot).fill(value)
-        channel.start()
-        channel.finish()
-        channel.recv_buffer(other, channel.slot).copy()
-        channel.release()
-        channel.close()
-
-
-@pytest.mark.ranks(2)
-def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monkeypatch):
-    with gpu_ranks(monkeypatch, "cuda-ipc") as r:
-        two_channels(r)
-    with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
-        r.device.synchronize = nothing
-        two_channels(r)
-
-
-@pytest.mark.ranks(2)
-def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
-    """Without the host's flags a stream would wait for the previous record of an event; CUDA reports no error."""
-    monkeypatch.setattr(ipc.Signal, "wait", nothing)
-    follow = ipc.EventMove.follow
-    with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
-
-        def early(self):
-            # As if the other rank were later than this one by an exchange.
-            event = r.device.cuda.events[self._events[0].ptr]
-            before, event.counts = event.counts, event.counts - 1
-            try:
-                return follow(self) if before[0] > 1 else None
-            finally:
-                event.counts = before
-
-        monkeypatch.setattr(ipc.EventMove, "follow", early)
-        other = 1 - r.comm.rank
-        channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=r.device)
-        for run in range(4):
-            channel.send_buffer(other, channel.slot).fill(run)
-            channel.start()
-            r.comm.barrier()
-            channel.finish()
-            channel.recv_buffer(other, channel.slot).copy()
-            channel.release()
+        two_ranks(monkeypatch, "nccl")
 
 
 @pytest.mark.ranks(2)
@@ -263,4 +177,3 @@ def test_shards_are_what_the_tests_think():
     assert nccl.URGENT < 40000 * 4
     made_on_devices = {name for name, method in METHODS_OF_ALL.items() if method.on_devices}
     assert made_on_devices == {"allreduce", "ordered", "reduce_scatter", "all_gather"}
-    assert ipc.GRAIN == 2 << 20
