@@ -152,12 +152,15 @@ class Device(ABC):
         Name for messages and reports.
     is_host
         Whether arrays are NumPy arrays and every call returns when its work is done.
+    captures
+        Whether :meth:`capture` records graphs.
     chunk
         Elements per call of elementwise NumPy functions: enough to make launch costs small.
     """
 
     name: str
     is_host = False
+    captures = False
     chunk = 1 << 24
 
     # -- arrays ---------------------------------------------------------------------------------

@@ -157,6 +157,8 @@ class CupyDevice(Device):
         If there is no CuPy, no driver or no such device.
     """
 
+    captures = True
+
     def __init__(self, ordinal: int = 0) -> None:
         cupy = self._cupy = import_cupy()
         count = count_devices(cupy)

@@ -422,8 +422,9 @@ class BackendConfig(Table):
     emulate: bool = False
     """Whether a CPU may compute a ``training.dtype`` of 16 bits in float32, with conversions before and after each
     kernel, if it does not compute in 16 bits itself: slower than float32, for tests."""
-    graph: bool = False
-    """Whether to replay the forward and backward pass as CUDA graphs, between messages."""
+    graph: bool | Literal["auto"] = "auto"
+    """Whether to replay the forward and backward pass as CUDA graphs, between messages; ``"auto"``: if the host is slow
+    to enqueue them, by a measurement of the second step, and there is no timeline."""
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
     """Number of a GPU, or numbers that the ranks of a node use in turn; ``"auto"``: all GPUs of the node in turn."""
     device_transport: Text = "auto"

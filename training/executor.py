@@ -35,7 +35,7 @@ from ..program.program import Program, Target
 from ..program.recording import Item
 from ..program.runner import Call, Mode, Runner
 from .gradient_scaling import GradientCheck
-from .graph import GraphedPass, check_graph, graphed_pass
+from .graph import GraphedPass, Graphs, check_graph, graphed_pass
 from .kernels import check_dtype, report_substitutes
 from .memory import Memory, memory_errors
 from .pass_loss import PassLoss
@@ -87,7 +87,8 @@ class Executor:
         Inputs whose gradient is computed, too.
     graph
         Whether training passes are captured, and then replayed as graphs of the device: one graph per pass on one rank,
-        else several, with messages between them (with NCCL within them).
+        else several, with messages between them (with NCCL within them). ``"auto"``: if this saves time, by a
+        measurement; short batches then run without graphs.
     kept
         Layers whose outputs are kept for `gather`, in addition to the outputs of the network: other outputs share
         memory.
@@ -142,7 +143,7 @@ class Executor:
         store: ParameterStore | None = None,
         seed: int = 0,
         probed: Iterable[str] = (),
-        graph: bool = False,
+        graph: Graphs = False,
         kept: Iterable[str] = (),
         parts: int = 1,
         debug: bool = False,
@@ -186,9 +187,8 @@ class Executor:
             self.spans = Spans(self.device, comm.instruments.recorder)
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
             self.pulse = Pulse() if pulse is None else pulse
-            if graph:
-                check_graph(comm, self.device)
-            self._graph, self.graphs = graph and trainable, list[GraphedPass]()
+            self._graph = check_graph(comm, self.device, graph) and trainable
+            self._measures, self.graphs = graph == "auto", list[GraphedPass]()
             self._bind(trainable, opened)
             self._opened = opened.pop_all()
         report_substitutes(comm, self.runner.substitutes)
@@ -317,7 +317,7 @@ class Executor:
             calls += own if on_gradients else self._recorded(layer, "again" if again else phase, own)
         if not self._graph or kind != "training":
             return calls
-        graphed = graphed_pass(self.comm, self.kernels, items, phase, self.pulse.at)
+        graphed = graphed_pass(self.comm, self.kernels, items, phase, self.pulse.at, self._measures)
         self.graphs.append(graphed)
         return [partial(self._replay, graphed, calls)]
 
@@ -327,12 +327,13 @@ class Executor:
 
     def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
         """Run a pass as graphs, or by its calls while layers are timed by events, which a graph cannot contain."""
-        if self.mode.valid != self.batch:  # a graph replays the counts of its capture
+        short = self.mode.valid != self.batch  # a graph replays the counts of its capture
+        if short and not graphed.measures:
             raise ValueError(
                 f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
                 "leave out the short last batch of an epoch, or build the executor with graph=False"
             )
-        for call in calls if self.spans.active else (graphed,):
+        for call in calls if short or self.spans.active else (graphed,):
             call()
 
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:

@@ -8,8 +8,11 @@ run between two graphs (:mod:`halograd.program.recording`).
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Literal
 
 from halograd.errors import UserError
 
@@ -18,17 +21,29 @@ from ..device import Device, DeviceGraph
 from ..kernels import Backend
 from ..program.recording import Item, Section, apart, sections
 
-__all__ = ["GraphedPass", "check_graph", "graphed_pass"]
+__all__ = ["GraphedPass", "Graphs", "check_graph", "graphed_pass"]
+
+_log = logging.getLogger(__name__)
+
+#: When passes are replayed as graphs: always, never, or if a measurement shows that this saves time.
+Graphs = bool | Literal["auto"]
+
+#: Time of the host to enqueue a pass, relative to that of the device to run it, from which graphs are used. Where the
+#: host is slower the device waits; a host that also reads batches and writes checkpoints needs some time in reserve.
+PAYS = 0.5
 
 
-def check_graph(comm: Communicator, device: Device) -> None:
-    """Validate that graphs are possible. Local, the same on all ranks.
+def check_graph(comm: Communicator, device: Device, graph: Graphs) -> bool:
+    """Return whether training passes may be graphs. Local, the same on all ranks.
 
     Raises
     ------
     UserError
-        If they are not; the message gives the reason.
+        If they are not possible, but requested; the message gives the reason.
     """
+    if graph is not True:
+        timed = comm.instruments.recorder is not None and not getattr(comm.instruments.recorder, "paused", False)
+        return bool(graph) and device.captures and not timed
     if device.is_host:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
     if comm.instruments.recorder is not None and not getattr(comm.instruments.recorder, "paused", False):
@@ -36,6 +51,7 @@ def check_graph(comm: Communicator, device: Device) -> None:
             "backend.graph: expected no timeline, whose events cannot be read in a graph; remove graph or "
             "output.timeline"
         )
+    return True
 
 
 class GraphedPass:
@@ -44,15 +60,21 @@ class GraphedPass:
     The first runs compile kernels and allocate buffers, which a capture must not do. `prepare` is called before the
     capture.
 
+    If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has
+    long reached the end of the second then, so that nothing waits. A fault of a capture on one rank is then a warning,
+    and the pass goes on without graphs.
+
     Parameters
     ----------
+    measures
+        Whether a measurement decides if graphs are used.
     items
         The calls of the pass.
     enter
         Function that is called with the name of the first layer of each section.
     """
 
-    WARM = 2
+    WARM, DECIDES = 2, 4
 
     def __init__(
         self,
@@ -61,8 +83,12 @@ class GraphedPass:
         items: Sequence[Item],
         enter: Callable[[str], None],
         prepare: Callable[[], None] | None = None,
+        measures: bool = False,
     ) -> None:
-        self._device, self._enter, self._prepare, self._count = device, enter, prepare, 0
+        self._comm, self._device, self._enter, self._prepare, self._count = comm, device, enter, prepare, 0
+        self.measures, self._may_fail = measures, measures and comm.size == 1
+        self._captured_at = self.DECIDES if measures else self.WARM
+        self._measured: Any = None
         self.sections = sections(items, _apart_anywhere(comm, items))
         self._launches: list[Callable[[], object]] = []
         self._recordings: list[DeviceGraph] = []
@@ -79,22 +105,43 @@ class GraphedPass:
                 self._enter(section.items[0].layer)
                 launch()
             return
-        recording = self._count == self.WARM
+        measuring = self.measures and self._count == self.WARM - 1
+        recording = self._count == self._captured_at and (not self.measures or self._pays())
         if recording and self._prepare is not None:
             self._prepare()
+        first, begin = self._device.stamp() if measuring else None, time.perf_counter()
         launches = []
         for section in self.sections:
             self._enter(section.items[0].layer)
             launches.append(self._recorded(section) if recording else section.run)
             launches[-1]()
+        if measuring:
+            self._measured = time.perf_counter() - begin, first, self._device.stamp(), self._device.mark()
         self._count += 1
         if recording:
             self._launches = launches
 
+    def _pays(self) -> bool:
+        """Return whether the host takes so long to enqueue the pass, on any rank, that graphs save time. Collective."""
+        host, first, last, ticket = self._measured
+        ticket.wait()
+        share = self._comm.allreduce_scalar(host / max(self._device.seconds(first, last), 1e-9), "max")
+        pays, self._measured = share >= PAYS, None
+        if self._comm.rank == 0:
+            text = "a pass from layer %s takes the host %.0f %% of the device's time to enqueue: %s graphs"
+            _log.info(text, self.sections[0].items[0].layer, 100 * share, "with" if pays else "without")
+        return pays
+
     def _recorded(self, section: Section) -> Callable[[], object]:
         if not section.graph:
             return section.run if len(section.items) > 1 else section.items[0].call
-        graph = self._device.capture(section.run)
+        try:
+            graph = self._device.capture(section.run)
+        except Exception as error:
+            if not self._may_fail:
+                raise
+            _log.warning("backend.graph: a pass cannot be captured (%s): it runs without graphs", error)
+            return section.run
         self._recordings.append(graph)
         return partial(_each_of, graph, self._launched) if section.communicates else graph
 
@@ -125,7 +172,12 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
 
 
 def graphed_pass(
-    comm: Communicator, kernels: Backend, items: Sequence[Item], phase: str, enter: Callable[[str, str], None]
+    comm: Communicator,
+    kernels: Backend,
+    items: Sequence[Item],
+    phase: str,
+    enter: Callable[[str, str], None],
+    measures: bool = False,
 ) -> GraphedPass:
     """Return a training pass as graphs, with operations on gradients between them. Collective.
 
@@ -133,4 +185,5 @@ def graphed_pass(
     """
     if comm.size == 1:
         items = sorted(items, key=lambda item: item.on_gradients != (phase == "forward"))
-    return GraphedPass(comm, kernels.device, items, partial(enter, phase), getattr(kernels, "before_capture", None))
+    prepare = getattr(kernels, "before_capture", None)
+    return GraphedPass(comm, kernels.device, items, partial(enter, phase), prepare, measures)

@@ -83,6 +83,7 @@ class FakeDevice(Device):
     """
 
     name = "fake:0"
+    captures = True
 
     def __init__(self) -> None:
         self._here, self.strangers = threading.local(), set[str]()

@@ -11,6 +11,7 @@ from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Transfer
 from halograd.models import alexnet
 from halograd.training.executor import Executor
+from halograd.training.graph import GraphedPass
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.timeline import Timeline
@@ -132,6 +133,51 @@ def test_how_many_graphs_a_pass_is(kernels):
                 found = tuple(graphed.graphs for graphed in executor.graphs)
                 transfers = sum(isinstance(operation, Transfer) for operation in executor.program)
             assert found == alone if comm.size == 1 else sum(alone) <= sum(found) <= sum(alone) + transfers + 2
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("slow", ["host", "device"])
+def test_graphs_where_a_measurement_shows_that_they_pay(slow, kernels, monkeypatch, caplog):
+    """Graphs replace calls from the sixth step on, on all ranks, if the host of one takes long to enqueue a pass."""
+    caplog.set_level("INFO", "halograd.training.graph")
+    with Communicator(MPI.COMM_WORLD) as comm:
+        seconds = 1e-6 if slow == "host" and comm.rank == 0 else 1e3
+        monkeypatch.setattr(kernels.device, "seconds", lambda first, last: seconds)
+        parts, network, losses = {"sample": comm.size}, NETWORKS["lenet"](), []
+        expected, *_ = train(network, comm, kernels, parts, steps=7)
+        cut = Strategy(parts, bucket_bytes=4096)
+        with Executor(network, comm, kernels, 4, cut, "float64", seed=3, graph="auto") as executor:
+            trainer = Trainer(executor, OPTIMIZERS["sgd"](executor.store), Constant(0.01))
+            for step in range(7):
+                fill(executor, step)
+                losses.append(float(trainer.step()))
+                graphs = min(graphed.graphs for graphed in executor.graphs)
+                assert (graphs > 0) == (slow == "host" and step >= GraphedPass.DECIDES)
+            trainer.settle()
+            fill(executor, 0)
+            executor.mode.valid = 3
+            executor.forward(training=True)  # a short batch runs without graphs
+        np.testing.assert_array_equal(losses, expected)
+        assert [slow == "host"] * 2 * (comm.rank == 0) == [" with graphs" in line for line in caplog.messages]
+        comm.instruments.recorder = Timeline(comm.rank)
+        with Executor(network, comm, kernels, 4, cut, "float64", graph="auto") as executor:
+            assert not executor.graphs  # events of layers cannot be in a graph
+
+
+@pytest.mark.ranks(1)
+def test_a_pass_that_cannot_be_captured_goes_on_without_graphs(kernels, monkeypatch, caplog):
+    def refused(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(kernels.device, "capture", refused)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        network = NETWORKS["lenet"]()
+        expected, *_ = train(network, comm, kernels, {"sample": 1}, steps=6)
+        found, *_ = train(network, comm, kernels, {"sample": 1}, steps=6, graph="auto")
+        np.testing.assert_array_equal(found, expected)
+        assert [line for line in caplog.messages if "cannot be captured (operation not permitted" in line]
+        with pytest.raises(RuntimeError, match="not permitted"):
+            train(network, comm, kernels, {"sample": 1}, graph=True)
 
 
 @pytest.mark.ranks(1)
