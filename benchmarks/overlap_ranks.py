@@ -20,7 +20,8 @@ from benchmarks.paced import PacedBackend
 from halograd.comm import Communicator
 from halograd.comm.channel import ChannelSpec
 from halograd.comm.reduction import ReductionSpec
-from halograd.comm.transport import ring_seconds
+from halograd.comm.sums import Method
+from halograd.comm.transport import Emulated
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, MeanSquaredError, Network, Node
 from halograd.layers.strategy import Strategy
@@ -60,7 +61,8 @@ class CostedCommunicator(Communicator):
         return [self._priced(one, spec.kind, s) for one, spec, s in zip(made, specs, seconds)]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
-        seconds = [ring_seconds(self.size, spec.buffer.nbytes, self.alpha, self.beta) for spec in specs]
+        network = Emulated(self.alpha, self.beta)
+        seconds = [network.collective(Method(), self.size, spec.buffer.nbytes) for spec in specs]
         return [self._priced(*one) for one in zip(super().reductions(specs), (s.kind for s in specs), seconds)]
 
     def _priced(self, made: Any, kind: str, seconds: float) -> Any:
@@ -149,7 +151,7 @@ def speeds(case: Case, compute: float, spec: Mapping[str, Any], kind: str) -> tu
         nbytes = case.comm.allreduce_scalar(case.comm.largest, "max")
         return 0.5 * wanted, 0.5 * wanted / nbytes
     nbytes = sum(b.grads.nbytes for b in case.executor.store.buckets)
-    return 1e-5, wanted / ring_seconds(case.comm.size, nbytes, 0.0, 1.0)
+    return 1e-5, wanted / Emulated(0.0, 1.0).collective(Method(), case.comm.size, nbytes)
 
 
 def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:

@@ -30,6 +30,7 @@ __all__ = [
     "FOLDER",
     "LEVELS",
     "MACHINES",
+    "SUMS",
     "Efficiency",
     "GroupStage",
     "Link",
@@ -48,6 +49,8 @@ MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 #: Link levels, nearest first: the same device, the same node, the same switch, anywhere.
 LEVELS = ("device", "node", "switch", "across")
+#: Times of sums in `Overheads`, by the number of ranks.
+SUMS = ("sums", "short_sums", "work")
 #: Phases of the kernels of a layer with weights.
 PHASES = ("forward", "backward_data", "backward_filter")
 
@@ -244,6 +247,8 @@ class Overheads:
     sums
         Number of ranks of a node -> time of their all-reduce; for other numbers the formulas of the collectives are
         used.
+    short_sums
+        Number of ranks -> time of their all-reduce by the algorithm for few bytes, where it is faster.
     work
         Number of ranks -> the part of this time that does not overlap with computation: additions during the wait for
         the sum.
@@ -257,6 +262,7 @@ class Overheads:
     step: float = 0.0
     packed: bool = False
     sums: Mapping[int, Link] = field(default_factory=dict)
+    short_sums: Mapping[int, Link] = field(default_factory=dict)
     work: Mapping[int, Link] = field(default_factory=dict)
     synchronize: float = 0.0
 
@@ -395,7 +401,7 @@ class Machine:
                 "update": format_quantity(runtime.update, "s/B"),
                 **{key: format_quantity(getattr(runtime, key), "s") for key in ("layer", "step", "synchronize")},
                 "packed": runtime.packed,
-                **{key: {n: link.table() for n, link in getattr(runtime, key).items()} for key in ("sums", "work")},
+                **{key: {n: link.table() for n, link in getattr(runtime, key).items()} for key in SUMS},
             }
         return "\n".join(_lines(tables)) + "\n"
 
@@ -426,7 +432,8 @@ class Machine:
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
-        runtime = dataclasses.replace(self.runtime, sums={}, work={})
+        unknown: Any = {key: {} for key in SUMS}
+        runtime = dataclasses.replace(self.runtime, **unknown)
         found = dataclasses.replace(
             self, name=name, source=source, links=links, runtime=runtime, topology=None, collectives={}
         )
@@ -670,6 +677,7 @@ class RuntimeTable(Table):
     synchronize: Seconds = 0.0
     packed: bool = False
     sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
+    short_sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
     work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
 
@@ -732,7 +740,7 @@ class MachineTable(Table):
     def machine(self) -> Machine:
         """Return the machine of the cost model."""
         device, runtime = self.device, self.runtime
-        sums, work = ({n: one.link() for n, one in found.items()} for found in (runtime.sums, runtime.work))
+        sums = {key: {n: one.link() for n, one in getattr(runtime, key).items()} for key in SUMS}
         return Machine(
             self.name,
             self.source,
@@ -746,7 +754,7 @@ class MachineTable(Table):
             device.efficiency.efficiency(),
             self.rails,
             device.name,
-            Overheads(**{**dict(runtime), "sums": sums, "work": work}),
+            Overheads(**{**dict(runtime), **sums}),
             device.efficiency.weighted(),
             None if self.topology is None else Topology(**dict(self.topology)),
             {name: Protocol(**dict(found) | {"most": int(found.most)}) for name, found in self.collectives.items()},

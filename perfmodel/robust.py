@@ -34,7 +34,7 @@ from .cost.network_costs import NetworkCosts, mean_costs, varied_costs
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation
 from .kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
-from .machine import Link, Machine
+from .machine import SUMS, Link, Machine
 from .planners import NoneFits
 from .plans import Plan
 from .predict import EXPOSED, Planning, StrategySearch, quick_pricing, uncollected
@@ -112,8 +112,8 @@ def _with_latency(machine: Machine, scale: float) -> Machine:
     def scaled(links: Mapping[Any, Link]) -> dict[Any, Link]:
         return {key: replace(link, alpha=link.alpha * scale) for key, link in links.items()}
 
-    runtime = replace(machine.runtime, sums=scaled(machine.runtime.sums), work=scaled(machine.runtime.work))
-    return replace(machine, links=scaled(machine.links), runtime=runtime)
+    sums: Any = {key: scaled(getattr(machine.runtime, key)) for key in SUMS}
+    return replace(machine, links=scaled(machine.links), runtime=replace(machine.runtime, **sums))
 
 
 def _times_on(varied: Machine, times: KernelTimes, machine: Machine, rate: float = 1.0) -> KernelTimes:

@@ -25,8 +25,10 @@ MARGIN = 0.05
 RUNS = (2, 3, 4, 6, 12)
 
 
-def wider(strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], Prediction]) -> list[Strategy]:
-    """Return strategies with wide values that are faster than the plain one by `MARGIN`, the fastest first.
+def wider(
+    strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], Prediction], margin: float = MARGIN
+) -> list[Strategy]:
+    """Return strategies with wide values that are faster than the plain one by a margin, the fastest first.
 
     Parameters
     ----------
@@ -36,8 +38,10 @@ def wider(strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], 
         Its prediction.
     simulate
         Function that returns the prediction of a strategy, without memory and traffic.
+    margin
+        Part of the step's time that they must save.
     """
-    if plain.total("halo_exposed") + plain.total("packing") < MARGIN * plain.step_seconds:
+    if plain.total("halo_exposed") + plain.total("packing") < margin * plain.step_seconds:
         return []
     links = _links(plain.layers)
     found: list[tuple[float, Strategy]] = []
@@ -59,7 +63,7 @@ def wider(strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], 
         made = with_wide(strategy, _wide(plain, links, chosen))
         if made.layers not in [other.layers for _, other in found]:
             found.append((simulate(made).step_seconds, made))
-    faster = (one for one in found if one[0] < (1 - MARGIN) * plain.step_seconds)
+    faster = (one for one in found if one[0] < (1 - margin) * plain.step_seconds)
     return [made for _, made in sorted(faster, key=lambda one: one[0])]
 
 

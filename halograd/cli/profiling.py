@@ -131,7 +131,8 @@ def _as_text(found: Profile, layers: Coverage, out: Path, path: Path, seconds: f
     fits += [(f"  behind computation, {n} ranks", fit) for n, fit in found.reduction_behind.items()]
     fits += [(f"  exposed part of it, {n} ranks", fit) for n, fit in found.reduction_exposed.items()]
     for what, fit in fits:
-        lines.append(f"  {what:<34} {_us(fit.alpha)} + {fit.beta * 1e9:.3f} ns/B, fit within {fit.error:.0%}")
+        line = " or ".join(f"{_us(one.alpha)} + {one.beta * 1e9:.3f} ns/B" for one in (fit.short, fit) if one)
+        lines.append(f"  {what:<34} {line}, fit within {fit.error:.0%}")
     lines.append(f"  update {found.update * 1e9:.3f} ns/B of parameters; per layer {_us(found.layer_overhead)}")
     counts = f"{layers.measured} layer shapes measured, {layers.known} known before"
     if layers.left:

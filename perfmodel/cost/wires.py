@@ -10,7 +10,8 @@ the node, and those to other switches that of a tapered tree, where all nodes of
 the node whose time is computed. Sums over several groups of ranks share the adapters of a node.
 
 The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
-every sum takes the time of a ring over its ranks; between ranks of one node nothing is delayed.
+every all-reduce takes the time of recursive doubling or of a ring, whichever is faster; between ranks of one node
+nothing is delayed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["ExchangeTimes", "Ranks", "Wires", "middle_rank"]
 
 #: Up to this number of ranks, all ranks are priced.
 FEW = 8
+#: Algorithms of all-reduces on the emulated network; the other collectives take half of the last.
+EMULATED = ("recursive_doubling", "ring")
 
 Ranks = range | tuple[int, ...]
 
@@ -126,7 +129,7 @@ class Wires:
 
     @cached_property
     def emulated(self) -> bool:
-        """Whether this is the emulated network: no contention, rings only."""
+        """Whether this is the emulated network: no contention, and fewer algorithms."""
         return self.machine.has_emulated_links
 
     @cached_property
@@ -201,14 +204,16 @@ class Wires:
     def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks, groups: int = 1) -> tuple[float, float]:
         """Return the time of a collective, and the part of it in which the adapters of a node are busy [s]."""
         part = 1.0 if kind == "allreduce" else 0.5  # an all-reduce is measured as a whole
+        far = self.emulated and len(self._nodes(ranks)) > 1
+        algorithms = EMULATED if kind == "allreduce" else EMULATED[-1:]
         measured = self.machine.runtime.sums.get(len(ranks))
-        if measured is not None and self._together(ranks):
-            return part * measured.seconds(nbytes), 0.0
+        if measured is not None and self._together(ranks) and not (far and part < 1):
+            short = self.machine.runtime.short_sums.get(len(ranks), measured)
+            return part * min(measured.seconds(nbytes), short.seconds(nbytes)), 0.0
         if self.emulated:
-            if len(self._nodes(ranks)) == 1:
-                return 0.0, 0.0
-            link = self.machine.links["across"]
-            return part * collectives.seconds("allreduce", nbytes, len(ranks), link, "ring"), 0.0
+            link, size = self.machine.links["across"], len(ranks)
+            seconds = min(collectives.seconds("allreduce", nbytes, size, link, one) for one in algorithms)
+            return part * seconds * far, 0.0
         stages = self.machine.stages(ranks, groups)
         nodes = math.prod(stage.size for stage in stages if stage.level != "node")
         if self.machine.collectives:
@@ -257,7 +262,7 @@ class Wires:
 
     def _together(self, ranks: Ranks) -> bool:
         """Return whether the measured time of a group of this size is valid for `ranks`: on one node, if possible."""
-        if self.emulated:  # the time of a ring, independent of the links that cross the network
+        if self.emulated:  # independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
 

@@ -136,18 +136,14 @@ def group_sizes(ranks: int) -> list[int]:
 
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
     """Measure sums over groups of ranks, all groups of a size at the same time; return the results of the first group.
-
-    Times on a network are a linear function of the size. Times in shared memory are not, so larger sums are measured
-    too.
     """
-    sizes = SIZES if comm.waits_for_network else SIZES + LARGE
     found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):
         whole = comm.rank < comm.size - comm.size % size
         group = comm.split(comm.rank // size if whole else None)
         fits = None
         if group is not None:
-            timer = MessageTimer(group, sizes, clock=clock)
+            timer = MessageTimer(group, SIZES + LARGE, clock=clock)
             waited = timer.reduction()
             fits = (waited, *timer.reduction_behind(waited))
             group.close()

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...comm.codec import UNCHANGED, Codec
 from ...dtensor import Blocks, End, Exchange
-from .record import Fit, fit_line
+from .record import Fit, fit_line, fit_sums
 
 if TYPE_CHECKING:
     from ...comm import Channel, Communicator, Reduction
@@ -21,7 +21,8 @@ __all__ = ["LARGE", "SIZES", "MessageTimer", "Nodes", "fit_copy"]
 
 #: Sizes of messages [B].
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
-#: Sums in memory are measured up to the size of gradients, which pass through all caches [B].
+#: Sums are measured up to the size of gradients: in memory they pass through all caches, on a network they have another
+#: algorithm [B].
 LARGE = (8 << 20, 32 << 20)
 #: Number of rounds over all sizes: a disturbance then affects one round and not one size.
 ROUNDS = 9
@@ -136,7 +137,7 @@ class MessageTimer:
 
         `method` is a method of the communicator.
         """
-        return self._fit(self.sizes, self._reductions(method, codec), lambda reduction: reduction.run())
+        return self._fit(self.sizes, self._reductions(method, codec), lambda one: one.run(), fit_sums)
 
     def reduction_behind(
         self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED
@@ -175,15 +176,21 @@ class MessageTimer:
             reduction.close()
         exposed = fit_line(sizes, _slowest(comm, left))
         in_background = exposed.at(sizes[-1]) < waited.at(sizes[-1]) / 4
-        found = fit_line(sizes, _slowest(comm, arrival))
+        found = fit_sums(sizes, _slowest(comm, arrival))
         return (found if in_background else waited), exposed
 
     def _reductions(self, method: str, codec: Codec) -> list[Reduction]:
         arrays = (np.zeros(n // 4, np.float32) for n in self.sizes)
         return [self.comm.reduction(array, kind="profile", method=method, codec=codec) for array in arrays]
 
-    def _fit(self, sizes: Sequence[int], messages: Sequence[Any], run: Callable[[Any], object]) -> Fit:
-        """Time `run` with the messages of every size, after two warm-up runs, close them, and fit a line.
+    def _fit(
+        self,
+        sizes: Sequence[int],
+        messages: Sequence[Any],
+        run: Callable[[Any], object],
+        fit: Callable[[Sequence[float], np.ndarray], Fit] = fit_line,
+    ) -> Fit:
+        """Time `run` with the messages of every size, after two warm-up runs, close them, and fit the times.
 
         A rank without messages only waits.
         """
@@ -204,7 +211,7 @@ class MessageTimer:
         seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(self.rounds)])
         for message in messages:
             message.close()
-        return fit_line(sizes, _slowest(self.comm, seconds))
+        return fit(sizes, _slowest(self.comm, seconds))
 
 
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +19,7 @@ from halograd.schema import STRICT, Count, NotNegative, build
 
 from ..machine import Link, Machine, Overheads
 
-__all__ = ["Fit", "Profile", "fit_line", "record_path"]
+__all__ = ["Fit", "Profile", "fit_line", "fit_sums", "record_path"]
 
 #: Residuals above this multiple of their median get less weight, so that a disturbed measurement does not dominate.
 _HUBER = 1.5
@@ -36,6 +38,8 @@ class Fit:
         Root mean square of the relative residuals.
     bytes, seconds
         Measured sizes [B] and times [s].
+    short
+        Line of few bytes, where it takes less time; None: there is one line.
     """
 
     __pydantic_config__ = STRICT
@@ -45,10 +49,12 @@ class Fit:
     error: NotNegative
     bytes: tuple[NotNegative, ...] = field(default=(), repr=False)
     seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
+    short: Fit | None = None
 
     def at(self, nbytes: float) -> float:
         """Return the time of `nbytes` bytes [s]."""
-        return self.alpha + self.beta * nbytes
+        seconds = self.alpha + self.beta * nbytes
+        return seconds if self.short is None else min(seconds, self.short.at(nbytes))
 
     def link(self, what: str, shared: bool = False, emulated: bool = False) -> Link:
         """Return the fit as a link of a machine, with `what` and the error in its note."""
@@ -92,6 +98,39 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
         weights = np.minimum(1.0, limit / np.maximum(residuals, 1e-300))
     error = float(np.sqrt(np.mean(residuals**2)))
     return Fit(alpha, beta, error, tuple(n.tolist()), tuple(t.tolist()))
+
+
+def fit_sums(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
+    """Fit a line to the times of sums, or the minimum of two lines if this more than halves the error.
+
+    Libraries of collectives sum few bytes with few messages, by recursive doubling or a tree, and many bytes by a ring
+    or by recursive halving, which send each byte fewer times (Thakur et al. 2005, Section 4.5).
+
+    Parameters
+    ----------
+    nbytes, seconds
+        Increasing sizes [B] and positive times [s].
+
+    Raises
+    ------
+    ValueError
+        As `fit_line`.
+
+    Examples
+    --------
+    >>> sizes = [0, 1e3, 1e6, 4e6]
+    >>> line = fit_sums(sizes, [min(1e-6 + 2e-9 * n, 5e-6 + 1e-9 * n) for n in sizes])
+    >>> round(line.alpha * 1e6, 6), round(line.short.alpha * 1e6, 6)
+    (5.0, 1.0)
+    """
+    line = best = fit_line(nbytes, seconds)
+    for k in range(2, len(nbytes) - 1):
+        short, long = fit_line(nbytes[:k], seconds[:k]), fit_line(nbytes[k:], seconds[k:])
+        if short.alpha < long.alpha and short.beta > long.beta:
+            made = replace(long, bytes=line.bytes, seconds=line.seconds, short=short)
+            error = math.sqrt(fmean((made.at(n) / t - 1) ** 2 for n, t in zip(line.bytes, line.seconds)))
+            best = min(best, replace(made, error=error), key=lambda one: one.error)
+    return best if best.error < line.error / 2 else line
 
 
 def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -178,8 +217,9 @@ class Profile(ProfileRecord):
             Attributes of this class.
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
+        short = {n: fit.short.link("all-reduce of few bytes") for n, fit in self.reduction.items() if fit.short}
         work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
-        runtime = Overheads(update, layer_overhead, packed=True, sums=sums, work=work)
+        runtime = Overheads(update, layer_overhead, packed=True, sums=sums, short_sums=short, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
 

@@ -92,7 +92,7 @@ def test_every_method_is_timed_as_json():
         waited, left = row["waited"], row["left"]
         assert waited["bytes"] == [1024, 262144] and min(waited["seconds"] + left["seconds"]) > 0
     slow = {row["method"]: min(row["waited"]["seconds"]) for row in record["sums"] if "alpha" in row["transport"]}
-    assert slow["allreduce"] >= 2e-3, "a ring of two ranks takes 2 alpha"
+    assert slow["allreduce"] >= 1e-3, "recursive doubling on two ranks takes alpha"
     assert slow["all_gather"] >= 1e-3, "and half of one takes alpha"
 
 

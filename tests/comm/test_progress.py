@@ -8,7 +8,7 @@ import pytest
 
 from halograd.comm import progress as module
 from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
-from halograd.comm.transport import ring_seconds
+from halograd.comm.transport import doubling_seconds, ring_seconds
 from halograd.comm.transports import emulated as timing
 from halograd.comm.transports import memory
 from halograd.comm.transports.emulated import sleep_until
@@ -254,9 +254,11 @@ def test_sleep_until_is_precise_and_awake_for_the_last_moment_only(nap, monkeypa
         assert seconds - sum(clock.naps) <= (0.0 if nap else timing.LATE) + 1e-5
 
 
-def test_time_of_a_ring():
-    assert ring_seconds(1, 1000, 1e-3, 1e-9) == 0
+def test_times_of_a_ring_and_of_recursive_doubling():
+    assert ring_seconds(1, 1000, 1e-3, 1e-9) == doubling_seconds(1, 1000, 1e-3, 1e-9) == 0
     assert ring_seconds(4, 1000, 1e-3, 1e-6) == pytest.approx(6e-3 + 1.5e-3)
+    assert doubling_seconds(4, 1000, 1e-3, 1e-6) == pytest.approx(2 * 2e-3)
+    assert doubling_seconds(6, 1000, 1e-3, 1e-6) == pytest.approx((2 + 2) * 2e-3), "surplus ranks send and receive"
 
 
 # -- flags in shared memory: quick where the peer is near, hardly awake where it is late --------------

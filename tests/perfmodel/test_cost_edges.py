@@ -107,20 +107,32 @@ def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
 
 
 def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
-    """Sums measured within an emulated node are not used for sums across nodes, which form a ring."""
+    """Sums measured within an emulated node are not used for sums across nodes."""
     links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2", emulated=True)}
     runtime = Overheads(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
     wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
     assert wires.sum(64, (2, 3)) == 0.001 and wires.sum(64, range(4)) == 7.0
-    assert wires.sum(64, (0, 2)) == pytest.approx(2 * 1.0 + 64 / 8) and wires.sum_work(64, (0, 2)) == 0.0
-    assert wires.sum_by_nodes(64, range(4)).across == pytest.approx(2 * 1.0 + 64 / 8)
+    assert wires.sum(64, (0, 2)) == pytest.approx(1.0 + 64 / 8) and wires.sum_work(64, (0, 2)) == 0.0
+    assert wires.sum_by_nodes(64, range(4)).across == pytest.approx(1.0 + 64 / 8)
+    assert wires.collective("all_gather", 64, range(4)) == pytest.approx(3 * 1.0 + 3 / 4 * 64 / 8), "half of a ring"
 
 
-def test_the_emulated_network_has_no_contention_and_rings_only():
+def test_the_shorter_of_two_measured_times_of_a_sum_is_taken():
+    runtime = Overheads(sums={4: Link(6.0, 1.0)}, short_sums={4: Link(2.0, 3.0)})
+    machine = dataclasses.replace(MACHINE, runtime=runtime)
+    assert Machine.parse(machine.to_toml()) == machine
+    wires = Wires(machine)
+    assert wires.sum(1, range(4)) == 2.0 + 3.0 and wires.sum(8, range(4)) == 6.0 + 8.0
+    assert wires.collective("reduce_scatter", 1, range(4)) == 2.5
+
+
+def test_the_emulated_network_has_no_contention_and_two_algorithms():
     emulated = Wires(MACHINE.emulated(1.0, 0.125))
     assert emulated.emulated and not Wires(MACHINE).emulated
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
     assert emulated.exchange(Move(blocks, needed, 4))[0] == 1.0 + 8 * 4 / 8
-    assert emulated.sum(64, range(4)) == pytest.approx(2 * 3 * 1.0 + 2 * 3 / 4 * 64 / 8)
+    assert emulated.sum(64, range(4)) == pytest.approx(2 * 3 * 1.0 + 2 * 3 / 4 * 64 / 8)  # a ring
+    assert emulated.sum(8, range(4)) == pytest.approx(2 * (1.0 + 8 / 8))  # recursive doubling
+    assert emulated.collective("all_gather", 8, range(4)) == pytest.approx(3 * 1.0 + 3 / 4 * 8 / 8)
     assert emulated.sum(64, range(1)) == 0.0
