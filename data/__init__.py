@@ -3,12 +3,11 @@
 from .augment import AUGMENTATIONS, Augmentation, AugmentationSettings, Elastic, Rules, StandardAugmentation
 from .dataset import Hdf5Dataset
 from .disk import DataError
-from .files import FileSet, find_files
+from .files import FileSet, find_files, open_dataset
 from .formats import FORMATS, Format, StoredArray, StoredFile
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
 from .normalize import ChannelStatistics, channel_statistics, check_transforms
-from .sample_files import open_dataset
 from .sampler import Batch, Sampler, split
 from .source import ArrayDataset, Dataset
 from .targets import LabelMap, TargetReduction

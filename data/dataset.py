@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from halograd.documents import one_line
 
 from ..dtensor.box import Box
-from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks
 from .disk import DataError
 from .formats import AND, StoredArray, StoredFile, open_stored
-from .held_out import Unit, belonging_to
+from .sampler import Unit, belonging_to
 from .storage import check_files
 from .structure import Field, Kind, Structure, examine, looking_into, shape_of, static_shape
-from .targets import LabelMap, TargetRange, kept_labels
+from .targets import LabelMap, TargetRange, check_read, kept_labels
 
 __all__ = ["Hdf5Dataset", "Names", "named"]
 

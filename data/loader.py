@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
-from .absent import has_no_weight
 from .augment import Augmentation
 from .disk import DataError
 from .normalize import ChannelStatistics, mark_absent
 from .sampler import Batch
 from .source import Dataset
-from .targets import TargetReduction
+from .targets import TargetReduction, has_no_weight
 from .windows import SampleWindows
 
 __all__ = ["Ahead", "LoadedBatch", "Loader"]

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..dtensor.box import Box
-from .absent import check_read
 from .disk import DataError
 from .packing import packing_of
 from .structure import Field
-from .targets import LabelMap, TargetRange, kept_labels
+from .targets import LabelMap, TargetRange, check_read, kept_labels
 
 __all__ = [
     "ArrayDataset",

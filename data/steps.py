@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
-from .held_out import Unit
+from .sampler import Unit
 from .source import DatasetView
 from .structure import Field
 

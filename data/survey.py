@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .absent import has_no_weight
 from .disk import DataError
 from .normalize import ChannelStatistics, SampleRows
 from .source import Dataset, sample_shape
-from .targets import TargetRange, TargetReduction
+from .targets import TargetRange, TargetReduction, has_no_weight
 
 __all__ = [
     "Look",

@@ -1,4 +1,5 @@
-"""Windows of the network's size in samples of any size, drawn by seed, epoch, sample and patch.
+"""Windows of the network's size in samples of any size: drawn by seed, epoch, sample and patch, around foreground, or
+sliding at regular distances.
 
 A window is the same under every decomposition. A rank reads the part of the file that its box of the window covers.
 
@@ -7,27 +8,53 @@ A window is the same under every decomposition. A rank reads the part of the fil
     index in the window  ->  + start  ->  index in the sample  ->  (+ shift, modulo its extent)  ->  index in the file
 
 Where a sample ends within its window, inputs have no value: they become 0 after normalization.
+
+Windows around foreground are placed at positions that are found once, before a run: a sample keeps a bounded number of
+positions of each class, drawn with equal probability, so that no labels are read to place a window.
+
+Sliding windows overlap; a sample smaller than the window has one window along that axis, which reaches beyond the
+sample on both sides. The weights of a window are the product of one Gaussian per axis, so their sum over all windows is
+a product of sums per axis, too::
+
+    sample   |--------------------------|      window 8, overlap 0.5
+    windows  [0     8)
+                 [4     12)
+                     ...
+                               [18    26)      the last one ends with the sample
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.errors import UserError
+
 from ..dtensor.box import Box
 from .disk import DataError
-from .foreground import Foreground
 from .sampler import Batch
 from .source import Dataset, sample_shape
+from .survey import PART, read_box
 
-__all__ = ["AXES", "SampleWindows"]
+__all__ = [
+    "AXES",
+    "KEY",
+    "Foreground",
+    "SampleWindows",
+    "Slide",
+    "SlidingWindows",
+    "find_foreground",
+    "most_positions",
+    "starts_along",
+    "weights_along",
+]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
@@ -313,3 +340,265 @@ def _pieces(low: int, high: int, extent: int, periodic: bool) -> Iterator[tuple[
         count = min(high - at, extent - first)
         yield (first, first + count), (at - low, at - low + count)
         at += count
+
+
+KEY = "--window"
+#: Smallest weight along an axis; that of the middle is 1.
+SMALLEST = 1e-3
+_SIGMA = 1 / 8  # of the window
+
+
+def starts_along(extent: int, window: int, overlap: float, multiple: int = 1) -> list[int]:
+    """Return the starts of the windows along an axis: multiples of `multiple`, as are both extents.
+
+    >>> starts_along(26, 8, 0.5), starts_along(6, 8, 0.5)
+    ([0, 4, 8, 12, 16, 18], [-1])
+    """
+    if extent <= window:
+        return [(extent - window) // 2 // multiple * multiple]
+    stride = max(1, round(window * (1 - overlap) / multiple)) * multiple
+    return [*range(0, extent - window, stride), extent - window]
+
+
+def weights_along(window: int) -> NDArray[np.float64]:
+    """Return the weights of a window along an axis, ``(window,)``: a Gaussian of an eighth of the window.
+
+    The largest is 1. The smallest is at least :data:`SMALLEST`, so that elements at the border of a sample, which have
+    no other window, keep their accuracy.
+    """
+    distance = np.abs(np.arange(window) - (window - 1) / 2)
+    found = np.exp(-0.5 * ((distance**2 - distance.min() ** 2) / (_SIGMA * window) ** 2))
+    return np.maximum(found, SMALLEST)
+
+
+@dataclass(frozen=True)
+class Slide:
+    """Sliding windows that a user asks for.
+
+    Attributes
+    ----------
+    window
+        Extents of a window, per axis.
+    overlap
+        Share of a window that the next one has too.
+    """
+
+    window: tuple[int, ...]
+    overlap: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.window or min(self.window) < 1:
+            raise UserError(f"{KEY}: expected one extent per axis, such as 128,128,128, got {self._text!r}")
+        if not 0 <= self.overlap < 1:
+            raise UserError(f"--overlap: expected a number from 0 to below 1, got {self.overlap}")
+
+    def count(self, extents: Sequence[int]) -> int:
+        """Return the number of windows of a sample of these extents."""
+        if len(extents) != len(self.window):
+            raise UserError(f"{KEY}: expected one extent for each of {len(extents)} axes, got {self._text!r}")
+        return math.prod(len(starts_along(n, window, self.overlap)) for n, window in zip(extents, self.window))
+
+    @property
+    def _text(self) -> str:
+        return ",".join(map(str, self.window))
+
+
+class SlidingWindows(SampleWindows):
+    """Reader of all windows of the samples of a data set: `Batch.patches` has the number of the window. Local.
+
+    Windows are numbered row-major over their starts; the longest axis of a sample is the first one.
+
+    Parameters
+    ----------
+    dataset
+    wanted
+        Shapes of the network's inputs, as for `SampleWindows`.
+    overlap
+        Share of the window, in [0, 1), that the next one has too.
+    multiples
+        Numbers that divide the starts, per axis in elements of the first field.
+
+    Raises
+    ------
+    DataError
+        As `SampleWindows`; a sample is not divided by `multiples`.
+    """
+
+    def __init__(
+        self, dataset: Dataset, wanted: Mapping[str, tuple[int, ...]], overlap: float, multiples: Sequence[int]
+    ) -> None:
+        super().__init__(dataset, wanted, key=KEY)
+        self._wanted, self._overlap, self._asked = dict(wanted), overlap, tuple(multiples)
+        steps = [max(1, step) for step in self._steps[self.moved[0]]]
+        self._multiples = [math.lcm(step, n) // step for step, n in zip(steps, multiples)]
+        wrong = np.flatnonzero((self._units % self._multiples != 0).any(axis=1))
+        if len(wrong):
+            index = int(wrong[0])
+            raise DataError(
+                f"{dataset.place(index)}: expected extents that are multiples of {list(multiples)}, those of the "
+                f"coarser predictions, with {KEY}, got {self._extents(index)}; pad the samples"
+            )
+
+    def over(self, dataset: Dataset) -> SlidingWindows:
+        """Return the windows of the samples of another data set."""
+        return SlidingWindows(dataset, self._wanted, self._overlap, self._asked)
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Extents of a window in the first field."""
+        return self.fields[self.moved[0]].shape[:-1]
+
+    def extents_of(self, index: int) -> tuple[int, ...]:
+        """Return the extents of a sample in the first field."""
+        return sample_shape(self.dataset, self.moved[0], index)[:-1]
+
+    def longest(self, index: int) -> int:
+        """Return the first one of the longest axes of a sample."""
+        extents = self.extents_of(index)
+        return extents.index(max(extents))
+
+    def all_starts(self, index: int) -> list[list[int]]:
+        """Return the starts of the windows of a sample, per axis in elements of the first field."""
+        units = self._starts_in_units(index)
+        return [[n * max(1, step) for n in starts] for starts, step in zip(units, self._steps[self.moved[0]])]
+
+    def _starts_in_units(self, index: int) -> list[list[int]]:
+        units = zip(self._units_of(index), self._window, self._multiples)
+        return [starts_along(extent, window, self._overlap, n) for extent, window, n in units]
+
+    def count(self, index: int) -> int:
+        """Return the number of windows of a sample."""
+        return math.prod(map(len, self._starts_in_units(index)))
+
+    def place_of(self, index: int, number: int) -> tuple[int, ...]:
+        """Return the place of a window among the starts of each axis."""
+        first = self.longest(index)
+        counts = [len(starts) for starts in self._starts_in_units(index)]
+        order = [first, *(axis for axis in range(len(counts)) if axis != first)]
+        found = dict(zip(order, np.unravel_index(number, [counts[axis] for axis in order])))
+        return tuple(int(found[axis]) for axis in range(len(counts)))
+
+    def _draw(self, batch: Batch, k: int) -> tuple[int, ...]:
+        index: Any = batch.indices[k]
+        places = self.place_of(index, batch.patches[k])
+        return tuple(starts[at] for starts, at in zip(self._starts_in_units(index), places))
+
+
+POSITIONS = 10_000
+"""Largest number of positions of a class that a sample keeps."""
+_TABLE = 1 << 26  # about the largest number of positions of all samples together
+_FOUND = 9  # separates the random stream from others of a run
+
+#: Positions of each class of a sample: indices of its elements, in order.
+Found = dict[int, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """Positions of the foreground.
+
+    Attributes
+    ----------
+    name : str
+        The target whose elements they are.
+    shapes : mapping of tuple
+        Extents ``(*spatial,)`` of this target, by sample.
+    positions : mapping of dict
+        Positions by sample and class; 0 stands for all classes above 0.
+    """
+
+    name: str
+    shapes: Mapping[int, tuple[int, ...]]
+    positions: Mapping[int, Found]
+
+    def draw(self, sample: int, draw: np.random.Generator) -> tuple[int, ...] | None:
+        """Return a position of a sample, with equal probability for its classes; None if it has none."""
+        classes = [own for own in self.positions.get(sample, {}).values() if len(own)]
+        if not classes:
+            return None
+        own = classes[int(draw.integers(len(classes)))]
+        at = np.unravel_index(int(own[int(draw.integers(len(own)))]), self.shapes[sample])
+        return tuple(int(index) for index in at)
+
+    @property
+    def empty(self) -> list[int]:
+        """Samples without foreground."""
+        return [sample for sample, found in self.positions.items() if not any(map(len, found.values()))]
+
+
+def find_foreground(
+    dataset: Dataset,
+    name: str,
+    samples: Iterable[int],
+    classes: Sequence[int] = (),
+    seed: int = 0,
+    most: int = POSITIONS,
+    ignored: float | None = None,
+) -> dict[int, Found]:
+    """Find positions of foreground in a target of these samples, by blocks of rows. Local; reads all of them.
+
+    Parameters
+    ----------
+    dataset, name
+        Data set, and the target.
+    samples
+        Indices of the samples.
+    classes
+        Classes whose positions are found. By default one set of positions has all values above 0, in any channel.
+    seed
+        Seed of the draw of positions where a class has more than `most`.
+    most
+        Largest number of positions of a class in a sample.
+    ignored
+        Value that is no class.
+
+    Raises
+    ------
+    DataError
+        As in reading; classes of a target with several channels.
+    """
+    if classes and dataset.fields[name].shape[-1] > 1:
+        raise DataError(
+            f"data.foreground_classes: expected a target of class indices, got {name!r} with "
+            f"{dataset.fields[name].shape[-1]} channels; leave it empty, for all values above 0"
+        )
+    return {int(k): _of_sample(dataset, name, int(k), list(classes) or [0], seed, most, ignored) for k in samples}
+
+
+def most_positions(samples: int, classes: int) -> int:
+    """Return the number of positions that a sample keeps of each class, so that the table of all is bounded."""
+    return min(POSITIONS, max(100, _TABLE // max(1, samples * max(1, classes))))
+
+
+def _of_sample(
+    dataset: Dataset, name: str, index: int, classes: Sequence[int], seed: int, most: int, ignored: float | None
+) -> Found:
+    shape = sample_shape(dataset, name, index)
+    count = int(np.prod(shape[:-1]))
+    dtype = np.uint32 if count <= 2**32 else np.int64
+    # A position has a random number of its own, and those with the smallest numbers are kept: the same for all blocks.
+    draws = {one: np.random.default_rng([seed, _FOUND, index, one]) for one in classes}
+    kept = {one: (np.empty(0, dtype), np.empty(0)) for one in classes}
+    row = count // shape[0]
+    rows = max(1, PART // (row * shape[-1]))
+    for first in range(0, shape[0], rows):
+        box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
+        values = read_box(dataset, name, index, box)[0]
+        if ignored is not None:
+            values[values == ignored] = 0
+        for one in classes:
+            there = (values == one if one else values > 0).any(axis=-1)
+            at = (np.flatnonzero(there) + first * row).astype(dtype)
+            kept[one] = _smallest(kept[one], (at, draws[one].random(len(at))), most)
+    return {one: np.sort(at) for one, (at, _) in kept.items()}
+
+
+def _smallest(
+    kept: tuple[NDArray[Any], NDArray[Any]], more: tuple[NDArray[Any], NDArray[Any]], most: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the positions with the smallest numbers, with their numbers."""
+    positions, numbers = (np.concatenate(pair) for pair in zip(kept, more))
+    if len(positions) <= most:
+        return positions, numbers
+    chosen = np.argpartition(numbers, most - 1)[:most]
+    return positions[chosen], numbers[chosen]

@@ -22,11 +22,11 @@ from typing import Any, Literal
 from halograd.documents import to_toml
 from halograd.errors import UserError
 
+from ..data.files import locate
 from ..data.formats import open_stored
-from ..data.sample_files import locate
-from ..data.sliding import KEY as SLIDING
-from ..data.sliding import Slide
 from ..data.structure import input_kind, looking_into, shape_of
+from ..data.windows import KEY as SLIDING
+from ..data.windows import Slide
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
 from ..layers.strategy import counts_of

@@ -28,8 +28,8 @@ from halograd.errors import UserError
 
 from ..data import FileSet, Hdf5Dataset
 from ..data.disk import DataError
-from ..data.sliding import SlidingWindows
 from ..data.source import sample_shape
+from ..data.windows import SlidingWindows
 from ..data.writers import WRITERS, WRITTEN_BY
 from .adapting import at_size, grid_of
 from .applying import Tell, outputs_of, write_outputs

@@ -23,8 +23,8 @@ from halograd.errors import UserError
 
 from ..data import Batch
 from ..data.normalize import mark_absent
-from ..data.sliding import SlidingWindows
 from ..data.structure import AND
+from ..data.windows import SlidingWindows
 from ..device import is_low
 from ..dtensor import Blocks, Box, End, Exchange
 from ..lowering.views import Value

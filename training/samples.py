@@ -35,20 +35,17 @@ from ..data import (
     check_transforms,
     split,
 )
-from ..data.files import check_alike
-from ..data.foreground import Foreground, find_foreground, most_positions
-from ..data.held_out import held_out
-from ..data.kept import KeptStatistics
+from ..data.files import check_alike, locate
 from ..data.masked import Masked
-from ..data.sample_files import locate
-from ..data.sliding import KEY as SLIDING
-from ..data.sliding import Slide, SlidingWindows
+from ..data.normalize import KeptStatistics
+from ..data.sampler import held_out
 from ..data.source import DatasetView, OneSize, sample_shape
 from ..data.steps import TimeSteps
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
-from ..data.windows import SampleWindows
+from ..data.windows import KEY as SLIDING
+from ..data.windows import Foreground, SampleWindows, Slide, SlidingWindows, find_foreground, most_positions
 from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own

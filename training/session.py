@@ -24,7 +24,7 @@ from ..data import (
     Sampler,
 )
 from ..data.sampler import Batches
-from ..data.sliding import Slide
+from ..data.windows import Slide
 from ..device import device_of
 from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data import Batch
-from ..data.sliding import SlidingWindows, weights_along
+from ..data.windows import SlidingWindows, weights_along
 from ..device import is_low
 from ..dtensor import Blocks, Box, End, Exchange
 from ..dtensor.blocks import Intervals, intervals

@@ -17,7 +17,7 @@ from halograd.version import __version__
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
 from ..data import Batch, Hdf5Dataset
-from ..data.sliding import Slide, SlidingWindows
+from ..data.windows import Slide, SlidingWindows
 from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted

@@ -123,7 +123,7 @@ def join(
     """
     if not _alone():
         return
-    from ..data.joining import join as copy
+    from ..data.writers import join as copy
 
     for path in [file for one in out for file in (sorted(one.rglob("*.h5")) if one.is_dir() else [one])]:
         if not any(parent.name.endswith(".parts") for parent in path.parents):

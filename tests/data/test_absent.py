@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.data import ArrayDataset, DataError, Loader, TargetReduction, open_dataset
-from halograd.data.absent import has_no_weight
 from halograd.data.survey import count_classes, find_invalid, look_at
-from halograd.data.targets import TargetRange
+from halograd.data.targets import TargetRange, has_no_weight
 from halograd.dtensor import Box
 
 N, GRID = 4, (4, 6)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from halograd.data import ArrayDataset, Batch, DataError
-from halograd.data import foreground as module
-from halograd.data.foreground import Foreground, find_foreground, most_positions
-from halograd.data.windows import SampleWindows
+from halograd.data import windows as module
+from halograd.data.windows import Foreground, SampleWindows, find_foreground, most_positions
 
 SEED = 3
 

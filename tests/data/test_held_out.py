@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from halograd.data import ArrayDataset, DataError, open_dataset
-from halograd.data.held_out import held_out, years
+from halograd.data.sampler import held_out, years
 from halograd.data.steps import TimeSteps
 
 

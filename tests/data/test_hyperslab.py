@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from h5py import h5s
 
-from halograd.data.hyperslab import Hyperslab, hyperslabs
+from halograd.data.storage import Hyperslab, hyperslabs
 
 
 def chosen(slab: Hyperslab, n: int) -> list[int]:

@@ -4,8 +4,8 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data import DataError, joining
-from halograd.data.joining import join
+from halograd.data import DataError, writers
+from halograd.data.writers import join
 
 
 def write(folder):
@@ -29,7 +29,7 @@ def write(folder):
 
 
 def test_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "SLAB", 40)
+    monkeypatch.setattr(writers, "SLAB", 40)
     out, x = write(tmp_path)
     assert join(out) and not join(out)
     assert [path.name for path in tmp_path.iterdir()] == ["p.h5"]

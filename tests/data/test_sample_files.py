@@ -6,7 +6,7 @@ import pytest
 
 from halograd.data import DataError, open_dataset
 from halograd.data.dataset import named
-from halograd.data.sample_files import locate
+from halograd.data.files import locate
 from halograd.dtensor import Box
 
 RNG = np.random.default_rng(3)

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.cli.run import run
-from halograd.data.sliding import SMALLEST, starts_along, weights_along
+from halograd.data.windows import SMALLEST, starts_along, weights_along
 from halograd.errors import UserError
 from halograd.training import apply, train
 from halograd.training.checkpoint import read_header
