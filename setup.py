@@ -8,6 +8,7 @@ setup(
     package_data={
         "halograd.perfmodel": ["machines/*.toml"],
         "halograd.kernels": ["cuda/src/*.cu", "cuda/src/*.cuh"],
+        "halograd.report": ["templates/*.j2"],
         "halograd.jobs": ["templates/*.j2", "templates/parts/*.j2"],
     },
 )

@@ -98,4 +98,4 @@ def _summarize(files: Files, judged: Judged, clock: Clock) -> None:
         print(f"{score.name:42}{score.iou:>7.3f}{score.values['f1'] or 0.0:>7.3f}")
     stages = ", ".join(f"{stage.name} {stage.seconds:.0f}" for stage in clock.stages)
     print(f"\n{clock.total.seconds:.0f} s: {stages}")
-    print(f"read {files.page} or {files.report}; edit {files.config} and train again")
+    print(f"read {files.report}; edit {files.config} and train again")

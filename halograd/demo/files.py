@@ -112,10 +112,6 @@ class Files:
 
     @property
     def report(self) -> Path:
-        return self.out / "report.md"
-
-    @property
-    def page(self) -> Path:
         return self.out / "report.html"
 
 

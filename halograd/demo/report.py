@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..data import ChannelStatistics, Hdf5Dataset, split
-from ..data.disk import atomic_path, open_to_read
+from ..data.disk import open_to_read
 from ..data.lagrangian import CHANNELS, UNITS
 from ..data.logistic import LogisticModel, best_threshold, fit, predict
 from ..data.storage import dataset_of
 from ..dtensor.box import Box
 from ..findings import probe_mpi
 from ..limits import usable_cores
-from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
+from ..report.document import write_html
 from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
-from ..report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+from ..report.timeline import draw_timeline, hidden_text, phase_rows
 from ..training.checkpoint import read_header
 from ..training.checkpoints import CheckpointFolder
 from ..training.log import read_log
@@ -255,76 +255,29 @@ def _masks(judged: Judged) -> Masks:
 
 
 def write_report(files: Files, settings: DemoSettings, judged: Judged, headline: str, clock: Clock) -> None:
-    """Write ``report.md`` and ``report.html`` with the existing pictures. Local."""
-    blocks = [
-        Heading("halograd demo: which cells of a mesh need relaxation?", 1),
-        *_summary(files, settings, judged, headline),
-        *_quality(judged, files.out),
-        *_timeline(read_phases(files), files.out),
-        *_times(clock),
-        *_what_next(files, settings),
-    ]
-    for path, text in ((files.report, to_markdown(blocks)), (files.page, to_html(blocks))):
-        with atomic_path(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-
-
-def _summary(files: Files, settings: DemoSettings, judged: Judged, headline: str) -> Iterator[Block]:
+    """Write ``report.html`` with the existing pictures. Local."""
+    timeline = files.out / "timeline.png"
     network, regression, _ = judged.scores
-    yield Text(
-        f"**IoU on held-out simulations: network {network.iou:.3f}, "
-        f"logistic regression on the same 18 channels {regression.iou:.3f}.**"
+    write_html(
+        "demo.html.j2",
+        files.report,
+        network=network,
+        regression=regression,
+        channels=len(CHANNELS),
+        settings=settings,
+        held_out=len(judged.samples),
+        headline=headline,
+        judged=judged,
+        scores=[("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)],
+        out=files.out,
+        config=files.config,
+        timeline_picture=timeline if timeline.exists() else None,
+        phases=phase_rows(read_phases(files)),
+        times=[(s.name, f"{s.seconds:.1f}", f"{s.cpu:.1f}") for s in (*clock.stages, clock.total)],
+        machine=describe_machine(),
     )
-    yield Text(
-        f"{settings.samples} samples of {settings.resolution} x {settings.resolution} cells, two of each simulation; "
-        f"{len(judged.samples)} samples of simulations that the training has not used are held out. "
-        f"{settings.ranks} MPI ranks share every batch of {settings.batch} samples: {settings.sample} parts of the "
-        f"batch x {settings.height} parts of the rows of each sample."
-    )
-    yield Code(headline)
-
-
-def _quality(judged: Judged, out: Path) -> Iterator[Block]:
-    yield Heading("Prediction against truth")
-    yield TableBlock([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
-    yield Text(
-        f"The regression was fitted to all {judged.training_cells:,} training cells until it converged "
-        f"({judged.iterations} Newton steps), on inputs normalized as those of the network. Both thresholds are those "
-        "with the best IoU on the training cells."
-    )
-    yield Picture(out / "predictions.png", "Predicted against true masks of held-out samples, from best to worst")
-    yield Text("Rows go from the held-out sample that the network predicts best to the one it predicts worst.")
-    yield Heading("Training")
-    yield Picture(out / "loss.png", "Loss and IoU over the epochs")
 
 
 def _score(score: Score) -> tuple[str, ...]:
     threshold = "-" if score.threshold is None else f"{score.threshold:.2f}"
     return score.name, threshold, *("-" if score.values[c] is None else f"{score.values[c]:.3f}" for c in COLUMNS)
-
-
-def _timeline(entry: dict[str, Any], out: Path) -> Iterator[Block]:
-    yield Heading("Timeline")
-    if (out / "timeline.png").exists():
-        yield Picture(out / "timeline.png", "What each rank did during two steps")
-    yield about_timeline("run/timeline.json")
-    yield from phase_tables(entry)
-
-
-def _times(clock: Clock) -> Iterator[Block]:
-    def row(stage: StageTimes) -> tuple[str, ...]:
-        return stage.name, f"{stage.seconds:.1f}", f"{stage.cpu:.1f}"
-
-    yield Heading("Times and machine")
-    yield TableBlock([("stage", "wall [s]", "CPU [s]"), *map(row, (*clock.stages, clock.total))])
-    yield TableBlock([("machine", ""), *describe_machine()])
-
-
-def _what_next(files: Files, settings: DemoSettings) -> Iterator[Block]:
-    yield Heading("What next")
-    yield Text("Change `config.toml` and train again, on any number of ranks, into a folder of your own:")
-    mine = files.out / "mine"
-    yield Code(
-        f"mpiexec -n {settings.ranks} halograd train {files.config} --set output.directory={mine}\n"
-        f"mpiexec -n {settings.ranks} halograd evaluate {mine}"
-    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+from markupsafe import Markup
 
 from ..data import DataError, open_dataset
-from ..data.disk import atomic_path
 from ..data.hdf5 import Hdf5File
 from ..data.storage import Storage
 from ..data.structure import looking_into
@@ -21,11 +21,12 @@ from ..dtensor.box import Box
 from ..errors import UserError
 from ..output import cut_text
 from ..perfmodel.plans import Plan
-from .document import Block, Code, Heading, Picture, TableBlock, Text, to_html
+from ..training.log import Entry
+from .document import write_html
 from .pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
 from .quality import quality
-from .status import Record, duration_text, status_of
-from .timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+from .status import Record, Status, duration_text, status_of
+from .timeline import draw_timeline, hidden_text, phase_rows
 
 __all__ = ["read_masks", "write_page"]
 
@@ -53,32 +54,29 @@ def write_page(record: Record, path: Path, predictions: Path | None = None, deta
         File written by `halograd evaluate --details`; by default ``evaluation.json`` of the run, if it exists.
     """
     left_out: list[str] = []
+    status = status_of(record)
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder)
-        blocks: list[Block] = [
-            Heading(f"halograd: {record.directory.resolve().name}", 1),
-            *_summary(record),
-            *_training(record, pictures, left_out),
-            *_predicted(record, left_out),
-            *_timeline(record, pictures, left_out),
-            *quality(record.directory, details, pictures, left_out),
-            *_masks(record, predictions, pictures, left_out),
-            *_reduction(record),
-            *_events(record),
-            *_configuration(record),
-        ]
-        page = to_html(blocks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+        write_html(
+            "run.html.j2",
+            path,
+            name=record.directory.resolve().name,
+            status=status,
+            summary=_summary(status, record.begin),
+            curves=_curves(record, pictures, left_out),
+            predicted=_predicted(record, left_out),
+            phases=_phases(record, pictures, left_out),
+            quality=quality(record.directory, details, pictures, left_out),
+            masks=_masks(record, predictions, pictures, left_out),
+            reduction=_reduction(record),
+            events=_events(record),
+            configuration="\n".join(_toml(record.begin.get("config") or {})).strip(),
+        )
     return left_out
 
 
-def _summary(record: Record) -> Iterator[Block]:
-    status, begin = status_of(record), record.begin
-    share = f" of {status.steps:,}, epoch {status.epoch} of {status.epochs}" if status.steps else ""
-    yield Text(f"**{status.state}**, step {status.step:,}{share}{f': {status.detail}' if status.detail else ''}")
-    rows = [("summary", "")]
+def _summary(status: Status, begin: Entry) -> list[tuple[str, str]]:
+    rows = []
     if status.loss is not None:
         rows.append(("loss of the last step", f"{status.loss:.5g}"))
     rows += [(f"validation: {k}", f"{v:.4g}") for k, v in status.validation.items() if isinstance(v, float)]
@@ -98,48 +96,50 @@ def _summary(record: Record) -> Iterator[Block]:
         ]
     if status.checkpoint:
         rows.append(("newest checkpoint", Path(status.checkpoint).name))
-    yield TableBlock(rows, "text")
+    return rows
 
 
-def _training(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
-    yield Heading("Training")
+def _curves(record: Record, pictures: Path, left_out: list[str]) -> dict[str, Path] | None:
     if not record.steps:
         left_out.append("curves: no step was logged yet")
-        yield Text("No step was logged yet.")
-        return
-    draw_curves(pictures / "loss.png", record.steps, record.all("validation"), record.steps_per_epoch)
-    draw_speed(pictures / "speed.png", record.steps, record.steps_per_epoch)
-    yield Picture(pictures / "loss.png", "Loss and metrics over the epochs")
-    yield Picture(pictures / "speed.png", "Speed and learning rate over the epochs")
+        return None
+    paths = {"loss": pictures / "loss.png", "speed": pictures / "speed.png"}
+    draw_curves(paths["loss"], record.steps, record.all("validation"), record.steps_per_epoch)
+    draw_speed(paths["speed"], record.steps, record.steps_per_epoch)
+    return paths
 
 
-def _predicted(record: Record, left_out: list[str]) -> Iterator[Block]:
-    yield Heading("Predicted against measured")
+def _predicted(record: Record, left_out: list[str]) -> Entry | None:
+    """Return the line ``prediction``, with its layers and waits as rows of tables."""
     entry = record.last("prediction")
     if entry is None:
         left_out.append('predicted against measured: the run was not planned by strategy = "auto", or has not ended')
-        yield Text('Shown at the end of runs that are planned: `strategy = "auto"`.')
-        return
-    yield from prediction_table(entry, record.directory / "plan.json")
+        return None
+    cuts = _cuts_of(record.directory / "plan.json")
+    pairs = entry["layers"].values()
+    sums = (sum(pair[key] for pair in pairs) for key in ("predicted", "measured"))
+    rows = [
+        *(_compared(n, cuts.get(n, ""), pair["predicted"], pair["measured"]) for n, pair in entry["layers"].items()),
+        _compared("layers together", "", *sums),
+        _compared(Markup("<b>step</b>"), "", entry["predicted_step_seconds"], entry["measured_step_seconds"]),
+    ]
+    waits = [(kind, f"{1e3 * seconds:.3f}") for kind, seconds in entry["waits"].items()]
+    return {**entry, "layers": rows, "waits": waits}
 
 
-def _timeline(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
-    yield Heading("Timeline")
+def _phases(record: Record, pictures: Path, left_out: list[str]) -> dict[str, Any] | None:
     entry, trace = record.last("phases"), record.directory / "timeline.json"
     if entry is None:
         left_out.append("timeline: not measured, set output.timeline = true")
-        yield Text("Not measured: `output.timeline = true` records every step.")
-        return
-    title = f"Two training steps · {hidden_text(entry['phases'])}"
-    if trace.exists() and draw_timeline(pictures / "timeline.png", trace, title):
-        yield Picture(pictures / "timeline.png", "What each rank did during two steps")
-        yield about_timeline(trace.name)
-    else:
+        return None
+    path = pictures / "timeline.png"
+    drawn = trace.exists() and draw_timeline(path, trace, f"Two training steps · {hidden_text(entry['phases'])}")
+    if not drawn:
         left_out.append(f"picture of the timeline: {trace.name} is written at the end of a run of a few steps or more")
-    yield from phase_tables(entry)
+    return {"picture": path if drawn else None, **phase_rows(entry)}
 
 
-def _masks(record: Record, predictions: Path | None, pictures: Path, left_out: list[str]) -> Iterator[Block]:
+def _masks(record: Record, predictions: Path | None, pictures: Path, left_out: list[str]) -> dict[str, Any] | None:
     path = predictions or record.directory / "predictions.h5"
     if not path.exists():
         if predictions is not None:
@@ -150,44 +150,36 @@ def _masks(record: Record, predictions: Path | None, pictures: Path, left_out: l
         left_out.append(
             f"masks: no {path}; `mpiexec -n {ranks} halograd evaluate {run} --predictions {path}` writes it"
         )
-        return
+        return None
     masks = read_masks(path, record.begin.get("config", {}).get("data", {}))
     if masks is None:
         left_out.append("masks: the network does not predict any")
-        return
+        return None
     draw_masks(pictures / "masks.png", masks)
-    yield Heading("Prediction against truth")
-    yield Picture(pictures / "masks.png", "Predicted against true masks")
-    yield Text(f"From the sample of `{path.name}` that is predicted best to the worst.")
+    return {"picture": pictures / "masks.png", "file": path.name}
 
 
-def _reduction(record: Record) -> Iterator[Block]:
-    trials = [entry for entry in record.all("reduction") if "seconds" in entry and "scheme" in entry]
-    if trials:
-        yield Heading("Schemes of gradient reduction that were tried")
-        rows = [
-            (f"{entry['scheme']}{' (chosen)' if entry.get('chosen') else ''}", f"{1e3 * entry['seconds']:.3f}")
-            for entry in trials
-        ]
-        yield TableBlock([("scheme", "ms/step"), *rows])
+def _reduction(record: Record) -> list[tuple[str, str]]:
+    return [
+        (f"{entry['scheme']}{' (chosen)' if entry.get('chosen') else ''}", f"{1e3 * entry['seconds']:.3f}")
+        for entry in record.all("reduction")
+        if "seconds" in entry and "scheme" in entry
+    ]
 
 
-def _events(record: Record) -> Iterator[Block]:
-    rows = [
+def _events(record: Record) -> list[tuple[str, str, str]]:
+    return [
         (_when(entry), str(entry.get("step", entry.get("at_step", ""))), _what(entry))
         for entry in record.events
         if entry["event"] in SHOWN
     ]
-    if rows:
-        yield Heading("What happened")
-        yield TableBlock([("when", "step", "what"), *rows], "text")
 
 
-def _when(entry: dict[str, Any]) -> str:
+def _when(entry: Entry) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])) if "time" in entry else "-"
 
 
-def _what(entry: dict[str, Any]) -> str:
+def _what(entry: Entry) -> str:
     if entry["event"] == "begin":
         job = f", job {entry['job']}" if entry.get("job") else ""
         return f"begins on {entry.get('ranks', '?')} rank(s), {entry.get('cut', '?')}{job}"
@@ -197,13 +189,6 @@ def _what(entry: dict[str, Any]) -> str:
     return f"{entry['event'].replace('_', ' ')}{reason}"
 
 
-def _configuration(record: Record) -> Iterator[Block]:
-    config = record.begin.get("config")
-    if config:
-        yield Heading("Configuration")
-        yield Code("\n".join(_toml(config)).strip())
-
-
 def _toml(tables: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a configuration as TOML."""
     for name, table in tables.items():
@@ -211,27 +196,6 @@ def _toml(tables: dict[str, Any]) -> Iterator[str]:
         for key, value in table.items():
             if value is not None:
                 yield f"{key} = {to_toml(value)}"
-
-
-def prediction_table(entry: Mapping[str, Any], plan: Path) -> Iterator[Block]:
-    """Yield the table of a log's line ``prediction``; `plan` has the cuts of layers, if it still exists. Local."""
-    cuts = _cuts_of(plan)
-    rows = [
-        _compared(name, cuts.get(name, ""), pair["predicted"], pair["measured"])
-        for name, pair in entry["layers"].items()
-    ]
-    layers = (sum(pair[key] for pair in entry["layers"].values()) for key in ("predicted", "measured"))
-    rows.append(_compared("layers together", "", *layers))
-    rows.append(_compared("**step**", "", entry["predicted_step_seconds"], entry["measured_step_seconds"]))
-    yield Text(
-        f"Forward and backward; middle half of {entry['steps']} step(s) of rank 0. Waiting for data takes "
-        f"{1e3 * entry['data_seconds']:.3f} ms more."
-    )
-    yield TableBlock([("layer", "cut", "predicted [ms]", "measured [ms]", "error"), *rows])
-    waits = entry["waits"]
-    if waits:
-        rows = [(kind, f"{1e3 * seconds:.3f}") for kind, seconds in waits.items()]
-        yield TableBlock([("waited for", "[ms]"), *rows])
 
 
 def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from ..errors import UserError
 from ..training.metrics import read_details
-from .document import Block, Heading, Picture, TableBlock, Text
 from .pictures import BLUE, GREY, picture
 
 __all__ = ["quality"]
@@ -19,72 +18,70 @@ __all__ = ["quality"]
 MOST_ROWS, MOST_CELLS = 50, 40
 
 
-def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -> Iterator[Block]:
-    """Yield tables and pictures of a file of `halograd evaluate --details`; by default ``evaluation.json`` of the run.
+def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -> dict[str, Any] | None:
+    """Return texts, tables and pictures of a file of `halograd evaluate --details`; None if there is no file.
+
+    The default of `path` is ``evaluation.json`` of the run.
 
     Raises
     ------
     UserError
         The file is of another kind, or a given file is missing.
     """
-    found = path or run / "evaluation.json"
-    if not found.exists():
+    details_path = path or run / "evaluation.json"
+    if not details_path.exists():
         if path is not None:
             raise UserError(f"--details: expected a file that `halograd evaluate --details` wrote, got no {path}")
-        left_out.append(f"classes: no {found}; `halograd evaluate {run} --details {found}` writes it")
-        return
-    details = read_details(found)
+        left_out.append(f"classes: no {details_path}; `halograd evaluate {run} --details {details_path}` writes it")
+        return None
+    details = read_details(details_path)
     try:
-        blocks = list(_blocks(details, pictures))
+        return {
+            "count": f"{details['count']:,}",
+            "samples": details["samples"],
+            "step": f"{details['step']:,}",
+            "predictions": [_prediction(p, pictures, str(i)) for i, p in enumerate(details["predictions"])],
+        }
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
-            f"details {found}: expected what `halograd evaluate --details` wrote, got a file that was changed; write "
-            "it again"
+            f"details {details_path}: expected what `halograd evaluate --details` wrote, got a file that was changed; "
+            "write it again"
         ) from error
-    yield from blocks
 
 
-def _blocks(details: Mapping[str, Any], pictures: Path) -> Iterator[Block]:
-    yield Heading("Quality by class")
-    yield Text(f"{details['count']:,} {details['samples']} samples, predicted by step {details['step']:,}.")
-    for number, one in enumerate(details["predictions"]):
-        scores = [(key, _number(value)) for key, value in one["scores"].items()]
-        yield TableBlock([(str(one["name"]), ""), *scores])
-        if one["kind"] != "classes":
-            continue
-        rows = one["by_class"]
-        yield TableBlock([("class", "positions", "IoU", "precision", "recall", "F1"), *map(_row, rows[:MOST_ROWS])])
-        if len(rows) > MOST_ROWS:
-            yield Text(f"And {len(rows) - MOST_ROWS} more classes.")
-        counts = np.array(one["confusion"], np.int64)
+def _prediction(details: Mapping[str, Any], pictures: Path, number: str) -> dict[str, Any]:
+    scores = [(key, _number(value)) for key, value in details["scores"].items()]
+    rows, confusion, calibration = [], None, None
+    if details["kind"] == "classes":
+        rows = details["by_class"]
+        counts = np.array(details["confusion"], np.int64)
         if len(counts) <= MOST_CELLS:
-            path = pictures / f"confusion{number}.png"
-            draw_confusion(path, counts)
-            yield Picture(path, "Confusion: share of each true class that was predicted as each class")
-        if "calibration" in one:
-            yield from _calibration(one["calibration"], pictures / f"calibration{number}.png")
-
-
-def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        str(row["class"]),
-        f"{row['count']:,}",
-        *(_number(row[key]) for key in ("iou", "precision", "recall", "f1")),
-    )
+            confusion = pictures / f"confusion{number}.png"
+            draw_confusion(confusion, counts)
+        if "calibration" in details:
+            calibration = _calibration(details["calibration"], pictures / f"calibration{number}.png")
+    return {
+        "name": details["name"],
+        "scores": scores,
+        "classes": [
+            (row["class"], f"{row['count']:,}", *(_number(row[key]) for key in ("iou", "precision", "recall", "f1")))
+            for row in rows[:MOST_ROWS]
+        ],
+        "more": len(rows) - MOST_ROWS,
+        "confusion": confusion,
+        "calibration": calibration,
+    }
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
-    bins = [row for row in found["bins"] if row["count"]]
+def _calibration(details: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    bins = [row for row in details["bins"] if row["count"]]
     if not bins:
-        return
-    draw_reliability(path, found["bins"])
-    yield Text(f"Expected calibration error: **{_number(found['error'])}**")
-    yield Picture(path, "Reliability: observed frequency against the predicted probability")
-    head = ("predicted probability", "positions", "mean", "frequency")
+        return None
+    draw_reliability(path, details["bins"])
     rows = [
         (
             f"{row['from']:.3f} to {row['to']:.3f}",
@@ -94,7 +91,7 @@ def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
         )
         for row in bins
     ]
-    yield TableBlock([head, *rows])
+    return {"error": _number(details["error"]), "picture": path, "bins": rows}
 
 
 def draw_confusion(path: Path, counts: np.ndarray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch
 
-from .document import Block, TableBlock, Text
 from .pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, TEAL, YELLOW, picture
 
 __all__ = [
     "Bar",
-    "about_timeline",
     "draw_timeline",
     "hidden_text",
-    "phase_tables",
+    "phase_rows",
     "step_begins",
     "typical_steps",
     "without",
@@ -161,26 +159,15 @@ def _draw_rank(axes: Any, bars: Sequence[Bar], steps: Sequence[float], origin: f
 KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "statistics": "batch-norm statistics"}
 
 
-def about_timeline(file: str) -> Text:
-    """Return a description of the picture of a timeline; `file` is the name of the trace of all steps."""
-    return Text(
-        "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
-        "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
-        f"most of a wait is the time in which the core computes for another rank. `{file}` holds all "
-        "steps: open it in https://ui.perfetto.dev."
-    )
-
-
-def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
-    """Yield the tables for a line ``phases`` of a log."""
+def phase_rows(entry: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Return the rows of the tables of ``work`` and ``messages`` for a line ``phases`` of a log [ms/step]."""
     phases, steps = entry["phases"], max(1, entry["steps"])
     kinds = ("forward", "backward", "again", "update")
     spent = [(COLOURS[c][1], phases[c]["seconds"]) for c in kinds if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
     reading = phases.get("io", {}).get("seconds", 0.0)
-    spent += [("of these, blocked in communication", blocked), ("reading, beside", reading)]
-    yield TableBlock([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
-    rows = [
+    spent += [("of these, blocked in communication", blocked), ("reading ahead", reading)]
+    messages: list[tuple[str, ...]] = [
         (
             KINDS.get(name, name),
             f"{1e3 * p['communication'] / steps:.1f}",
@@ -190,15 +177,7 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
         for name, p in phases.items()
         if "communication" in p
     ]
-    if not rows:
-        yield Text("Nothing travelled.")
-        return
-    head = ("communication (rank 0)", "durations, added up, ms/step", "blocked, ms/step", "hidden")
-    yield TableBlock([head, *rows])
-    yield Text(
-        "Durations are from the start of a message or sum to its end, added up over a step. Many of them "
-        "overlap, so they may exceed the step."
-    )
+    return {"work": [(name, f"{1e3 * s / steps:.1f}") for name, s in spent], "messages": messages}
 
 
 def hidden_text(phases: dict[str, Any]) -> str:
