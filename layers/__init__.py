@@ -4,50 +4,67 @@ from . import arithmetic  # noqa: F401  (operators of nodes)
 from .activation import (
     ELU,
     GELU,
+    Abs,
     Affine,
     Clamp,
+    Exp,
     HardSigmoid,
     HardSwish,
     LeakyReLU,
+    Log,
+    LogSoftmax,
     Mish,
+    Power,
     ReLU,
     Sigmoid,
     SiLU,
+    Softmax,
     Softplus,
     Tanh,
 )
 from .attention import Attention, MultiHeadAttention
 from .batch_norm import BatchNorm
-from .channel_pooling import ChannelMax, ChannelMean
 from .composed import Crop, PatchEmbedding, PatchMerging, Sequential, Split
-from .convolution import Conv
+from .convolution import Conv, ConvTranspose
 from .dense import Dense
 from .dice import Dice, Tversky
 from .dropout import Dropout, StochasticDepth
 from .embedding import Embedding, SinusoidalEmbedding, Token
-from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
 from .loss import Loss
-from .losses import CRPS, AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
+from .losses import (
+    CRPS,
+    AbsoluteError,
+    BinaryCrossEntropyWithLogits,
+    Focal,
+    Huber,
+    MeanSquaredError,
+    SoftmaxCrossEntropy,
+)
 from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
 from .neighbors import GradientError, StructuralSimilarity
 from .network import Network
 from .padding import Flip, Pad, Roll, Slice, Sphere
 from .parameter import GivenValues, Parameter
-from .pointwise import Abs, Exp, Log, Power
-from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
+from .pooling import (
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
+    AveragePool,
+    ChannelMax,
+    ChannelMean,
+    GlobalAveragePool,
+    GlobalMaxPool,
+    MaxPool,
+)
 from .reshape import ChannelShuffle, Flatten, PixelShuffle, PixelUnshuffle, Redistribute, Reshape
 from .resize import Resize
 from .scale import PReLU, Scale
-from .softmax import LogSoftmax, Softmax
-from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .strategy import Strategy
 from .targets import MetricSpec
 from .total_loss import training_only
-from .transposed import ConvTranspose
 
 __all__ = [
     "CRPS",

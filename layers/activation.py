@@ -1,4 +1,8 @@
-"""Activations: elementwise functions, as layers and within the kernels of other layers."""
+"""Activations: elementwise functions, as layers and within the kernels of other layers; softmax over the channels.
+
+Functions without parameters that are parts of norms and of changes of units (exp, log, ``|x|``, powers) are layers
+only.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,28 @@ import numpy as np
 from ..kernels.access import Access, makes, reads, writes
 from ..kernels.fused import FusedActivation, reads_input
 from ..lowering.context import Context, Lowered
-from ..lowering.views import Region
+from ..lowering.views import Region, View
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
-from .softmax import Softmax
 
 __all__ = [
     "ELU",
     "GELU",
+    "Abs",
     "Affine",
     "Clamp",
+    "Exp",
     "HardSigmoid",
     "HardSwish",
     "LeakyReLU",
+    "Log",
+    "LogSoftmax",
     "Mish",
+    "Power",
     "ReLU",
     "SiLU",
     "Sigmoid",
+    "Softmax",
     "Softplus",
     "Tanh",
     "activated",
@@ -320,6 +329,326 @@ def _clamp_gradient(
         np.multiply(dy, inside, out=dx)
         np.less(y, high, out=inside)
         np.multiply(dx, inside, out=dx)
+
+    return run
+
+
+class _Function(Layer):
+    """An elementwise function by NumPy's functions, with its gradient from the input or from the output.
+
+    Communication: none.
+    """
+
+    recomputation = "pointwise"
+
+    cuts_channels = "channelwise"
+    passes = Passes((1, 1), (3, 2))
+    inputs_taken = 1
+    #: Whether the gradient is formed from the output, so that the input need not be kept.
+    by_output = False
+
+    def values(self, x: Any, y: Any) -> None:
+        """Compute the function of `x` into `y`."""
+        raise TypeError(f"{self.kind} must override values()")
+
+    def slopes(self, z: Any, out: Any) -> None:
+        """Compute the derivative into `out`, from the input `z` or, with `by_output`, from the output."""
+        raise TypeError(f"{self.kind} must override slopes()")
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Lowered:
+        x = context.inputs[0].view
+        kernel = context.kernel(partial(_values, self), x=x, y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            z = context.y_again() if self.by_output else x
+            kernel = context.kernel(partial(_gradient, self), z=z, dy=context.dy, dx=context.gradient(0))
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return Lowered(backward)
+
+
+@reads("x")
+@writes("y")
+def _values(layer: _Function, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            layer.values(x, y)
+
+    return run
+
+
+@reads("z", "dy")
+@writes("dx")
+def _gradient(layer: _Function, environment: Any, z: Any, dy: Any, dx: Any) -> Callable[[], None]:
+    def run() -> None:
+        if dx.size:
+            layer.slopes(z, dx)
+            np.multiply(dx, dy, out=dx)
+
+    return run
+
+
+class Exp(_Function):
+    """Exponential function ``y = exp(x)``."""
+
+    by_output = True
+
+    def values(self, x: Any, y: Any) -> None:
+        np.exp(x, out=y)
+
+    def slopes(self, z: Any, out: Any) -> None:
+        np.copyto(out, z)
+
+
+class Log(_Function):
+    """Natural logarithm ``y = log(x)``, of positive inputs."""
+
+    def values(self, x: Any, y: Any) -> None:
+        np.log(x, out=y)
+
+    def slopes(self, z: Any, out: Any) -> None:
+        np.reciprocal(z, out=out)
+
+
+class Abs(_Function):
+    """Absolute value ``y = |x|``; the gradient at 0 is 0."""
+
+    def values(self, x: Any, y: Any) -> None:
+        np.absolute(x, out=y)
+
+    def slopes(self, z: Any, out: Any) -> None:
+        np.sign(z, out=out)
+
+
+class Power(_Function):
+    """Power ``y = x ** exponent``: 2 for squares, 0.5 for roots, -1 for reciprocals.
+
+    Inputs must be positive (or, for a positive exponent, not negative) unless the exponent is an integer. The gradient
+    of a root at 0 is limited to a large number, so that the gradient of a norm ``(x ** 2).sum() ** 0.5`` is 0 there.
+
+    Parameters
+    ----------
+    exponent
+        Any number other than 0.
+    """
+
+    def __init__(self, exponent: float, name: str | None = None) -> None:
+        super().__init__(name)
+        if not math.isfinite(exponent) or exponent == 0:
+            raise ValueError(f"Power: expected a finite exponent other than 0, got {exponent!r}")
+        self.exponent = float(exponent)
+
+    def values(self, x: Any, y: Any) -> None:
+        _power(x, self.exponent, y)
+
+    def slopes(self, z: Any, out: Any) -> None:
+        if self.exponent == 0.5:
+            np.sqrt(z, out=out)
+            np.maximum(out, _SMALLEST_ROOT[np.dtype(z.dtype).name], out=out)
+            np.reciprocal(out, out=out)
+        else:
+            _power(z, self.exponent - 1, out)
+        np.multiply(out, self.exponent, out=out)
+
+
+#: Root of the smallest normal number of a dtype. bfloat16 has the exponents of float32.
+_SMALLEST_ROOT = {"float16": 2.0**-7, "bfloat16": 2.0**-63, "float32": 2.0**-63, "float64": 2.0**-511}
+
+
+def _power(x: Any, exponent: float, out: Any) -> None:
+    """Compute a power; frequent ones by functions that are faster and correctly rounded."""
+    if exponent in (0.5, -0.5):
+        np.sqrt(x, out=out)
+        if exponent < 0:
+            np.reciprocal(out, out=out)
+    elif exponent == -1:
+        np.reciprocal(x, out=out)
+    elif exponent == 1:
+        np.copyto(out, x)
+    elif exponent == 2:
+        np.square(x, out=out)
+    else:
+        np.power(x, exponent, out=out)
+
+
+class Softmax(Layer):
+    """Softmax ``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
+
+    (To train on classes, use a cross-entropy loss on the logits: it includes the softmax.) Communication: none.
+    """
+
+    recomputation = "pointwise"
+
+    passes = Passes((2, 1), (1, 2))
+    inputs_taken = 1
+
+    def flops(self, *shapes: Shape) -> int:
+        return 4 * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Lowered:
+        low = context.wide != context.dtype
+        row = (*context.box.shape[:-1], 1)
+        beside: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
+        beside["copy"] = context.scratch(context.box.shape, context.wide) if low else None
+        x = context.inputs[0].view
+        kernel = context.kernel(_softmax, x=x, y=context.y, **beside)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            dx = context.gradient(0)
+            beside: dict[str, View | None] = {name: context.scratch(row, context.wide) for name in ("sums", "center")}
+            beside["product"] = context.scratch(context.box.shape, context.wide) if low else dx
+            beside["top"] = context.scratch(context.box.shape, "bool")
+            kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **beside)
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return Lowered(backward)
+
+
+class LogSoftmax(Layer):
+    """Logarithm of the softmax, ``y[..., c] = x[..., c] - log(sum_k exp(x[..., k]))``, at every position.
+
+    A cross-entropy loss gives the same result for log-probabilities as for logits (torch's NLLLoss after a
+    log_softmax). Communication: none.
+    """
+
+    recomputation = "pointwise"
+
+    passes = Passes((2, 1), (1, 2))
+    inputs_taken = 1
+
+    def flops(self, *shapes: Shape) -> int:
+        return 4 * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Lowered:
+        rows = (*context.box.shape[:-1], 1)
+        beside = {name: context.scratch(rows, context.wide) for name in ("largest", "sums", "ties")}
+        beside["work"] = context.scratch(context.box.shape, context.wide)
+        beside["top"] = context.scratch(context.box.shape, "bool")
+        kernel = context.kernel(_log_softmax, x=context.inputs[0].view, y=context.y, **beside)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0)}
+            views["sums"] = context.scratch(rows, context.wide)
+            views |= {name: context.scratch(context.box.shape, context.wide) for name in ("work", "other")}
+            context.run(context.kernel(_log_softmax_gradient, **views), timing=context.timing("backward_data"))
+
+        return Lowered(backward)
+
+
+@reads("x")
+@writes("y", "row", "copy")
+def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[[], None]:
+    """Return the softmax kernel. With 16-bit arrays, `copy` is a float32 array for the arithmetic."""
+
+    def run() -> None:
+        if not y.size:
+            return
+        source, target = x, y
+        if copy is not None:
+            np.copyto(copy, x)
+            source = target = copy
+        np.amax(source, axis=-1, keepdims=True, out=row)
+        np.subtract(source, row, out=target)
+        np.exp(target, out=target)
+        np.add.reduce(target, axis=-1, keepdims=True, out=row)
+        np.divide(target, row, out=y)
+
+    return run
+
+
+@reads("y", "dy")
+@writes("dx", "sums", "center", "product", "top")
+def _softmax_gradient(
+    environment: Any, y: Any, dy: Any, dx: Any, sums: Any, center: Any, product: Any, top: Any
+) -> Callable[[], None]:
+    """Return the kernel ``dx = y * (d - sum_c d * y)`` with ``d = dy - center``; the result is the same for any center.
+
+    The center is the `dy` of the largest y (the mean, if there are several). If this y is close to 1, the sum contains
+    only small y, and is accurate.
+    """
+
+    def run() -> None:
+        if not y.size:
+            return
+        np.copyto(product, y)
+        np.amax(product, axis=-1, keepdims=True, out=center)
+        np.equal(product, center, out=top)
+        np.copyto(product, top)
+        np.add.reduce(product, axis=-1, keepdims=True, out=sums)
+        np.multiply(dy, top, out=product)
+        np.add.reduce(product, axis=-1, keepdims=True, out=center)
+        np.divide(center, sums, out=center)
+        np.subtract(dy, center, out=product)
+        np.multiply(product, y, out=product)
+        np.add.reduce(product, axis=-1, keepdims=True, out=sums)
+        np.subtract(dy, center, out=product)
+        np.subtract(product, sums, out=product)
+        np.multiply(product, y, out=dx)
+
+    return run
+
+
+@reads("x")
+@writes("y", "largest", "sums", "ties", "work", "top")
+def _log_softmax(
+    environment: Any, x: Any, y: Any, largest: Any, sums: Any, ties: Any, work: Any, top: Any
+) -> Callable[[], None]:
+    """Return the log-softmax kernel. `work` is a float32 array for the arithmetic.
+
+    The largest exponentials are 1 and are summed separately: in one sum, close to 1, small exponentials would be lost.
+    """
+
+    def run() -> None:
+        if not y.size:
+            return
+        np.copyto(work, x)
+        np.amax(work, axis=-1, keepdims=True, out=largest)
+        np.subtract(work, largest, out=work)
+        np.equal(work, 0, out=top)
+        np.exp(work, out=work)
+        np.add.reduce(work, axis=-1, keepdims=True, out=ties)
+        np.copyto(work, 0, where=top)
+        np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        np.subtract(ties, sums, out=ties)
+        np.rint(ties, out=ties)
+        np.subtract(ties, 1, out=ties)
+        np.add(sums, ties, out=sums)
+        np.log1p(sums, out=sums)
+        # Not x - (largest + log): the sum would round off the logarithm where x is large.
+        np.copyto(work, x)
+        np.subtract(work, largest, out=work)
+        np.subtract(work, sums, out=y)
+
+    return run
+
+
+@reads("y", "dy")
+@writes("dx", "sums", "work", "other")
+def _log_softmax_gradient(
+    environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any, other: Any
+) -> Callable[[], None]:
+    """Return the kernel ``dx = dy - exp(y) * sum_c dy``, as ``dy * (1 - exp(y)) - exp(y) * (sum_c dy - dy)``."""
+
+    def run() -> None:
+        if not y.size:
+            return
+        np.copyto(work, dy)
+        np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        np.subtract(sums, work, out=other)
+        np.copyto(work, y)
+        np.exp(work, out=work)
+        np.multiply(other, work, out=other)
+        np.copyto(work, y)
+        np.expm1(work, out=work)
+        np.multiply(work, dy, out=work)
+        np.add(work, other, out=work)
+        np.negative(work, out=dx)
 
     return run
 

@@ -1,11 +1,24 @@
-"""Dense layers, for samples without spatial axes."""
+"""Dense layers, for samples without spatial axes.
+
+Instead of summing ``units * F`` gradients, the ranks can gather ``(F + units) * N`` activations and errors, and each of
+them then computes the weight gradient of all `N` samples (:func:`lower_replicated`)::
+
+    forward    x    all-gather, started; y of the own samples
+    backward   dx   of the own samples; dy is kept
+               dy   all-gather, started when backward is over
+    later      dw   = dy^T x of all samples, when the layer is needed next (`program/gradients.py`)
+
+References: Lee et al. 2017, Section III-C2 and Algorithm 2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ..dtensor import Box
+from ..dtensor import Box, Groups
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context, Lowered
@@ -13,9 +26,8 @@ from .activation import activated
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, lower_contraction
 from .parameter import Parameter, lower_weight_norm, with_lengths
-from .replicated_dense import lower_replicated
 
-__all__ = ["Dense"]
+__all__ = ["Dense", "ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
 
 
 class Dense(Layer):
@@ -36,7 +48,7 @@ class Dense(Layer):
     -----
     Weights ``(units, F)``, whole on every rank; the samples are spread over all ranks.
     Communication per process: only the sum of the weights' gradients over all ranks, or the all-gathers that replace
-    it (:mod:`halograd.layers.replicated_dense`). If units or features are cut (:mod:`halograd.layers.lowering`), a
+    it (:mod:`halograd.layers.dense`). If units or features are cut (:mod:`halograd.layers.lowering`), a
     rank holds a block of the weights, and the samples are spread over the other axes of the process grid.
     """
 
@@ -139,3 +151,205 @@ def _filter(environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
 @writes("dx")
 def _data(environment: Any, dy: Any, w: Any, dx: Any) -> Any:
     return environment.kernels.dense_backward_data(dy, w, dx)
+
+
+def lower_replicated(context: Context) -> Lowered:
+    """Lower a dense layer on its own samples, with the all-gathers of the other ranks' samples."""
+    layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
+    # Only the ranks that the layer's parts use hold the weights.
+    ranks = math.prod(context.parts.values())
+    holders = Groups.agreeing((ranks,), (), context.size)
+    rows = padded_rows(int(layout.boxes.extents[0].max()), (features, units), context.dtype.itemsize)
+    first = context.rank * rows
+    # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
+    x = context.gather(0, context.needed(0))
+    x.start()
+    x.finish()
+
+    def own(length: int) -> int:
+        """Return the size of this rank's rows [B]."""
+        return rows * length * context.dtype.itemsize
+
+    kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
+    for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
+        count = ranks * rows if context.rank < ranks else 0
+        array = context.keep((count, length), context.dtype, "replicated gradient")
+        kernel.add(**{name: array})
+        sizes, label = [ranks * own(length)], f"{context.name} {what}"
+        kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", sizes, label)
+    context.run(kernel, "forward", timing=context.timing("forward", copied=own(features)))
+
+    def backward() -> None:
+        kernel.add(dy=context.dy, dw=context.grads["w"], db=context.grads.get("b"))
+        kernel.add(dx=context.gradient(0) if context.needs_gradient(0) else None)
+        context.run(kernel, "backward", timing=context.timing("backward_data", copied=own(units)))
+
+    return Lowered(backward, exposed=kernel)
+
+
+class ReplicatedDense:
+    """Kernels of a dense layer whose gradients are those of the whole batch.
+
+    `replicates` chooses the gradient that `backward` computes. False: that of the own samples, which is summed over the
+    ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
+    (`halograd.program.gradients`).
+
+    Attributes
+    ----------
+    name
+        Name of the layer.
+    replicates
+        Whether this rank computes the gradient of the whole batch. It may change between steps, on all ranks together.
+
+    Notes
+    -----
+    One matrix product adds up the gradients of parameters in the order of the samples. Every rank computes the same
+    product of the same data: with the same kernels and number of threads all ranks get the same bits.
+
+    Memory per process in addition to the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
+    """
+
+    def __init__(self, first: int, environment: Any, **arrays: Any) -> None:
+        self.name, self.mode, self.replicates = environment.name, environment.mode, True
+        kernels, get = environment.kernels, arrays.get
+        x, w, dy = arrays["x"], arrays["w"], get("dy")
+        self.kernel = kernels.dense_forward(x, w, get("b"), arrays["y"])
+        self.rows: RowGather | None = None
+        self.errors: RowGather | None = None
+        self.whole: Any = None
+        self.filter: Any = None
+        self.data: Any = None
+        if dy is None:
+            return
+        dw, db = arrays["dw"], get("db")
+        self.filter = kernels.dense_backward_filter(x, dy, dw, db)
+        if get("dx") is not None:
+            self.data = kernels.dense_backward_data(dy, w, arrays["dx"])
+        if arrays["rows_gather"] is not None:
+            self.rows = RowGather(arrays["rows"], arrays["rows_gather"], x, first)
+            self.errors = RowGather(arrays["errors"], arrays["errors_gather"], dy, first)
+            self.whole = kernels.dense_backward_filter(arrays["rows"], arrays["errors"], dw, db)
+
+    @reads("x", "w", "b")
+    @writes("y", "rows")
+    def forward(self) -> None:
+        if self.rows is not None:
+            # First wait for the rows of an abandoned step.
+            self.rows.finish()
+            if self.replicates and self.mode.training:
+                self.rows.put()
+                self.rows.start()
+        self.kernel()
+
+    @reads("x", "w", "dy", "rows", "dw", "db")
+    @writes("dx", "dw", "db", "rows", "errors")
+    def backward(self) -> None:
+        if self.replicates:
+            self._keep_errors()
+        else:
+            self.filter()
+        if self.data is not None:
+            self.data()
+
+    def _keep_errors(self) -> None:
+        """Copy `dy`, because other layers will overwrite its memory."""
+        if self.rows is None or self.errors is None:
+            return
+        if not self.rows.under_way:  # the forward pass was not in training mode
+            self.rows.put()
+            self.rows.start()
+        self.errors.put()
+
+    @reads("rows", "errors")
+    @writes("dw", "db")
+    def whole_gradient(self) -> None:
+        """Compute the gradient of the whole batch, after the gathers of activations and errors. Local."""
+        if self.whole is not None:
+            self.whole()
+
+    def abandon(self) -> None:
+        """Wait for active gathers, and discard their results. Collective."""
+        for gather in (self.rows, self.errors):
+            if gather is not None:
+                gather.finish()
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for kernel in (self.kernel, self.filter, self.data, self.whole):
+            if kernel is not None:
+                kernel.close()
+
+
+_LINE = 64  # [B]: cache line; parts of an all-gather are whole cache lines
+
+
+class RowGather:
+    """All-gather of the rows ``(n, features)`` of all ranks of a group. Its runs are collective over the group.
+
+    ::
+
+        gather.put()       # copy the own rows; their source may be overwritten afterwards
+        gather.start()     # send them; does not wait
+        ...                # compute
+        gather.finish()    # `array` holds the rows of all ranks
+
+    Parameters
+    ----------
+    array
+        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, followed by zeros. `put` and
+        `finish` write it.
+    gather
+        All-gather of the flat array.
+    own
+        This rank's rows, ``(n, features)`` with ``n <= rows``, packed; only :meth:`put` reads them.
+    first
+        Index of this rank's first row in the array.
+
+    Notes
+    -----
+    Communication per process: one message of ``rows * features * itemsize`` bytes, counted under
+    ``"replicated_dense"``; a rank receives ``size - 1`` times as much.
+    """
+
+    def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:
+        self.array, self._gather, self._own = array, gather, own
+        self._place = array[first : first + own.shape[0]]
+
+    def put(self) -> None:
+        """Copy this rank's rows into the array. Local."""
+        self._place[...] = self._own
+
+    def start(self) -> None:
+        """Send this rank's rows. Does not wait."""
+        self._gather.start()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether rows have been sent and :meth:`finish` has not run yet."""
+        return self._gather.under_way
+
+    def finish(self) -> None:
+        """Wait until all rows have arrived; return at once if no gather is active."""
+        self._gather.finish()
+
+
+def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
+    """Return the number of rows per rank for which each rank's rows fill whole cache lines. Pure arithmetic.
+
+    Parameters
+    ----------
+    most
+        Largest number of rows of any rank.
+    features
+        Lengths of the rows of all arrays that are gathered with this number of rows.
+    itemsize
+        Size of one element [B].
+
+    Examples
+    --------
+    >>> padded_rows(3, [25088, 1000], 4)
+    4
+    """
+    line = max(1, _LINE // itemsize)
+    step = math.lcm(*(line // math.gcd(line, n) for n in features))
+    return -(-most // step) * step

@@ -26,7 +26,7 @@ from halograd.signatures import check_methods
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
 from ..lowering.context import Context, Lowered
-from .local import lower_local
+from .lowering import lower_local
 from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
 from .targets import TargetReader

@@ -16,12 +16,11 @@ from ..dtensor import Groups
 from .batch_norm import BatchNorm
 from .dense import Dense
 from .embedding import Embedding, Token
-from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
 from .layer import Node
 from .network import Network
 from .parameter import Parameter, ParameterBlocks
-from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
+from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, MaxPool
 from .reduction_scheme import Scheme
 from .scale import PReLU, Scale
 

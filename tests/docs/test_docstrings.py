@@ -28,6 +28,6 @@ def test_examples_of_a_module(name: str):
 
 
 def test_examples_are_found():
-    assert {"halograd.dtensor.box", "halograd.layers.replicated_dense", "halograd.documents"} <= set(
+    assert {"halograd.dtensor.box", "halograd.layers.dense", "halograd.documents"} <= set(
         modules_with_examples()
     )

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Layout
-from halograd.layers import AdaptiveMaxPool, Conv, Dense, GlobalMaxPool, Input, Pad, ReLU, global_pooling
-from halograd.layers.global_pooling import _candidates
+from halograd.layers import AdaptiveMaxPool, Conv, Dense, GlobalMaxPool, Input, Pad, ReLU, pooling
+from halograd.layers.pooling import _candidates
 from halograd.testing import check_layer
 from tests.layers.oracle import check_torch, torch
 
@@ -39,7 +39,7 @@ def test_exact_between_other_layers(backend):
 @pytest.mark.mpi
 def test_exact_where_float32_does_not_hold_the_numbers(monkeypatch):
     """Global max pooling is exact when float32 cannot represent positions, as for 2**24 elements (here: 8)."""
-    monkeypatch.setattr(global_pooling, "_FLOAT32", 8)
+    monkeypatch.setattr(pooling, "_FLOAT32", 8)
     check_layer(GlobalMaxPool, (9, 3), dtype="float32")
     check_layer(lambda: AdaptiveMaxPool(2), (19, 3), dtype="float32")
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor import Layout
-from halograd.layers.replicated_dense import RowGather, padded_rows
+from halograd.layers.dense import RowGather, padded_rows
 from halograd.program.runner import UnderWay
 from halograd.testing import random_array
 

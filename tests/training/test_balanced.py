@@ -15,7 +15,7 @@ from halograd.data.survey import count_classes
 from halograd.data.targets import TargetReduction
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers.softmax_cross_entropy import balanced
+from halograd.layers.losses import balanced
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header

@@ -10,7 +10,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Dense, Flatten, Input, Network, SoftmaxCrossEntropy
-from halograd.layers.replicated_dense import padded_rows
+from halograd.layers.dense import padded_rows
 from halograd.layers.strategy import Strategy
 from halograd.models import lenet5
 from halograd.testing import grids
