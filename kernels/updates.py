@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,11 @@ from . import checks
 from .base import Base
 from .kernel import Kernel, KernelError, idle
 
-__all__ = ["Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
+__all__ = ["ALIGNMENT", "Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
+
+
+#: Elements that are read from the same array of gradients.
+ALIGNMENT = 16
 
 
 class StepNumbers(NamedTuple):
@@ -57,6 +61,10 @@ class UpdateArrays:
         A copy of the parameters in another dtype, written together with them; None: no copy.
     skip
         int32 ``(1,)``, read when the kernel runs: the update runs only if it is 0. None: it always runs.
+    rounded, rounds
+        Gradients in 16 bits at the same offsets, in the dtype of `copy`, and the ranges ``(start, stop)`` where these
+        are read instead of `g`: multiples of :data:`ALIGNMENT` (the last may end with the array). None: nowhere; only
+        backends with `reads_rounded` read them, and a rule on arrays overwrites `g` there.
     """
 
     p: Any
@@ -66,6 +74,8 @@ class UpdateArrays:
     decays: Sequence[tuple[int, int, bool]] = ()
     copy: Any = None
     skip: Any = None
+    rounded: Any = None
+    rounds: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,15 @@ Rule = Callable[[UpdatePiece, StepNumbers], None]
 
 
 class Updates(Base):
-    """Kernels for summed gradients. They run without a wait between device and host."""
+    """Kernels for summed gradients. They run without a wait between device and host.
+
+    Attributes
+    ----------
+    reads_rounded
+        Whether updates read gradients in 16 bits beside others (`UpdateArrays.rounded`).
+    """
+
+    reads_rounded: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ optimizers
     def by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int = 2, whole: bool = False) -> Kernel:
@@ -153,6 +171,7 @@ class Updates(Base):
     def _is_update(a: UpdateArrays) -> bool:
         """Return whether there are elements to update. Raises KernelError if the arrays do not match."""
         others = {"g": a.g, **{f"state {i}": s for i, s in enumerate(a.state)}, "copy": a.copy}
+        others["rounded"] = a.rounded
         checks.check_packed("optimizer", p=a.p, **others)
         if np.dtype(a.p.dtype).name not in ("float32", "float64"):
             found = np.dtype(a.p.dtype).name

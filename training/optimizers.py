@@ -174,7 +174,9 @@ class Optimizer:
             average = state.pop() if self.average else None
             copy = None if bucket.copies is None else bucket.copies[part]
             decays = within(self.ranges(bucket), part)
-            yield self.kernel(UpdateArrays(params, bucket.grads[part], tuple(state), scalars, decays, copy, skip))
+            rounded = self.store.rounded_ranges(bucket, part)
+            arrays = params, bucket.grads[part], tuple(state), scalars, decays, copy, skip, *rounded
+            yield self.kernel(UpdateArrays(*arrays))
             if average is not None:
                 whole = ((0, part.stop - part.start, False),)
                 given = UpdateArrays(average, params, (), scalars, whole, skip=skip)

@@ -146,7 +146,7 @@ class Reducer:
         if isinstance(operation, BucketTotal):
             return self._of_sum(operation, state)
         calls: dict[type, Call] = {
-            Cast: state.bucket.widen,
+            Cast: partial(self._cast, state),
             Accumulate: partial(self._accumulate, state),
             Compensate: partial(self._compensate, state),
             Update: partial(self._update, state),
@@ -182,6 +182,10 @@ class Reducer:
 
     def _replicated(self, layer: str) -> list[_State]:
         return [s for s in self._states if s.bucket.replicated and layer in s.bucket.chunk.layers]
+
+    def _cast(self, state: _State) -> None:
+        if not self.store.direct:
+            state.bucket.widen()
 
     def _accumulate(self, state: _State) -> None:
         if state.computed or not state.bucket.replicated:

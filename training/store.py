@@ -164,6 +164,8 @@ class ParameterStore:
         Dtype of parameters, gradients and states.
     low
         Dtype of the copies; None without copies.
+    direct
+        Whether updates read the gradients in `rounded`, which are then not converted: `grads` has old values for them.
     copies, rounded
         Arrays by ``layer/parameter``, as in :class:`Flat`; empty without 16 bits.
     loss_scale
@@ -187,6 +189,7 @@ class ParameterStore:
     apart: frozenset[str] | None = None
     parts: int = 1
     rounds: bool = True
+    direct: bool = field(default=False, init=False)
     flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
@@ -377,6 +380,16 @@ class ParameterStore:
         where = [flat.slices[name] for name in names if name in self.rounded]
         pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
         return self.memory.device.copies(pairs) if pairs else _nothing
+
+    def rounded_ranges(self, bucket: Bucket, part: slice) -> tuple[Any, list[tuple[int, int]]]:
+        """Return gradients of a part of a bucket in 16 bits, and their ranges in it, if updates read these; else None.
+        """
+        array = self.flats[bucket.flat].rounded
+        if array is None or not self.direct:
+            return None, []
+        ranges = [(at.start - part.start, at.stop - part.start) for n, at in bucket.slices.items() if n in self.rounded]
+        inside = [(a, b) for a, b in ranges if 0 <= a < b <= part.stop - part.start]
+        return array[bucket.start + part.start : bucket.start + part.stop], inside
 
     @property
     def count(self) -> int:

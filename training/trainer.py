@@ -108,6 +108,11 @@ class Trainer:
         if self.clip_norm is not None:
             self._clip = checks["norm"] = Clip(executor.store, executor.comm, self.clip_norm)
         executor.check_gradients(checks)
+        store, alone = executor.store, executor.comm.size == 1 and executor.parts == 1
+        reads = executor.kernels.reads_rounded and not checks and not store.scheme.keeps_errors
+        if store.rounded and alone and reads:  # nothing but updates reads gradients
+            store.direct = True
+            self.optimizer.bind()
         self._reducer.update = self._update
         if executor.strategy.reduction.kind.searches:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)

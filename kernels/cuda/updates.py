@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernel import Kernel, ScratchKernel, idle, run_all
 from ..memory import Scratch, round_up
-from ..updates import Rule, StepNumbers, UpdateArrays, Updates, piece_of
+from ..updates import ALIGNMENT, Rule, StepNumbers, UpdateArrays, Updates, piece_of
 from .launch import (
     LARGE,
     THREADS,
@@ -37,6 +37,7 @@ class CudaUpdates(Updates):
 
     launcher: Launcher
     scratch: Scratch
+    reads_rounded = True
 
     # ------------------------------------------------------------------ optimizers
     def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
@@ -59,6 +60,8 @@ class CudaUpdates(Updates):
         numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
         kept = () if arrays.skip is None else (arrays.p, *arrays.state)
         refresh = None if arrays.copy is None else self.device.copies([(arrays.copy, arrays.p)])
+        pairs = [(arrays.g[start:stop], arrays.rounded[start:stop]) for start, stop in arrays.rounds]
+        widen = self.device.copies(pairs) if pairs else None
         size = round_up(arrays.p.nbytes)
 
         def bind() -> Callable[[], None]:
@@ -68,6 +71,8 @@ class CudaUpdates(Updates):
             pieces = [piece_of(arrays, *where, views[:scratch]) for where in arrays.decays if where[1] > where[0]]
 
             def run() -> None:
+                if widen is not None:
+                    widen()
                 for array, copy in zip(kept, views[scratch:]):
                     np.copyto(copy, array)
                 for piece in pieces:
@@ -81,11 +86,11 @@ class CudaUpdates(Updates):
 
         return ScratchKernel(bind, self.scratch, (scratch + len(kept)) * size, f"cuda:{name}")
 
-    def _update(self, rule: str, arrays: UpdateArrays, **members: Any) -> Kernel:
+    def _update(self, rule: str, a: UpdateArrays, **members: Any) -> Kernel:
         """Build an update; see optimizer.cu for the members."""
-        a = arrays
-        lanes = min(vector_lanes(4, array, lanes=4) for array in (a.p, a.g, a.copy, *a.state) if array is not None)
-        given = {**_members(a), **self._decays(a.p.size, a.decays), **members}
+        arrays = [array for array in (a.p, a.g, a.copy, a.rounded, *a.state) if array is not None]
+        lanes = min(vector_lanes(4, array, lanes=4) for array in arrays)
+        given = {**self._members(a), **self._decays(a.p.size, a.decays), **members}
         grid = items_grid(self.launcher, a.p.size // lanes)
         return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **given))
 
@@ -99,13 +104,24 @@ class CudaUpdates(Updates):
             return {"decayed": last}
         return {"mask": self.launcher.upload(np.packbits(flags.reshape(-1, 4), axis=1, bitorder="little").reshape(-1))}
 
+    def _members(self, a: UpdateArrays) -> dict[str, Any]:
+        """Return the arrays as struct members: `v` is the momentum or the first moment, `m` the second moment."""
+        v, m = (*a.state, None, None)[:2]
+        given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
+        if a.rounds:
+            flags = np.zeros(-(-a.p.size // ALIGNMENT), np.uint8)
+            for start, stop in a.rounds:
+                flags[start // ALIGNMENT : -(-stop // ALIGNMENT)] = 1
+            given |= {"rounded": a.rounded, "rounds": self.launcher.upload(np.packbits(flags, bitorder="little"))}
+        return {**given, "count": a.p.size}
+
     def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
         table = np.array([(a, b, bool(d)) for a, b, d in arrays.decays if b > a], np.int64).reshape(-1, 3)
         if not len(table):
             return idle()
         longest = int((table[:, 1] - table[:, 0]).max())
         chunks = max(1, min(-(-longest // _CHUNK), _CHUNKS))
-        given = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **_members(arrays)}
+        given = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **self._members(arrays)}
         given.update(segments=self.launcher.upload(table), chunks=chunks)
         program, grid = _program(arrays), (chunks, len(table))
         launches = [Launch(self.launcher, program, name, grid, **given) for name in ("lars_norms", "lars")]
@@ -164,13 +180,6 @@ class CudaUpdates(Updates):
         return sequence(
             "loss_scale", Launch(self.launcher, CudaProgram("reduce"), "update_loss_scale", (1,), **members)
         )
-
-
-def _members(a: UpdateArrays) -> dict[str, Any]:
-    """Return the arrays as struct members: `v` is the momentum or the first moment, `m` the second moment."""
-    v, m = (*a.state, None, None)[:2]
-    given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
-    return {**given, "count": a.p.size}
 
 
 def _program(a: UpdateArrays) -> CudaProgram:

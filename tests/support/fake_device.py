@@ -328,7 +328,7 @@ class FakeBackend(_Delegated):
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda
-        self.fuses_norms = cuda is not None
+        self.fuses_norms = self.reads_rounded = cuda is not None
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
         self._low = [as_dtype(name) for name in LOW]

@@ -4,13 +4,20 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
+from halograd.comm import Communicator
 from halograd.kernels.cuda.norms import WHOLE_ROWS
 from halograd.layers import BatchNorm
 from halograd.models import mesh_2k, resnet50
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
+from tests.support.fake_device import FakeBackend
 from tests.support.step_counts import NETWORKS, StepCounts, count_step
+from tests.training.device_steps import NETWORKS as NAMED
+from tests.training.device_steps import train
+from tests.training.steps import assert_arrays
 
 #: Operations of CuPy that a step may take, of any of these networks, cut or not.
 MOST = 60
@@ -40,12 +47,31 @@ EXPECTED = {
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_takes_exactly_so_many(name, parts, cuda):
-    """A step has exactly the expected operations and launches; in 16 bits one launch more, which converts gradients."""
+    """A step has exactly the expected operations and launches; in 16 bits, where gradients are summed over ranks, one
+    launch more, which converts them.
+    """
     found = count_step(NETWORKS[name](), cuda, {"height": parts})
     assert found == EXPECTED[name, parts]
     assert found.operations <= MOST
     low = count_step(NETWORKS[name](), cuda, {"height": parts}, "bfloat16")
-    assert low == replace(found, launches=found.launches + 1)
+    assert low == replace(found, launches=found.launches + (parts > 1))
+
+
+@pytest.mark.parametrize("more", [{}, {"clip": 1e-3}, {"split": 2}], ids=str)
+def test_updates_that_read_gradients_of_16_bits_change_nothing(more, cuda):
+    """Updates that read gradients before their conversion train with the same bits; norms and parts need it."""
+    found, launches = [], []
+    for reads in (False, True):
+        kernels = FakeBackend(cuda)
+        kernels.reads_rounded = reads
+        cuda.launcher.launched.clear()
+        with Communicator(MPI.COMM_SELF) as comm:
+            found.append(train(NAMED["lenet"](), comm, kernels, {}, dtype="bfloat16", **more)[:2])
+        launches.append(len(cuda.launcher.launched))
+        kernels.close()
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert_arrays(found[0][1], found[1][1])
+    assert (launches[1] < launches[0]) == (not more)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

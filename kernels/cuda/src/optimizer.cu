@@ -9,6 +9,8 @@ typedef THIRD C;
 struct UpdateParams {
     T* p;
     const G* g;
+    const C* rounded;     // gradients in the dtype of the copy, or none
+    const uint8* rounds;  // bit k of byte i: these are read for elements 16 (8 i + k) and the 15 after it
     T* v;  // momentum, or the first moment; none for plain descent
     T* m;  // the second moment
     C* copy;                // or none
@@ -33,16 +35,31 @@ DEVICE bool has_decay(const UpdateParams& u, Index i) {
     return u.mask ? (u.mask[i / 4] >> (i % 4)) & 1 : i < Index(u.decayed);
 }
 
+template <class Element, int V> DEVICE void load_as(const Element* from, A (&to)[V]) {
+    const Vec<Element, V> loaded = *reinterpret_cast<const Vec<Element, V>*>(from);
+#pragma unroll
+    for (int k = 0; k < V; ++k) to[k] = A(widen(loaded.v[k]));
+}
+
+template <int V> DEVICE void load_gradients(const UpdateParams& u, Index i, A (&to)[V]) {
+    if (u.rounded && (u.rounds[i / 128] >> (i / 16 % 8)) & 1) load_as<C, V>(u.rounded + i, to);
+    else load_as<G, V>(u.g + i, to);
+}
+
+DEVICE A gradient(const UpdateParams& u, Index i) {
+    A g[1];
+    load_gradients<1>(u, i, g);
+    return g[0];
+}
+
 template <class Rule, int V> DEVICE void update(const UpdateParams& u, Index i, const Rule& rule) {
-    A p[V], v[V], m[V];
+    A p[V], g[V], v[V], m[V];
     load<V>(u.p + i, p);
+    load_gradients<V>(u, i, g);
     if (u.v) load<V>(u.v + i, v);
     if (u.m) load<V>(u.m + i, m);
-    const Vec<G, V> gradients = *reinterpret_cast<const Vec<G, V>*>(u.g + i);
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-        rule(p[k], A(widen(gradients.v[k])), v[k], m[k], has_decay(u, i + k));
-    }
+    for (int k = 0; k < V; ++k) rule(p[k], g[k], v[k], m[k], has_decay(u, i + k));
     store<V>(p, u.p + i);
     if (u.v) store<V>(v, u.v + i);
     if (u.m) store<V>(m, u.m + i);
@@ -120,7 +137,7 @@ BLOCK_KERNEL(lars_norms, UpdateParams) {
     const int64* segment = p.segments + 3 * int64(blockIdx.y);
     double parameters = 0, gradients = 0;
     for (Index i = Index(segment[0]) + first_item(); i < Index(segment[1]); i += item_step()) {
-        const double a = double(widen(p.p[i])), b = double(widen(p.g[i]));
+        const double a = double(widen(p.p[i])), b = double(gradient(p, i));
         parameters += a * a;
         gradients += b * b;
     }
@@ -154,7 +171,7 @@ BLOCK_KERNEL(lars, UpdateParams) {
     const A scale = A(p.scalars[1]), decay = segment[2] ? A(p.weight_decay) : A(0);
     for (Index i = Index(segment[0]) + first_item(); i < Index(segment[1]); i += item_step()) {
         const A parameter = widen(p.p[i]);
-        A v = widen(p.v[i]) * A(p.momentum) + rate * (A(widen(p.g[i])) * scale + decay * parameter);
+        A v = widen(p.v[i]) * A(p.momentum) + rate * (gradient(p, i) * scale + decay * parameter);
         narrow(v, p.v[i]);
         narrow(parameter - v, p.p[i]);
         if (p.copy) narrow(parameter - v, p.copy[i]);

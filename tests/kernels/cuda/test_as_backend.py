@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from halograd.kernels import ClassTargets, FusedActivation, LossArrays
+from halograd.kernels import ClassTargets, FusedActivation, LossArrays, UpdateArrays
 
-from ..conftest import Arrays
+from ..conftest import BFLOAT16, Arrays
 from ..test_attention import (  # noqa: F401
     CASES,
     run_blocks,
@@ -106,6 +106,36 @@ def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
     kernel.set(samples=5, scale=1.0)
     kernel()
     assert np.isnan(loss[0]) and not dx[2].any() and not np.isnan(dx).any()
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "lars", "of one's own"])
+@pytest.mark.parametrize("count", [224, 131])
+def test_updates_read_gradients_of_16_bits_beside_others(cuda, rule, count):
+    """Each range of gradients is read from its own array: the update is that of all gradients in float32."""
+    rounds = [(0, 48), (64, 80), (96, count)]
+    rng, isin = np.random.default_rng(1), np.zeros(count, bool)
+    for start, stop in rounds:
+        isin[start:stop] = True
+    low = rng.standard_normal(count).astype(BFLOAT16)
+    whole = np.where(isin, low.astype(np.float32), rng.standard_normal(count)).astype(np.float32)
+    low[~isin] = np.nan
+    found = []
+    for given in ({}, {"rounded": low, "rounds": rounds}):
+        g = np.where(isin, np.nan, whole).astype(np.float32) if given else whole
+        p, state = np.ones(count, np.float32), [np.zeros(count, np.float32) for _ in range(2)]
+        copy, scalars = p.astype(BFLOAT16), np.array([0.1, 2.0, 0.5, 0.7, 1.0])
+        decays = [(0, 60, True), (60, count, False)]
+        arrays = UpdateArrays(p, g, tuple(state[: 1 + (rule == "adam")]), scalars, decays, copy, **given)
+        kernel = {
+            "sgd": lambda a: cuda.sgd(a, 0.9, True, 0.01),
+            "adam": lambda a: cuda.adam(a, (0.9, 0.99), 1e-6, 0.01, True),
+            "lars": lambda a: cuda.lars(a, 0.9, 0.001, 0.01),
+            "of one's own": lambda a: cuda.by_rule("own", a, lambda b, _: np.subtract(b.p, b.g, out=b.p)),
+        }[rule](arrays)
+        kernel()
+        found.append((p, copy.astype(np.float32), *state))
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[1][0]).all() and not (found[1][0] == 1).any()
 
 
 @pytest.mark.parametrize("name", ["global-2d-grouped", "global-3d-bias", "neighborhood-2d-dilated", "mixed"])
