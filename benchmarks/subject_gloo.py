@@ -23,7 +23,7 @@ from benchmarks.problems import PROBLEMS, has_relu
 from benchmarks.subject_torch import FUNCTIONS, TorchNetwork, library
 from benchmarks.worker import launched_rank
 from halograd import layers as hl
-from halograd.dtensor.blocks import intervals
+from halograd.dtensor.layout import intervals
 
 __all__ = ["GlooSubject"]
 

@@ -1,11 +1,10 @@
 """Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable on its own."""
 
-from .blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals, shared_boundaries
 from .box import Box, Window, hull, input_box, output_box
 from .disttensor import DistTensor, Halo
 from .exchange import End, Exchange
 from .groups import Groups, group_of, in_group, reductions_in_groups, sample_groups
-from .layout import Layout, axis_names
+from .layout import Blocks, Interval, Intervals, Layout, axis_names, balanced_boundaries, intervals, shared_boundaries
 from .plan import Piece, plan_exchange
 
 __all__ = [

@@ -19,8 +19,8 @@ import numpy as np
 from ..comm.channel import Channel, ChannelSpec
 from ..comm.rounds import side_by_side
 from ..device import Device, device_of
-from .blocks import Blocks
 from .box import Box
+from .layout import Blocks
 from .plan import Piece, plan_exchange
 
 if TYPE_CHECKING:

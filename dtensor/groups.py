@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from .blocks import Blocks
+from .layout import Blocks
 
 if TYPE_CHECKING:
     from ..comm import Communicator

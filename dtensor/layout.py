@@ -1,4 +1,12 @@
-"""Layouts: the boxes of a global array that the ranks own. Pure arithmetic.
+"""Layouts: the boxes of a global array that the ranks own; and blocks, one box per rank. Pure arithmetic.
+
+The parts of an array that ranks own, need or read are cut axis by axis: blocks are a product of intervals, with one
+list of intervals per axis. So no box per rank is stored, and the elements that a rank shares with all others follow
+from one axis at a time::
+
+    array of 4 x 6, grid 2 x 3           rank = 3 * row + column
+      axis 0: [0, 2) [2, 4)
+      axis 1: [0, 2) [2, 4) [4, 6)
 
 A layout is a product of intervals (:class:`Blocks`) that covers the array. Two layouts are equal exactly if all their
 boundaries are equal: layouts with different block heights differ, although both are cut along height.
@@ -8,12 +16,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import overload
 
-from .blocks import Blocks, Intervals, intervals
+import numpy as np
 
-__all__ = ["Layout", "axis_names"]
+from .box import Box
+
+__all__ = [
+    "Blocks",
+    "Interval",
+    "Intervals",
+    "Layout",
+    "axis_names",
+    "balanced_boundaries",
+    "intervals",
+    "outer",
+    "shared_boundaries",
+]
 
 _SPATIAL = ("depth", "height", "width")
 
@@ -130,3 +152,272 @@ def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> Inte
     if len(given) != parts + 1 or given[0] != 0 or given[-1] != size or not rising:
         raise ValueError(f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {given}")
     return tuple(itertools.pairwise(given))
+
+
+Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]
+
+
+def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
+    """Return the ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks have one element more.
+
+    >>> balanced_boundaries(10, 4)
+    (0, 3, 6, 8, 10)
+    """
+    if parts < 1:
+        raise ValueError(f"expected at least one part, got {parts}")
+    base, more = divmod(size, parts)
+    return tuple(i * base + min(i, more) for i in range(parts + 1))
+
+
+def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Return the boundaries of a split into parts in proportion to their shares, each rounded to the nearest integer.
+
+    An array of half the size has half the boundaries, up to rounding. So blocks stay at the same relative position
+    after a strided layer.
+
+    >>> shared_boundaries(10, (3, 1, 1)), shared_boundaries(5, (3, 1, 1))
+    ((0, 6, 8, 10), (0, 3, 4, 5))
+    """
+    if not shares or min(shares) < 1:
+        raise ValueError(f"expected shares >= 1, one per part, got {tuple(shares)}")
+    whole = sum(shares)
+    return (0, *((2 * size * held + whole) // (2 * whole) for held in itertools.accumulate(shares)))
+
+
+@lru_cache(maxsize=65536)
+def intervals(size: int, parts: int) -> Intervals:
+    """Return the intervals of a balanced split.
+
+    >>> intervals(5, 2)
+    ((0, 3), (3, 5))
+    """
+    return tuple(itertools.pairwise(balanced_boundaries(size, parts)))
+
+
+class Blocks(Sequence[Box]):
+    """One box per rank: the product of one interval per axis.
+
+    A `Blocks` object is a sequence of the boxes of all ranks.
+
+    Parameters
+    ----------
+    axes
+        Per axis of the array, the intervals of its parts. Intervals may be empty, overlap, or repeat (replicas).
+        Ranks ``0 .. placed - 1`` are numbered row-major over the parts.
+    size
+        Number of ranks, including ranks without a box; by default `placed`.
+
+    Attributes
+    ----------
+    grid
+        Parts per axis.
+    placed
+        Number of ranks that have a position in the grid.
+
+    Examples
+    --------
+    >>> blocks = Blocks((((0, 2), (2, 4)), ((0, 6),)), 3)
+    >>> blocks[1], blocks[2].size
+    (Box((2, 0), (4, 6)), 0)
+    """
+
+    def __init__(self, axes: Sequence[Intervals], size: int | None = None) -> None:
+        self.axes = tuple(axes)
+        self.grid = tuple(map(len, self.axes))
+        self.placed = math.prod(self.grid)
+        self.size = self.placed if size is None else size
+        if self.size < self.placed:
+            raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
+        self._last: tuple[int, Box] | None = None  # a program looks up the same rank many times
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.size))  # blocks are long, and are hashed far more often than created
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.axes}, {self.size})"
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, rank: int) -> Box: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Box]: ...
+    def __getitem__(self, rank: int | slice) -> Box | Sequence[Box]:
+        if self._last is not None and self._last[0] == rank:
+            return self._last[1]
+        if isinstance(rank, slice):
+            return [self[r] for r in range(self.size)[rank]]
+        if not -self.size <= rank < self.size:
+            raise IndexError(f"expected a rank below {self.size}, got {rank}")
+        at = self.coordinates(rank % self.size)
+        box = self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
+        self._last = rank, box
+        return box
+
+    def __iter__(self) -> Iterator[Box]:
+        for ranges in itertools.product(*self.axes):
+            yield Box.of_ranges(ranges)
+        yield from itertools.repeat(self.nothing, self.size - self.placed)
+
+    @cached_property
+    def nothing(self) -> Box:
+        """Box of a rank outside the grid: no samples, but the usual sample shape, so that channels match the weights.
+        """
+        return Box((0,) * len(self.axes), (0, *(max(b for _, b in axis) for axis in self.axes[1:])))
+
+    def box(self, rank: int) -> Box:
+        """Return the box of a rank; the rank may be larger than `size`."""
+        return self[rank] if rank < self.size else self.nothing
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """Return the coordinates of a rank in the grid; None for a rank outside it."""
+        if rank >= self.placed:
+            return None
+        found = []
+        for parts in reversed(self.grid):
+            rank, at = divmod(rank, parts)
+            found.append(at)
+        return tuple(found[::-1])
+
+    @property
+    def extents(self) -> tuple[np.ndarray, ...]:
+        """Return the length of every interval, per axis."""
+        return tuple(map(_extents, self.axes))
+
+    @cached_property
+    def longest(self) -> tuple[int, ...]:
+        """Return the length of the longest interval, per axis."""
+        return tuple(map(_longest, self.axes))
+
+    @property
+    def fullest(self) -> int:
+        """Number of elements of the largest box."""
+        return math.prod(self.longest)
+
+    def sizes(self) -> np.ndarray:
+        """Return the number of elements per rank."""
+        return padded(outer(self.extents), self.size)
+
+    @cached_property
+    def overlapping(self) -> bool:
+        """Whether the boxes of two ranks have an element in common."""
+        return any(_overlap(axis) for axis in self.axes) and self.fullest > 0
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Return whether every element of an array of this shape lies in some box, and every box in the array."""
+        return all(_covers(axis, n) for axis, n in zip(self.axes, shape, strict=True))
+
+    def contain(self, others: Blocks) -> bool:
+        """Return whether the box of every rank contains the box of the same rank in `others`."""
+        if self.axes == others.axes:
+            return True
+        if self.grid == others.grid:
+            return all(_contains(a, b) for a, b in zip(self.axes, others.axes)) or not others.fullest
+        return all(a.contains(b) for a, b in zip(self, others))
+
+    def map(self, *changes: Callable[[int, int], Interval] | None) -> Blocks:
+        """Map the intervals of each axis by a function of ``(start, stop)``; None keeps them. Empty ones stay empty."""
+        axes = [
+            axis if change is None else tuple(change(a, b) if b > a else (0, 0) for a, b in axis)
+            for axis, change in zip(self.axes, changes, strict=True)
+        ]
+        return Blocks(axes, self.size)
+
+    def clipped(self, shape: Sequence[int]) -> Blocks:
+        """Return the blocks clipped to an array of this shape."""
+        return Blocks([_clip(axis, n) for axis, n in zip(self.axes, shape, strict=True)], self.size)
+
+    def ended(self, owned: Blocks, slack: Sequence[int]) -> Blocks:
+        """Return the blocks with each interval extended to the end of the owned one, if that is at most `slack`
+        elements further.
+        """
+        axes = [_ended(axis, own, more) for axis, own, more in zip(self.axes, owned.axes, slack, strict=True)]
+        return Blocks(axes, self.size)
+
+    def replace(self, axis: int, parts: Intervals) -> Blocks:
+        """Return the blocks with other intervals along one axis."""
+        axes = list(self.axes)
+        axes[axis] = parts
+        return Blocks(axes, self.size)
+
+    def joined(self, others: Sequence[Blocks]) -> Blocks:
+        """Return, per rank and axis, the smallest interval that holds the intervals of `self` and `others`; all grids
+        are equal.
+        """
+        axes = []
+        for d, axis in enumerate(self.axes):
+            rows = {axis, *(other.axes[d] for other in others)}
+            axes.append(axis if len(rows) == 1 else tuple(_hull(row) for row in zip(*rows, strict=True)))
+        return Blocks(axes, self.size)
+
+
+def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
+    """Return, for each rank of the grid, the product of the values of its parts; each axis has one value per part."""
+    total = np.ones(1, axes[0].dtype)
+    for axis in axes:
+        total = (total[:, None] * axis).reshape(-1)
+    return total
+
+
+def padded(values: np.ndarray, size: int) -> np.ndarray:
+    """Extend the values of the first ranks by zeros for the other ranks."""
+    return np.concatenate([values, np.zeros(max(0, size - len(values)), values.dtype)])[:size]
+
+
+@lru_cache(maxsize=16384)
+def _extents(axis: Intervals) -> np.ndarray:
+    start, stop = np.array(axis, np.int64).reshape(-1, 2).T
+    return np.maximum(0, stop - start)
+
+
+@lru_cache(maxsize=16384)
+def _longest(axis: Intervals) -> int:
+    return max(0, max(stop - start for start, stop in axis))
+
+
+@lru_cache(maxsize=16384)
+def _overlap(axis: Intervals) -> bool:
+    full = sorted((a, b) for a, b in axis if b > a)
+    return any(b > c for (_, b), (c, _) in itertools.pairwise(full))
+
+
+@lru_cache(maxsize=16384)
+def _covers(axis: Intervals, size: int) -> bool:
+    at = 0
+    for a, b in sorted(axis):
+        if b > a:
+            if a > at or a < 0 or b > size:
+                return False
+            at = max(at, b)
+    return at == size
+
+
+@lru_cache(maxsize=16384)
+def _contains(axis: Intervals, other: Intervals) -> bool:
+    return all(d <= c or (a <= c and d <= b) for (a, b), (c, d) in zip(axis, other))
+
+
+@lru_cache(maxsize=16384)
+def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
+    return tuple((a, d if a < b <= d <= b + slack else b) for (a, b), (_, d) in zip(axis, owned))
+
+
+@lru_cache(maxsize=16384)
+def _clip(axis: Intervals, size: int) -> Intervals:
+    if all(a >= 0 and b <= size for a, b in axis):
+        return axis
+    return tuple((max(0, a), min(size, b)) for a, b in axis)
+
+
+def _hull(some: Sequence[Interval]) -> Interval:
+    full = [(a, b) for a, b in some if b > a] or [some[0]]
+    return min(a for a, _ in full), max(b for _, b in full)

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .blocks import Blocks, Interval, Intervals
 from .box import Box
+from .layout import Blocks, Interval, Intervals
 
 __all__ = ["Piece", "owners", "plan_exchange"]
 

@@ -1,7 +1,7 @@
 """Adaptive pooling of torch, which ONNX does not have: operators of our own, which `hg.from_torch` lets torch write.
 
 Where the number of outputs does not divide the extents, the old exporter refuses it, and the new one writes means in
-one and two dimensions as a selection of rows and a sum, which a rule of :mod:`.spatial` recognizes.
+one and two dimensions as a selection of rows and a sum, which a rule of :mod:`.shaping` recognizes.
 """
 
 from __future__ import annotations

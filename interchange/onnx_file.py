@@ -19,8 +19,7 @@ from halograd.errors import UserError
 from ..data.disk import reason_of, regular_size
 from .adaptive import DOMAIN, pooled_shape
 from .files import Buffer, library, tensor_places
-from .graph import Graph, OnnxConstant, OnnxNode, Shape, titled
-from .origins import Origins, computed_from
+from .graph import Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]

@@ -1,10 +1,14 @@
-"""Import of operators that move elements or select parts: reshapes, transposes, padding, slices."""
+"""Operators that move elements or select parts: reshapes, transposes, padding, slices; their import, and patterns of
+parts that are joined again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import numpy as np
 
 from halograd.errors import UserError
 
@@ -23,9 +27,9 @@ from ..layers import (
     Slice,
 )
 from .axes import Axes
-from .graph import Activation, Builder, OnnxNode
+from .graph import Activation, Builder, Graph, OnnxConstant, OnnxNode
 
-__all__ = ["SHAPING", "in_form"]
+__all__ = ["SHAPING", "SPATIAL", "in_form"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
@@ -286,3 +290,280 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "Indexed": _indexed,
     "Tile": _tile,
 }
+
+
+Rows = tuple[int, int]
+
+
+def _rows_of(graph: Graph, name: str, axis: int) -> tuple[str, Rows] | None:
+    """Return the source of a value and its rows along an axis, if it is a slice with step 1 along this axis only."""
+    op = graph.maker(name)
+    if op is None or op.kind != "Slice" or any(one not in graph.constants for one in op.inputs[1:]):
+        return None
+    starts, ends, axes, steps = (
+        graph.constants[op.inputs[i]].read().reshape(-1).tolist() if len(op.inputs) > i else [] for i in range(1, 5)
+    )
+    shape = graph.shapes[op.inputs[0]]
+    moved = [one % len(shape) for one in axes or range(len(starts))]
+    if moved != [axis] or any(step != 1 for step in steps):
+        return None
+    low, high, _ = slice(int(starts[0]), int(ends[0])).indices(shape[axis])
+    return op.inputs[0], (low, high)
+
+
+def _joined_rows(graph: Graph, op: OnnxNode) -> None:
+    """Recognize rows of one value that are joined: circular padding, repeated rows at the ends, circular shifts."""
+    if op.kind != "Concat" or len(op.inputs) < 2:
+        return
+    shape = graph.shapes[op.outputs[0]]
+    axis = op.attributes["axis"] % len(shape)
+    parts = [_rows_of(graph, name, axis) for name in op.inputs]
+    sources = {part[0] for part in parts if part is not None}
+    if axis < 1 or len(sources) != 1:
+        return
+    (x,) = sources
+    n = graph.shapes[x][axis]
+    if any(part is None and name != x for part, name in zip(parts, op.inputs)):
+        return
+    rows: list[Rows] = []
+    for low, high in ((0, n) if part is None else part[1] for part in parts):
+        if rows and rows[-1][1] == low and rows[-1] != (0, n):
+            rows[-1] = rows[-1][0], high
+        else:
+            rows.append((low, high))
+    slices = [one for name, one in ((name, graph.maker(name)) for name in op.inputs) if one is not None and name != x]
+    chain = [*(one for one in slices if graph.only_reader(one.outputs[0]) is op), op]
+    amounts = _amounts(rows, n)
+    if len(rows) == 2 and rows[0][1] == n and rows[1][0] == 0 and rows[0][0] == rows[1][1]:
+        shifted = {"axis": axis, "shift": n - rows[0][0]}
+        graph.replace(chain, op.changed(kind="Roll", inputs=(x,), attributes=shifted))
+    elif amounts is not None and axis > 1:
+        mode, low, high = amounts
+        pads = [0] * (2 * len(shape))
+        pads[axis], pads[axis + len(shape)] = low, high
+        name = f"{op.outputs[0]}::pads"
+        graph.constants[name] = OnnxConstant.of(np.array(pads, np.int64))
+        graph.replace(chain, op.changed(kind="Pad", inputs=(x, name), attributes={"mode": mode}))
+
+
+def _amounts(rows: Sequence[Rows], n: int) -> tuple[str, int, int] | None:
+    """Return mode and numbers of rows of the padding that gives these rows of an array of n rows; None if none does.
+
+    >>> _amounts([(2, 4), (0, 4), (0, 1)], 4), _amounts([(0, 1), (0, 1), (0, 4)], 4)
+    (('wrap', 2, 1), ('edge', 2, 0))
+    """
+    if rows.count((0, n)) != 1:
+        return None
+    middle = rows.index((0, n))
+    before, behind = rows[:middle], rows[middle + 1 :]
+    if all(one == (0, 1) for one in before) and all(one == (n - 1, n) for one in behind):
+        return "edge", len(before), len(behind)
+    if len(before) <= 1 and len(behind) <= 1 and all(b == n for _, b in before) and all(a == 0 for a, _ in behind):
+        return "wrap", sum(b - a for a, b in before), sum(b - a for a, b in behind)
+    return None
+
+
+def _repeated(graph: Graph, op: OnnxNode) -> None:
+    """Recognize a value of one position that is repeated over space: an expansion."""
+    if op.kind != "Tile" or op.inputs[1] not in graph.constants:
+        return
+    times = graph.constants[op.inputs[1]].read().reshape(-1).tolist()
+    shape = graph.shapes[op.inputs[0]]
+    if len(times) == len(shape) > 2 and times[:2] == [1, 1] and all(n == 1 for n in shape[2:]):
+        graph.replace([op], op.changed(kind="Expand", inputs=op.inputs[:1], attributes={}))
+
+
+def _picked(graph: Graph, op: OnnxNode) -> None:
+    """Recognize one channel that becomes an axis of extent 1 again, ``x[:, i].unsqueeze(1)``."""
+    if op.kind != "Gather" or op.inputs[1] not in graph.constants or graph.constants[op.inputs[1]].shape:
+        return
+    after, shape = graph.only_reader(op.outputs[0]), list(graph.shapes[op.inputs[0]])
+    axis = op.attributes.get("axis", 0) % len(shape)
+    shape[axis] = 1
+    if after is None or after.kind not in ("Unsqueeze", "Reshape") or graph.shapes[after.outputs[0]] != tuple(shape):
+        return
+    name = f"{op.outputs[0]}::index"
+    graph.constants[name] = OnnxConstant.of(graph.constants[op.inputs[1]].read().reshape(1))
+    graph.replace([op, after], after.changed(kind="Gather", inputs=(op.inputs[0], name), attributes={"axis": axis}))
+
+
+def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
+    """Recognize the selection of rows or channels by index vectors, one per axis: a Transpose, a GatherND of the
+    leading axes, and the Transpose back. It becomes a Gather of channels, a Resize to the nearest rows, or stays as
+    an operation ``Indexed`` for other rules.
+    """
+    picked = graph.only_reader(op.outputs[0]) if op.kind == "Transpose" else None
+    back = graph.only_reader(picked.outputs[0]) if picked is not None and picked.kind == "GatherND" else None
+    if picked is None or back is None or back.kind != "Transpose" or picked.inputs[1] not in graph.constants:
+        return
+    places, perm = graph.constants[picked.inputs[1]].read(), list(op.attributes["perm"])
+    count, x = places.shape[-1], op.inputs[0]
+    if places.ndim != count + 1 or picked.attributes.get("batch_dims") or len(graph.shapes[x]) != len(perm):
+        return
+    if list(back.attributes["perm"]) != np.argsort(perm).tolist():
+        return
+    chosen = {}
+    for i, axis in enumerate(perm[:count]):
+        along = np.moveaxis(places[..., i], i, 0).reshape(places.shape[i], -1)
+        if (along != along[:, :1]).any():
+            return
+        chosen[axis] = along[:, 0].tolist()
+    name = f"{back.outputs[0]}::index"
+    if list(chosen) == [1]:
+        graph.constants[name] = OnnxConstant.of(np.array(chosen[1], np.int64))
+        new = back.changed(kind="Gather", inputs=(x, name), attributes={"axis": 1})
+    elif rounding := _nearest(graph.shapes[x], chosen):
+        graph.constants[name] = OnnxConstant.of(np.array(graph.shapes[back.outputs[0]], np.int64))
+        given = {"coordinate_transformation_mode": rounding[0], "nearest_mode": rounding[1], "mode": "nearest"}
+        new = back.changed(kind="Resize", inputs=(x, "", "", name), attributes=given)
+    else:
+        new = back.changed(kind="Indexed", inputs=(x,), attributes={"chosen": chosen})
+    graph.replace([op, picked, back], new)
+
+
+def _nearest(shape: Sequence[int], chosen: dict[int, list[int]]) -> tuple[str, str] | None:
+    """Return the names of ONNX for the rounding of a nearest interpolation that gives these rows; None if none does."""
+    if min(chosen) < 2:
+        return None
+    for shift, names in ((0.0, ("asymmetric", "floor")), (0.5, ("half_pixel", "round_prefer_ceil"))):
+        rows = {a: np.floor((np.arange(len(one)) + shift) * shape[a] / len(one)) for a, one in chosen.items()}
+        if all(np.array_equal(rows[axis], one) for axis, one in chosen.items()):
+            return names
+    return None
+
+
+def _linear_resize(graph: Graph, op: OnnxNode) -> None:
+    """Recognize linear interpolation along one axis, ``a + (b - a) * t`` with rows a and b of one value."""
+    if op.kind != "Add":
+        return
+    for first, product in (op.inputs, op.inputs[::-1]):
+        low, scaled = graph.maker(first), graph.maker(product)
+        difference = None if scaled is None or scaled.kind != "Mul" else graph.maker(scaled.inputs[0])
+        high = None if difference is None or difference.kind != "Sub" else graph.maker(difference.inputs[0])
+        if low is None or low.kind != "Indexed" or high is None or high.kind != "Indexed":
+            continue
+        assert scaled is not None and difference is not None
+        share = graph.constants.get(scaled.inputs[1])
+        if difference.inputs[1] != first or low.inputs != high.inputs or share is None or not share.is_fixed:
+            continue
+        chain, names = [low, high, difference, scaled, op], {n for one in (low, high) for n in one.outputs}
+        if any(all(one is not other for other in chain) for n in names for one in graph.readers(n)):
+            continue
+        x, before, behind = low.inputs[0], low.attributes["chosen"], high.attributes["chosen"]
+        aligned = _linear(graph.shapes[x], before, behind, share.read().reshape(-1))
+        if aligned is None:
+            continue
+        name = f"{op.outputs[0]}::sizes"
+        graph.constants[name] = OnnxConstant.of(np.array(graph.shapes[op.outputs[0]], np.int64))
+        given = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if aligned else "half_pixel"}
+        graph.replace(chain, op.changed(kind="Resize", inputs=(x, "", "", name), attributes=given))
+        return
+
+
+def _linear(
+    shape: Sequence[int], low: dict[int, list[int]], high: dict[int, list[int]], share: np.ndarray
+) -> bool | None:
+    """Return whether the corners of a linear interpolation are aligned; None if it is another one."""
+    axis = len(shape) - 1
+    if list(low) != [axis] or list(high) != [axis] or len(share) != len(low[axis]):
+        return None
+    n, m = shape[axis], len(share)
+    before, behind = np.array(low[axis]), np.array(high[axis])
+    if not np.array_equal(behind, np.minimum(before + 1, n - 1)):
+        return None
+    for aligned in (False, True):
+        rows = np.arange(m) * (n - 1) / max(m - 1, 1) if aligned else (np.arange(m) + 0.5) * n / m - 0.5
+        places = before + np.where(behind > before, share, 0)
+        if np.allclose(places, np.clip(rows, 0, n - 1), rtol=0, atol=1e-5):
+            return aligned
+    return None
+
+
+def _adaptive_means(graph: Graph, op: OnnxNode) -> None:
+    """Recognize means over windows that cover the input, as torch's new exporter decomposes them.
+
+    The operations are linear and do not mix samples or channels, so their values for random numbers decide which
+    function they are.
+    """
+    chain = _behind(graph, op) if op.kind == "Transpose" else []
+    if not chain:
+        return
+    x, end = op.inputs[0], chain[-1]
+    before, after = graph.shapes[x], graph.shapes[end.outputs[0]]
+    if len(after) != len(before) or after[:2] != before[:2]:
+        return
+    draw = np.random.default_rng(0).uniform(size=(1, 1, *before[2:]))
+    if not np.allclose(_computed(graph, chain, x, draw), _means(draw, after[2:]), rtol=1e-6, atol=0):
+        return
+    size, single, squeezed = after[2:], graph.maker(x), graph.only_reader(end.outputs[0])
+    if single is not None and squeezed is not None and before[2:3] == (1,) == size[:1]:
+        # One axis: the exporter adds an axis of extent 1 and removes it again.
+        kinds, whole = (single.kind, squeezed.kind), graph.shapes[single.inputs[0]]
+        fits = whole == (*before[:2], *before[3:]) and graph.shapes[squeezed.outputs[0]] == (*after[:2], *after[3:])
+        if kinds == ("Unsqueeze", "Squeeze") and fits and graph.only_reader(x) is op:
+            chain, x, size = [single, *chain, squeezed], single.inputs[0], size[1:]
+    graph.replace(chain, chain[-1].changed(kind="AdaptiveAveragePool", inputs=(x,), attributes={"size": list(size)}))
+
+
+#: Operators of the decomposition.
+_PARTS = ("Transpose", "GatherND", "Where", "Gather", "Add", "Div")
+
+
+def _behind(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
+    """Return the operations from a Transpose and a GatherND to a quotient that no other operations read within."""
+    picked = graph.only_reader(op.outputs[0])
+    if picked is None or picked.kind != "GatherND":
+        return []
+    chain, made = [op], set(op.outputs)
+    for other in graph.operations:
+        if other is op or not made & set(other.inputs):
+            continue
+        if other.kind not in _PARTS or any(n not in made and n not in graph.constants for n in other.inputs):
+            return []
+        chain.append(other)
+        made |= set(other.outputs)
+        if other.kind == "Div":
+            inner = made - set(other.outputs)
+            within = all(any(r is one for one in chain) for name in inner for r in graph.readers(name))
+            fixed = all(graph.constants[n].is_fixed for one in chain for n in one.inputs if n in graph.constants)
+            return chain if within and fixed and not inner & set(graph.outputs) else []
+    return []
+
+
+def _computed(graph: Graph, chain: Sequence[OnnxNode], x: str, array: np.ndarray) -> np.ndarray:
+    """Return the last value of the operations for an array in the place of `x`."""
+    values = {x: array}
+    for op in chain:
+        given = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]
+        if op.kind == "Transpose":
+            made = given[0].transpose(op.attributes["perm"])
+        elif op.kind == "GatherND":
+            made = given[0][tuple(np.moveaxis(given[1], -1, 0))]
+        elif op.kind == "Gather":
+            made = np.take(given[0], given[1], axis=op.attributes.get("axis", 0))
+        elif op.kind == "Where":
+            made = np.where(*given)
+        else:
+            made = given[0] + given[1] if op.kind == "Add" else given[0] / given[1]
+        values[op.outputs[0]] = made
+    return values[chain[-1].outputs[0]]
+
+
+def _means(array: np.ndarray, size: Sequence[int]) -> np.ndarray:
+    """Return means over adaptive windows of ``(N, C, *spatial)``."""
+    for axis, m in enumerate(size, start=2):
+        n = array.shape[axis]
+        windows = [range(o * n // m, -(-(o + 1) * n // m)) for o in range(m)]
+        array = np.stack([array.take(list(window), axis).mean(axis) for window in windows], axis)
+    return array
+
+
+#: These rules run before expansions are removed.
+SPATIAL: tuple[Callable[[Graph, OnnxNode], None], ...] = (
+    _joined_rows,
+    _repeated,
+    _picked,
+    _adaptive_means,
+    _index_of_rows,
+    _linear_resize,
+)

@@ -30,8 +30,8 @@ from ..layers import Network
 from ..layers.parameter import GivenValues
 from .adaptive import symbolics, translations
 from .files import Buffer, library
+from .graph import FROZEN, KIND
 from .onnx_import import imported
-from .origins import FROZEN, KIND
 from .weights import arrangements
 
 __all__ = ["EXPORTERS", "ExportedModule", "export", "fill_module", "state_for"]

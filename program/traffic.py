@@ -15,7 +15,7 @@ import numpy as np
 
 from ..comm.sums import node_shares, shards
 from ..dtensor import Groups
-from ..dtensor.blocks import Blocks, Interval, Intervals, outer, padded
+from ..dtensor.layout import Blocks, Interval, Intervals, outer, padded
 from ..lowering.operations import ExchangeSpec, Operation, Sum, Total, Transfer
 from .program import Program
 

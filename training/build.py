@@ -1,5 +1,7 @@
 """Construction of the network, strategy, optimizer and schedule of a configuration, with checks of ranks, data and
 memory.
+
+The graph of a module of torch is kept in the folder of its run, so that later jobs need neither torch nor its source.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halograd import schema
@@ -25,6 +28,7 @@ from ..layers.resized import resized
 from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
 from ..limits import memory_size
 from ..models import build
+from ..models.foreign import write_graph
 from ..perfmodel.cost import memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
 from ..perfmodel.profile.device import rank_memory
@@ -38,12 +42,15 @@ from .store import ParameterStore
 if TYPE_CHECKING:
     from ..comm import Communicator
 
+
 __all__ = [
     "check_batch",
     "check_memory",
     "datasets_of",
     "fit_memory",
     "fitting_cuts",
+    "keep_model",
+    "kept_model",
     "label_maps",
     "make_network",
     "make_optimizer",
@@ -55,7 +62,6 @@ __all__ = [
     "weights_of",
     "with_reduction",
 ]
-
 
 #: Axes of a cut that is the same for all layers.
 AXES: tuple[str, ...] = ("sample", "depth", "height", "width")
@@ -501,3 +507,29 @@ def _fitting_rule(
         if all(sum(sum(needs.values()) for needs in mine) <= there_is for there_is, mine in nodes):
             return rule
     return None
+
+
+#: Name of the file in the folder of the run.
+NAME = "model.onnx"
+
+
+def keep_model(config: Config, folder: Path) -> Config:
+    """Write the module of ``model.torch`` to the folder of a new run. Local.
+
+    Returns
+    -------
+    Config
+        The configuration with that file; as it is for other models.
+    """
+    if config.model.torch is None:
+        return config
+    options = config.model.model_copy(update={"onnx": None}).options
+    write_graph(config.model.torch, options, folder / NAME)
+    return kept_model(config, folder)
+
+
+def kept_model(config: Config, folder: Path) -> Config:
+    """Return the configuration of a run with the graph in its folder, if ``model.torch`` was kept there. Local."""
+    if config.model.torch is None or not (folder / NAME).is_file():
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"onnx": str(folder / NAME)})})

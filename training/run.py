@@ -25,13 +25,12 @@ from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from .auto_reduction import Tuning, pinned
-from .build import make_optimizer
+from .build import keep_model, kept_model, make_optimizer
 from .checkpoint import CheckpointReader, TrainingProgress
 from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
 from .directory import RunLock, checkpoint_of, make_folder
 from .evaluation import Evaluation, describe, evaluate_parts, gather_samples
-from .kept_model import keep_model, kept_model
 from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
 from .monitors import BestScore, Callback, LossWatch, SamplePredictions, is_defined
 from .pass_loss import STOP

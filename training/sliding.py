@@ -25,7 +25,7 @@ from ..data import Batch
 from ..data.windows import SlidingWindows, weights_along
 from ..device import is_low
 from ..dtensor import Blocks, Box, End, Exchange
-from ..dtensor.blocks import Intervals, intervals
+from ..dtensor.layout import Intervals, intervals
 from ..lowering.views import Value
 from .session import Session
 

@@ -21,14 +21,13 @@ from ..data.windows import Slide, SlidingWindows
 from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted
-from .applying import outputs_of, write_outputs
+from .applying import check_folder, outputs_of, write_each, write_outputs
+from .build import kept_model
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
 from .directory import checkpoint_of
-from .each_file import check_folder, write_each
 from .evaluation import Evaluation, check_predictions, describe, evaluate_parts, write_predictions
-from .kept_model import kept_model
 from .metrics import check_details, write_details
 from .root import on_root
 from .session import Session
@@ -159,7 +158,7 @@ def apply(
         File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
         File or folder to write, see :mod:`halograd.training.applying`. The result of an earlier job is replaced. If
-        samples differ in size, a folder with a file for each of their files: :mod:`halograd.training.each_file`.
+        samples differ in size, a folder with a file for each of their files: :mod:`halograd.training.applying`.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     tell

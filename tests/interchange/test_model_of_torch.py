@@ -12,8 +12,8 @@ from halograd.errors import UserError
 from halograd.exporting import export_run
 from halograd.models import build
 from halograd.training import evaluate, train
+from halograd.training.build import NAME
 from halograd.training.config import ModelConfig
-from halograd.training.kept_model import NAME
 from halograd.user_code import load
 from tests.interchange.support import first, keep_operators, last, predicted, samples, torch
 from tests.training.runs import write_own

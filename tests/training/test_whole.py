@@ -12,7 +12,7 @@ from halograd.errors import UserError
 from halograd.layers import Strategy
 from halograd.models import build
 from halograd.training import apply, evaluate, train
-from halograd.training.each_file import TABLE
+from halograd.training.applying import TABLE
 from halograd.training.log import read_log
 from halograd.training.whole import planned_or_similar
 from tests.training.cuts import CUTS, overrides_of
