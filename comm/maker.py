@@ -1,9 +1,15 @@
-"""Construction of the channels and sums of a communicator: the ranks agree on everything before the first message."""
+"""Construction of the channels and sums of a communicator: the ranks agree on everything before the first message.
+
+A set-up needs several collectives. A program has hundreds of set-ups, and a collective takes long with many ranks on
+few cores. So a set-up is a generator that yields its requests, and shares its collectives with all others: they get the
+replies of each round together.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +34,7 @@ from .sums import node_shares
 from .transport import Links
 from .transports.base import Pattern, TransportContext
 
-__all__ = ["Maker"]
+__all__ = ["Maker", "side_by_side"]
 
 
 class Maker:
@@ -149,3 +155,41 @@ class Maker:
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:
     """Return the nonzero numbers of elements per peer, in order."""
     return {peer: int(count) for peer, count in sorted(counts.items()) if count}
+
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+Made = TypeVar("Made")
+
+
+def side_by_side(
+    steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
+) -> list[Made]:
+    """Run the generators, and return their return values in order.
+
+    `answer` gets the requests of a round and returns the replies; it is called as long as there are requests. The
+    function is collective if `answer` is.
+
+    >>> def area(name):
+    ...     width = yield name + " wide"
+    ...     height = yield name + " high"
+    ...     return width * height
+    >>> def answer(asked):
+    ...     print(asked)
+    ...     return [len(text) for text in asked]
+    >>> side_by_side([area("door"), area("wall")], answer)
+    ['door wide', 'wall wide']
+    ['door high', 'wall high']
+    [81, 81]
+    """
+    made: dict[int, Made] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
+    while answers:
+        asked: dict[int, Question] = {}
+        for number, given in answers.items():
+            try:
+                asked[number] = steps[number].send(given)
+            except StopIteration as end:
+                made[number] = end.value
+        answers = dict(zip(asked, answer(list(asked.values())))) if asked else {}
+    return [made[number] for number in range(len(steps))]

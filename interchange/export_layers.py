@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dtensor import Window
-from ..kernels.reach import Windows
+from ..kernels.attention import Windows
 from ..layers import (
     ELU,
     GELU,

@@ -1,10 +1,33 @@
-"""Interface of attention: ``y = softmax(scale * q k^T + bias) v``, for each sample and head."""
+"""Interface of attention: ``y = softmax(scale * q k^T + bias) v``, for each sample and head; the keys that a query
+reads, and tiles of arrays. No arithmetic on values.
+
+Along one axis, a rule names the keys of a query::
+
+    Everywhere(4, 6)          all keys
+
+    Windows(9, 4, shift=1)    0 | 1 2 3 4 | 5 6 7 8     a query reads the keys of its own window
+
+    Neighborhood(7, 3)        0 1 2 . . . .    query 0, clamped at the end
+                              . 1 2 3 . . .    query 2
+                              . . . . 4 5 6    query 6
+
+A :class:`TileGroup` covers the tiles of one shape: queries that read the same keys, for heads of queries that have one
+head of keys each. Its arrays have the axes ::
+
+    (samples, *tiles of each axis, heads,  *positions of a tile, channels of a head)
+     ---------------- lead -------------   ----- tile --------
+
+so that one call computes many tiles.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,9 +37,26 @@ from . import checks
 from .base import Base
 from .kernel import Kernel, KernelError, filled, has_nothing
 from .pointwise import DropoutMask
-from .reach import Interval, Reach
 
-__all__ = ["AttentionArrays", "AttentionGeometry", "Attentions", "HeadGroup"]
+__all__ = [
+    "AttentionArrays",
+    "AttentionGeometry",
+    "Attentions",
+    "Box",
+    "Everywhere",
+    "HeadGroup",
+    "Interval",
+    "Neighborhood",
+    "Reach",
+    "TileGroup",
+    "TileRun",
+    "Windows",
+    "boxes",
+    "extents_of",
+    "runs",
+    "span_of",
+    "tile_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -245,3 +285,388 @@ def _without_keys(y: Any, lse: Any) -> Kernel:
         lse.fill(-math.inf)
 
     return Kernel(run, "empty")
+
+
+Interval = tuple[int, int]
+
+
+class Reach(ABC):
+    """Rule of one axis. Positions are global.
+
+    Attributes
+    ----------
+    queries, keys : int
+        Number of positions of the queries and of the keys in the global arrays.
+    extent : int
+        Upper bound of the distance of a query from a key that it reads, plus 1, in units of the dilation.
+    dilation : int
+        Distance of the keys that a query reads from each other.
+    """
+
+    queries: int
+    keys: int
+    extent: int
+    dilation: int = 1
+
+    @property
+    def bias_extent(self) -> int:
+        """Extent of a table of biases, which is read at ``(query - key) // dilation + extent - 1``."""
+        return 2 * self.extent - 1
+
+    @abstractmethod
+    def keys_of(self, start: int, stop: int) -> Interval:
+        """Return the interval of the keys that the queries ``[start, stop)`` read; ``(0, 0)`` without queries."""
+
+    @abstractmethod
+    def allowed(self, queries: Any, keys: Any) -> np.ndarray:
+        """Return which of the positions `keys` each of the positions `queries` reads, as bool ``(queries, keys)``."""
+
+    @abstractmethod
+    def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
+        """Yield groups of the queries in an interval, with those of the keys in an interval that the group reads.
+
+        Every query occurs in one group, or in none if it reads none of the keys. Both ranges have the step `dilation`.
+        """
+
+
+@dataclass(frozen=True)
+class Everywhere(Reach):
+    """Every query reads all keys."""
+
+    queries: int
+    keys: int
+
+    def __post_init__(self) -> None:
+        _expect(min(self.queries, self.keys) >= 0, self)
+
+    @property
+    def extent(self) -> int:  # type: ignore[override]
+        return max(1, self.queries, self.keys)
+
+    def keys_of(self, start: int, stop: int) -> Interval:
+        return (0, self.keys) if start < stop else (0, 0)
+
+    def allowed(self, queries: Any, keys: Any) -> np.ndarray:
+        return np.ones((len(queries), len(keys)), bool)
+
+    def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
+        if queries[0] < queries[1] and keys[0] < keys[1]:
+            yield range(*queries), range(*keys)
+
+
+class _OfOneAxis(Reach):
+    """Rule for queries and keys at the same positions."""
+
+    size: int
+
+    @property
+    def queries(self) -> int:  # type: ignore[override]
+        return self.size
+
+    @property
+    def keys(self) -> int:  # type: ignore[override]
+        return self.size
+
+
+@dataclass(frozen=True)
+class Windows(_OfOneAxis):
+    """Positions in windows that begin at ``shift + k * extent`` for all integers k. A query reads its own window.
+
+    The first and the last window may be smaller: windows do not continue at the other end. Shifted windows are those of
+    Liu et al., "Swin Transformer", 2021, including the mask.
+    """
+
+    size: int
+    extent: int
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        _expect(self.size >= 0 and self.extent >= 1, self)
+
+    def _begin(self, position: int) -> int:
+        """Return where the window of a position begins, or would begin if there were positions below 0."""
+        return position - (position - self.shift) % self.extent
+
+    def keys_of(self, start: int, stop: int) -> Interval:
+        if start >= stop:
+            return 0, 0
+        return max(0, self._begin(start)), min(self.size, self._begin(stop - 1) + self.extent)
+
+    def allowed(self, queries: Any, keys: Any) -> np.ndarray:
+        rows, columns = ((np.asarray(p, np.int64) - self.shift) // self.extent for p in (queries, keys))
+        return rows[:, None] == columns[None, :]
+
+    def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
+        for begin in range(self._begin(queries[0]), queries[1], self.extent):
+            mine, theirs = (range(max(a, begin), min(b, begin + self.extent)) for a, b in (queries, keys))
+            if mine and theirs:
+                yield mine, theirs
+
+
+@dataclass(frozen=True)
+class Neighborhood(_OfOneAxis):
+    """Every query reads the `extent` keys around it at distances that are multiples of the dilation.
+
+    At both ends the neighborhood is moved inwards, so that it keeps its extent; if fewer positions have the same
+    remainder modulo the dilation, it is all of them. With an even extent there is one more key below than above. The
+    rule is that of Hassani et al., "Neighborhood Attention Transformer", 2023, and Hassani and Shi, "Dilated
+    Neighborhood Attention Transformer", 2022.
+    """
+
+    size: int
+    extent: int
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        _expect(self.size >= 0 and min(self.extent, self.dilation) >= 1, self)
+
+    def _first(self, queries: Any) -> Any:
+        """Return the number of the first key that each query reads, counted among the keys of its remainder."""
+        index, remainder = np.divmod(queries, self.dilation)
+        length = (self.size - remainder + self.dilation - 1) // self.dilation
+        return np.clip(index - self.extent // 2, 0, np.maximum(length - self.extent, 0))
+
+    def _keys(self, query: int) -> range:
+        first, remainder = int(self._first(query)), query % self.dilation
+        start = first * self.dilation + remainder
+        return range(start, min(self.size, start + self.extent * self.dilation), self.dilation)
+
+    def keys_of(self, start: int, stop: int) -> Interval:
+        if start >= stop:
+            return 0, 0
+        # The bounds grow with the query among queries of one remainder.
+        firsts = [self._keys(q) for q in range(start, min(stop, start + self.dilation))]
+        lasts = [self._keys(q) for q in range(max(start, stop - self.dilation), stop)]
+        return min(k[0] for k in firsts), max(k[-1] for k in lasts) + 1
+
+    def allowed(self, queries: Any, keys: Any) -> np.ndarray:
+        queries, keys = np.asarray(queries, np.int64)[:, None], np.asarray(keys, np.int64)[None, :]
+        first, index = self._first(queries), keys // self.dilation
+        near: np.ndarray = (index >= first) & (index < first + self.extent)
+        return near & (queries % self.dilation == keys % self.dilation)
+
+    def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
+        for remainder in range(self.dilation):
+            mine, theirs = (_congruent(*interval, remainder, self.dilation) for interval in (queries, keys))
+            # Groups begin at fixed positions, so that those away from the ends are equal but for their position.
+            skip = (mine.start // self.dilation) % self.extent
+            for at in range(-skip, len(mine), self.extent):
+                group = mine[max(0, at) : at + self.extent]
+                if group and theirs:
+                    start, stop = self._keys(group[0])[0], self._keys(group[-1])[-1] + 1
+                    read = _congruent(max(start, keys[0]), min(stop, keys[1]), remainder, self.dilation)
+                    if read:
+                        yield group, read
+
+
+def _expect(fits: bool, reach: Reach) -> None:
+    if not fits:
+        raise ValueError(f"expected sizes >= 0, extents and dilations >= 1, got {reach}; change the attention")
+
+
+def _congruent(start: int, stop: int, remainder: int, modulus: int) -> range:
+    """Return the positions of an interval that have a remainder."""
+    return range(start + (remainder - start) % modulus, stop, modulus)
+
+
+@dataclass(frozen=True)
+class TileRun:
+    """Tiles of one axis that differ in their position only.
+
+    Attributes
+    ----------
+    queries, keys
+        Positions of the first tile.
+    count, step
+        Number of tiles, and the distance of each from the one before it.
+    allowed
+        The keys that a query of a tile reads, bool ``(queries, keys)``; None: all of the tile.
+    """
+
+    queries: range
+    keys: range
+    count: int = 1
+    step: int = 0
+    allowed: np.ndarray | None = None
+
+
+def runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
+    """Return the tiles of :meth:`Reach.tiles` as runs."""
+    found: list[TileRun] = []
+    tiles = [(q, k, reach.allowed(q, k)) for q, k in reach.tiles(queries, keys)]
+    for _, group in groupby(tiles, key=lambda t: (len(t[0]), len(t[1]), t[0].start - t[1].start, t[2].tobytes())):
+        pending = list(group)
+        while pending:
+            q, k, allowed = pending[0]
+            step = pending[1][0].start - q.start if len(pending) > 1 else 0
+            count = 1
+            while count < len(pending) and pending[count][0].start == q.start + count * step:
+                count += 1
+            found.append(TileRun(q, k, count, step, None if allowed.all() else allowed))
+            pending = pending[count:]
+    return found
+
+
+Box = tuple[slice, ...]
+
+
+def boxes(shape: Sequence[int], most: int, within: Box = ()) -> list[Box]:
+    """Return boxes that cover `shape`, or the box `within` it, of at most `most` elements each, but at least 1.
+
+    The last axes are cut last. ::
+
+        boxes((3, 4), 8)     0 0 0 0
+                             0 0 0 0
+                             1 1 1 1
+    """
+    within = within or tuple(slice(0, n) for n in shape)
+    cuts: list[list[slice]] = []
+    for axis in reversed(within):
+        n = axis.stop - axis.start
+        extent = max(1, min(n, most))
+        most //= extent
+        extent = -(-n // -(-n // extent)) if n else 1  # equal boxes
+        cuts.append([slice(a, min(axis.stop, a + extent)) for a in range(axis.start, axis.stop, extent)])
+    return list(itertools.product(*reversed(cuts)))
+
+
+def extents_of(box: Box) -> tuple[int, ...]:
+    """Return the extents of a box."""
+    return tuple(s.stop - s.start for s in box)
+
+
+def span_of(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(extents_of(box))
+
+
+class TileGroup:
+    """Tiles of one shape for one group of heads.
+
+    Attributes
+    ----------
+    lead, queries, keys : tuple of int
+        Extents: samples, tiles of each axis, heads; positions of a tile's queries; of its keys.
+    heads : HeadGroup
+    overlaps : bool
+        Whether two tiles read the same key.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        axes: Sequence[TileRun],
+        starts: Sequence[tuple[int, int]],
+        reaches: Sequence[Reach],
+        heads: Any,
+    ) -> None:
+        self._axes, self._starts, self._reaches = axes, starts, reaches
+        self.heads: HeadGroup = heads
+        self.lead = (samples, *(a.count for a in axes), heads.count)
+        self.queries = tuple(len(a.queries) for a in axes)
+        self.keys = tuple(len(a.keys) for a in axes)
+        self.overlaps = any(a.count > 1 and len(a.keys) * a.keys.step > a.step for a in axes)
+
+    def within(self, samples: slice, key_heads: slice) -> Box:
+        """Return the box of the leading axes that has these samples and these heads of keys."""
+        first, count = self.heads.key_first, self.heads.count
+        start, stop = (max(0, min(h - first, count)) for h in (key_heads.start, key_heads.stop))
+        return (samples, *(slice(0, n) for n in self.lead[1:-1]), slice(start, stop))
+
+    def of_queries(self, array: Any, heads: int, xp: Any = np) -> Any:
+        """Return the view of an array ``(N, *S, heads * channels)``."""
+        starts = [a.queries.start - start for a, (start, _) in zip(self._axes, self._starts)]
+        return self._view(array, heads, starts, self.queries, self.heads.first, self.heads.step, xp)
+
+    def of_keys(self, array: Any, heads: int, xp: Any = np) -> Any:
+        """Return the view of an array ``(N, *T, heads * channels)``."""
+        starts = [a.keys.start - start for a, (_, start) in zip(self._axes, self._starts)]
+        return self._view(array, heads, starts, self.keys, self.heads.key_first, 1, xp)
+
+    def _view(
+        self, array: Any, heads: int, starts: list[int], tile: tuple[int, ...], first: int, step: int, xp: Any
+    ) -> Any:
+        spatial = array.shape[1:-1] if len(array.shape) == len(starts) + 2 else (math.prod(array.shape[1:-1]),)
+        whole = array.reshape(array.shape[0], *spatial, heads, array.shape[-1] // heads)
+        begin = whole[(slice(None), *(slice(s, None) for s in starts), slice(first, None))]
+        n, *axes, head, channel = begin.strides
+        tiles = [s * a.step for s, a in zip(axes, self._axes)]
+        inner = [s * a.queries.step for s, a in zip(axes, self._axes)]
+        return xp.lib.stride_tricks.as_strided(
+            begin, (*self.lead, *tile, begin.shape[-1]), (n, *tiles, head * step, *inner, channel)
+        )
+
+    def margins(self) -> tuple[int, ...]:
+        """Return for each axis by how much the distances in a tile exceed those of a table of biases, on either side.
+
+        Such pairs are not allowed, but a tile includes them.
+        """
+        origins, bounds = self.origins([0] * len(self._axes)), [reach.bias_extent for reach in self._reaches]
+        lows = [k - 1 - origin for origin, k in zip(origins, self.keys)]
+        highs = [origin + q - bound for origin, q, bound in zip(origins, self.queries, bounds)]
+        return tuple(max(0, low, high) for low, high in zip(lows, highs))
+
+    def of_bias(self, table: Any, first_head: int, margins: Sequence[int], xp: Any = np) -> Any:
+        """Return the view ``(heads, *queries, *keys)`` of a table with these margins: what each pair adds.
+
+        Pairs of one distance share an element: the view must not be written.
+        """
+        origins = self.origins(margins)
+        begin = table[(slice(first_head + self.heads.first, None), *(slice(o, None) for o in origins))]
+        head, *axes = begin.strides
+        shape = (self.heads.count, *self.queries, *self.keys)
+        return xp.lib.stride_tricks.as_strided(begin, shape, (head * self.heads.step, *axes, *(-s for s in axes)))
+
+    def windows_of(self, table: Any, first_head: int, margins: Sequence[int], query: Sequence[int], keys: Box) -> Any:
+        """Return the view ``(heads, *keys)`` of a table: what one query of a tile and a box of its keys add."""
+        first = first_head + self.heads.first
+        heads = slice(first, first + (self.heads.count - 1) * self.heads.step + 1, self.heads.step)
+        index = []
+        for origin, i, box in zip(self.origins(margins), query, keys):
+            low, high = origin + i - box.stop + 1, origin + i - box.start
+            index.append(slice(high, low - 1 if low else None, -1))
+        return table[(heads, *index)]
+
+    def origins(self, margins: Sequence[int]) -> list[int]:
+        """Return the entry of a table with these margins for the first query and the first key of a tile, by axis."""
+        return [
+            (a.queries.start - a.keys.start) // reach.dilation + reach.extent - 1 + margin
+            for a, reach, margin in zip(self._axes, self._reaches, margins)
+        ]
+
+    def blocked(self) -> list[Any]:
+        """Return for each axis that allows not all keys of a tile the pairs that it does not allow.
+
+        Each is bool, broadcast to ``(*queries, *keys)``.
+        """
+        found, ndim = [], len(self._axes)
+        for i, axis in enumerate(self._axes):
+            if axis.allowed is not None:
+                shape = [1] * (2 * ndim)
+                shape[i], shape[ndim + i] = axis.allowed.shape
+                found.append(np.broadcast_to(~axis.allowed.reshape(shape), (*self.queries, *self.keys)))
+        return found
+
+
+def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tuple[list[TileGroup], bool]:
+    """Return the parts of an attention, and whether they cover all local queries.
+
+    Axes on which all queries read all keys are joined to one if there is no bias.
+    """
+    g = geometry
+    reaches, queries, keys = g.reaches, g.queries, g.keys
+    if not biased and all(isinstance(reach, Everywhere) for reach in reaches):
+        positions = [math.prod(b - a for a, b in intervals) for intervals in (queries, keys)]
+        reaches, queries, keys = (Everywhere(*positions),), ((0, positions[0]),), ((0, positions[1]),)
+    axes = [runs(*axis) for axis in zip(reaches, queries, keys)]
+    starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
+    parts = [
+        TileGroup(samples, some, starts, reaches, heads)
+        for heads in g.head_groups()
+        for some in itertools.product(*axes)
+    ]
+    return parts, all(_covers(some, interval) for some, interval in zip(axes, queries))
+
+
+def _covers(tiles: Sequence[TileRun], interval: Interval) -> bool:
+    return sum(t.count * len(t.queries) for t in tiles) == interval[1] - interval[0]

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..device import HOST, Device
 from . import checks
-from .fused import FusedActivation
-from .kernel import Kernel, Substitute, chain
+from .kernel import FusedActivation, Kernel, Substitute, chain
 
 __all__ = ["Base"]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from . import checks
 from .base import Base
-from .fused import FusedActivation
 from .geometry import Geometry
-from .kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
+from .kernel import FusedActivation, Kernel, bias_only, filled, filter_of_nothing, has_nothing
 
 __all__ = ["Convolutions"]
 

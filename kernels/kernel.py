@@ -3,6 +3,8 @@
 A rank without input or output elements has kernels of its own, the same on every device. Sums over an empty set are
 zero. An output without input reads padding only: a convolution returns its bias, a maximum -inf. Shapes of empty blocks
 are not checked, because their channel count has no meaning.
+
+Activations have names, and are separate kernels or fused into other kernels.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from .fused import FusedActivation
 from .guards import GUARDS, room
 from .memory import Scratch, on_host, round_up
 
 __all__ = [
+    "ACTIVATIONS",
+    "BY_OUTPUT",
     "BatchNormArrays",
     "BatchNormKernels",
     "BatchNormTraining",
+    "FusedActivation",
     "Kernel",
     "KernelError",
     "ScratchKernel",
@@ -36,6 +40,7 @@ __all__ = [
     "has_nothing",
     "idle",
     "pool_of_nothing",
+    "reads_input",
     "run_all",
 ]
 
@@ -395,3 +400,40 @@ class BatchNormKernels:
         for kernel in kernels:
             if kernel is not None:
                 kernel.close()
+
+
+#: The CUDA kernels identify activations by their index here.
+ACTIVATIONS = (
+    *("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish", "softplus", "mish"),
+    "gelu_tanh",
+)
+#: Activations whose derivative is computed from the output. For the others, the output near saturation is rounded to
+#: its limit, and the derivative, which is small there, would lose its digits.
+BY_OUTPUT = ("relu", "leaky_relu")
+
+
+def reads_input(kind: str, alpha: float = 0.0) -> bool:
+    """Return whether the derivative of an activation is computed from its input (True) or its output (False).
+
+    The other array may have been overwritten.
+    """
+    return kind not in BY_OUTPUT or (kind == "leaky_relu" and alpha < 0)
+
+
+@dataclass(frozen=True)
+class FusedActivation:
+    """An elementwise function that a kernel applies to its result before it writes it.
+
+    Attributes
+    ----------
+    kind, alpha
+        Arguments of :meth:`halograd.kernels.Backend.activation`.
+    """
+
+    kind: str
+    alpha: float = 0.0
+
+    @property
+    def by_input(self) -> bool:
+        """Whether the derivative is computed from the input."""
+        return reads_input(self.kind, self.alpha)

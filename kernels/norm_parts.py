@@ -27,8 +27,7 @@ import numpy as np
 
 from ..device import HOST, Device
 from .access import again, reads, writes
-from .fused import FusedActivation
-from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
+from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, FusedActivation, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
 
 __all__ = [

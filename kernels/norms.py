@@ -8,10 +8,10 @@ from typing import Any
 
 from . import checks
 from .base import Base
-from .fused import FusedActivation
 from .kernel import (
     BatchNormArrays,
     BatchNormKernels,
+    FusedActivation,
     Kernel,
     KernelError,
     batch_norm_of_nothing,

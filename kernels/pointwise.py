@@ -9,9 +9,8 @@ from typing import Any
 
 from . import checks
 from .base import Base
-from .fused import ACTIVATIONS, FusedActivation, reads_input
 from .geometry import Geometry, Resampled
-from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
+from .kernel import ACTIVATIONS, FusedActivation, Kernel, KernelError, filled, has_nothing, pool_of_nothing, reads_input
 
 __all__ = ["DropoutMask", "Pointwise"]
 
@@ -78,7 +77,7 @@ class Pointwise(Base):
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
         (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish (x
         times hard_sigmoid), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu
-        approximated by tanh). The gradient reads either `x` or `y`, see :func:`halograd.kernels.fused.reads_input`.
+        approximated by tanh). The gradient reads either `x` or `y`, see :func:`halograd.kernels.kernel.reads_input`.
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         if kind not in ACTIVATIONS:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.access import Access, makes, reads, writes
-from ..kernels.fused import FusedActivation, reads_input
+from ..kernels.kernel import FusedActivation, reads_input
 from ..lowering.context import Context, Lowered
 from ..lowering.views import Region, View
 from .layer import Layer, Passes, Shape

@@ -18,8 +18,7 @@ import numpy as np
 from ..dtensor import Blocks, Box, Interval, Layout
 from ..kernels import DropoutMask
 from ..kernels.access import reads, writes
-from ..kernels.attention import AttentionGeometry
-from ..kernels.reach import Everywhere, Neighborhood, Reach, Windows
+from ..kernels.attention import AttentionGeometry, Everywhere, Neighborhood, Reach, Windows
 from ..lowering.context import Context, Lowered
 from ..lowering.operations import ExchangeSpec, KernelSpec, Timing
 from ..lowering.views import View

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Groups, sample_groups
 from ..kernels.access import again, reads, writes
-from ..kernels.fused import FusedActivation
-from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
+from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, FusedActivation
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from ..lowering.context import Context, Lowered

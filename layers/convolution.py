@@ -10,7 +10,7 @@ from typing import Any
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from ..kernels.access import reads, writes
-from ..kernels.fused import FusedActivation
+from ..kernels.kernel import FusedActivation
 from ..lowering.context import Context, Gathered, Lowered
 from ..lowering.views import Region
 from .activation import activated, fused

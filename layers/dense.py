@@ -20,7 +20,7 @@ from typing import Any
 
 from ..dtensor import Box, Groups
 from ..kernels.access import reads, writes
-from ..kernels.fused import FusedActivation
+from ..kernels.kernel import FusedActivation
 from ..lowering.context import Context, Lowered
 from .activation import activated
 from .layer import Layer, Passes, Shape

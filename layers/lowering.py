@@ -15,7 +15,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, intervals
 from ..kernels.access import ANY, Access, access_of, makes, reads, writes
-from ..kernels.fused import FusedActivation
+from ..kernels.kernel import FusedActivation
 from ..lowering.context import Context, Lowered
 from .parameter import block_channels
 

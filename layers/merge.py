@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout, axis_names
 from ..kernels.access import reads, writes
-from ..kernels.fused import FusedActivation
+from ..kernels.kernel import FusedActivation
 from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .activation import activated, fused

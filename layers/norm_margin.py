@@ -21,8 +21,7 @@ from typing import Any
 
 from ..dtensor import Box
 from ..kernels.access import Access, makes
-from ..kernels.fused import FusedActivation
-from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
+from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, FusedActivation
 from ..lowering.context import Context, Gathered
 from ..lowering.operations import KernelSpec, Timing
 from ..lowering.views import Region, View

@@ -10,7 +10,7 @@ from ..comm.codec import UNCHANGED, Codec
 from ..comm.sums import Method, carrying
 from ..dtensor import Blocks, Groups
 from ..kernels.access import Access, access_of
-from ..kernels.fused import FusedActivation
+from ..kernels.kernel import FusedActivation
 from .views import Buffer, View
 
 __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Release", "Run", "Sum", "Timing", "Total", "Transfer"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..attention import AttentionArrays, AttentionGeometry, Attentions
+from ..attention import AttentionArrays, AttentionGeometry, Attentions, Everywhere, Neighborhood, Reach
 from ..kernel import Kernel, chain, filled
 from ..pointwise import DropoutMask
-from ..reach import Everywhere, Neighborhood, Reach
 from .launch import THREADS, Launch, Launcher, accumulator, is_float, scalar_program, sequence
 from .sources import dtype_name
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..convolution import Convolutions
-from ..fused import FusedActivation
-from ..kernel import Kernel, KernelError, ScratchKernel, run_all
+from ..kernel import FusedActivation, Kernel, KernelError, ScratchKernel, run_all
 from ..memory import Scratch
 from .launch import (
     THREADS,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fused import FusedActivation
-from ..kernel import Kernel, KernelError, run_all
+from ..kernel import FusedActivation, Kernel, KernelError, run_all
 from .sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 
 __all__ = [

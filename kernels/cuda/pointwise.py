@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..checks import same_elements
-from ..fused import ACTIVATIONS, FusedActivation, reads_input
 from ..geometry import Geometry, Resampled
-from ..kernel import Kernel, KernelError
+from ..kernel import ACTIVATIONS, FusedActivation, Kernel, KernelError, reads_input
 from ..pointwise import DropoutMask, Pointwise
 from .boxes import AXES, Joined, joined_elements
 from .launch import Launch, Launcher, alpha_of, items_grid, scalar_program, sequence, suffix, vector_lanes

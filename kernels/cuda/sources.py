@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fused import ACTIVATIONS
-from ..kernel import KernelError
+from ..kernel import ACTIVATIONS, KernelError
 
 __all__ = [
     "ADDED",

@@ -15,9 +15,8 @@ import numpy as np
 from ..attention import AttentionArrays, AttentionGeometry
 from ..backend import BackendOptions
 from ..cuda import CudaKernels
-from ..fused import FusedActivation
 from ..geometry import Geometry, tensor_core_channels
-from ..kernel import Kernel, KernelError, Substitute, chain
+from ..kernel import FusedActivation, Kernel, KernelError, Substitute, chain
 from ..memory import Scratch
 from . import conv, dense
 from .attention import CudnnAttention

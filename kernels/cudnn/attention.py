@@ -18,13 +18,22 @@ import numpy as np
 
 from halograd.documents import one_line
 
-from ..attention import AttentionArrays, AttentionGeometry, HeadGroup
+from ..attention import (
+    AttentionArrays,
+    AttentionGeometry,
+    Everywhere,
+    HeadGroup,
+    Interval,
+    Neighborhood,
+    Reach,
+    TileGroup,
+    TileRun,
+    runs,
+)
 from ..cuda.boxes import AXES, join
 from ..cuda.launch import THREADS, Launch, Launcher, address, is_float, scalar_program, sequence
 from ..kernel import Kernel, KernelError, Substitute, chain, filled
 from ..memory import nbytes_of
-from ..reach import Everywhere, Interval, Neighborhood, Reach, TileRun, runs
-from ..tiles import TileGroup
 from .conv import ConvSettings, planned
 from .frontend import ALIGNMENT, Frontend
 from .graphs import HALF, Tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fused import reads_input
+from ..kernel import reads_input
 
 __all__ = ["FAR", "KINDS", "STRETCH", "TAIL"]
 

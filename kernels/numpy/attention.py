@@ -19,10 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from ..attention import AttentionArrays, AttentionGeometry, Attentions
+from ..attention import (
+    AttentionArrays,
+    AttentionGeometry,
+    Attentions,
+    Box,
+    TileGroup,
+    boxes,
+    extents_of,
+    span_of,
+    tile_groups,
+)
 from ..kernel import Kernel, ScratchKernel
 from ..memory import Scratch, nbytes_of, round_up
-from ..tiles import Box, TileGroup, boxes, extents_of, span_of, tile_groups
 from .pointwise import axis_counters, first_counter, mix64_inplace
 
 __all__ = ["NumpyAttention", "TileOperations"]

@@ -24,9 +24,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..convolution import Convolutions
-from ..fused import FusedActivation
 from ..geometry import Geometry
-from ..kernel import Kernel, ScratchKernel
+from ..kernel import FusedActivation, Kernel, ScratchKernel
 from ..memory import Scratch, nbytes_of, round_up
 from .norms import column_sums
 

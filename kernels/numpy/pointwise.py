@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import same_elements
-from ..fused import FusedActivation
-from ..kernel import Kernel, ScratchKernel
+from ..kernel import FusedActivation, Kernel, ScratchKernel
 from ..memory import nbytes_of, round_up
 from ..pointwise import DropoutMask
 from .activation import KINDS

@@ -22,8 +22,7 @@ from ...device import is_low
 from ..attention import AttentionArrays, AttentionGeometry
 from ..backend import Backend
 from ..checks import same_elements
-from ..fused import FusedActivation, reads_input
-from ..kernel import BatchNormArrays, BatchNormKernels, Kernel
+from ..kernel import BatchNormArrays, BatchNormKernels, FusedActivation, Kernel, reads_input
 from ..losses import LossArrays, LossKernel
 from ..memory import nbytes_of
 from ..norms import ChannelNormArrays

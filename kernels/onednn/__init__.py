@@ -12,14 +12,13 @@ import numpy as np
 from ...device import LOW, as_dtype, is_low
 from .. import checks
 from ..backend import BackendOptions
-from ..fused import FusedActivation
 from ..geometry import Geometry
-from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, Substitute, chain
+from ..kernel import BatchNormArrays, BatchNormKernels, FusedActivation, Kernel, Substitute, chain
 from ..memory import aligned_empty
 from ..numpy import BlasLimit, NumpyBackend
 from ..numpy.attention import TileOperations
 from ..numpy.staging import StandInBuffers
-from . import conv, matmul, pointwise, taps
+from . import conv, pointwise, taps
 from .abi import NATIVE, Abi, open_library
 from .attention import OnednnTileOperations
 from .conv import ConvChoice
@@ -312,7 +311,7 @@ class OnednnBackend(NumpyBackend):
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         args = (x, w, b, y)
         return self._or_plain(
-            lambda: matmul.dense_forward(self._engine, *args).kernel(),
+            lambda: conv.dense_forward(self._engine, *args).kernel(),
             partial(super()._dense_forward, *args),
             "dense_forward",
             is_low(x.dtype),
@@ -321,7 +320,7 @@ class OnednnBackend(NumpyBackend):
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
         args = (dy, w, dx)
         return self._or_plain(
-            lambda: matmul.dense_backward_data(self._engine, *args).kernel(),
+            lambda: conv.dense_backward_data(self._engine, *args).kernel(),
             partial(super()._dense_backward_data, *args),
             "dense_backward_data",
             is_low(dx.dtype),
@@ -330,7 +329,7 @@ class OnednnBackend(NumpyBackend):
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
         args = (x, dy, dw, db)
         return self._or_plain(
-            lambda: matmul.dense_backward_filter(self._engine, *args).kernel(),
+            lambda: conv.dense_backward_filter(self._engine, *args).kernel(),
             partial(super()._dense_backward_filter, *args),
             "dense_backward_filter",
             is_low(x.dtype),
@@ -338,10 +337,10 @@ class OnednnBackend(NumpyBackend):
 
     def _bias(self, y: Any, b: Any) -> Kernel:
         plain = partial(super()._bias, y, b)
-        return self._or_plain(lambda: matmul.bias(self._engine, y, b).kernel(), plain)
+        return self._or_plain(lambda: conv.bias(self._engine, y, b).kernel(), plain)
 
     def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
         plain = partial(super()._bias_gradient, dy, db)
         if not is_low(dy.dtype):
             return plain()  # in float32 a product would lose digits of long sums
-        return self._or_plain(lambda: matmul.bias_gradient(self._engine, dy, db).kernel(), plain)
+        return self._or_plain(lambda: conv.bias_gradient(self._engine, dy, db).kernel(), plain)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
-from halograd.kernels.fused import ACTIVATIONS, FusedActivation
-from halograd.kernels.kernel import BatchNormArrays, BatchNormTraining
+from halograd.kernels.kernel import ACTIVATIONS, BatchNormArrays, BatchNormTraining, FusedActivation
 
 from . import reference
 from .conftest import EPS, Arrays, assert_close

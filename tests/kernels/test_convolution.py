@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halograd.kernels import Geometry
-from halograd.kernels.fused import ACTIVATIONS, FusedActivation
+from halograd.kernels.kernel import ACTIVATIONS, FusedActivation
 from halograd.kernels.numpy import NumpyBackend
 
 from . import reference

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import ACTIVATIONS, KernelError
-from halograd.kernels.fused import BY_OUTPUT, FusedActivation, reads_input
+from halograd.kernels.kernel import BY_OUTPUT, FusedActivation, reads_input
 
 from . import reference
 from .conftest import assert_close

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halograd.kernels.reach import Everywhere, Neighborhood, Windows, runs
+from halograd.kernels.attention import Everywhere, Neighborhood, Windows, runs
 
 
 @st.composite

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from halograd.kernels.fused import ACTIVATIONS
-from halograd.kernels.kernel import BatchNormArrays
+from halograd.kernels.kernel import ACTIVATIONS, BatchNormArrays
 
 from .conftest import assert_close
 from .geometries import CASES
