@@ -6,6 +6,7 @@
 #   make bench-step  step times beside torch and JAX (installs them)
 #   make docs        the documentation as a site in site/, broken links as errors
 #   make docs-pages  the tables of docs/configuration.md and docs/when_to_cut.md anew, after a change of a key or a figure
+#   make dist        sdist and wheel in dist/
 #   make gpu-check   everything there is to check on a GPU; PARTS=... some of it; installs nothing
 #   make gpu-tools   CuPy and cuDNN for gpu-check on a machine with a package index
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
@@ -14,7 +15,7 @@ VENV ?= .venv
 # EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own. With EXTRAS=mpich,test,lint,docs pip
 # installs these tools with the rest, which takes less time than a call for each.
 EXTRAS ?= mpich,test
-TOOLS := lint docs oracle oracle-zoo peers nvrtc
+TOOLS := lint docs dist oracle oracle-zoo peers nvrtc
 comma := ,
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -25,7 +26,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,7 @@ nvrtc: $(call stamp,nvrtc)
 peers: $(call stamp,peers)
 lint-tools: $(call stamp,lint)
 docs-tools: $(call stamp,docs)
+dist-tools: $(call stamp,dist)
 
 demo: venv
 	@$(VENV)/bin/halograd demo --out demo
@@ -81,6 +83,9 @@ docs: docs-tools
 docs-pages: docs-tools
 	@$(PY) -m docs.generator
 
+dist: dist-tools
+	@$(PY) -m build --outdir dist .
+
 bench-step: peers
 	@$(PY) benchmarks/step.py
 
@@ -101,7 +106,7 @@ typecheck: lint-tools
 	@$(PY) -m mypy -p halograd
 
 clean:
-	@rm -rf build site .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
+	@rm -rf build dist site .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -1,5 +1,5 @@
-"""Version of the library."""
+"""Version of the library; the build reads it here."""
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
-STAMPS = ("python", "base", "docs", "lint", "oracle", "oracle-zoo", "nvrtc", "peers")
+STAMPS = ("python", "base", "docs", "dist", "lint", "oracle", "oracle-zoo", "nvrtc", "peers")
 #: Replacement of Python that records its arguments.
 NOTES = '#!/bin/sh\necho "$@" >>"${0%/*}/../calls"\n'
 
