@@ -61,8 +61,8 @@ class Communicator:
         Traffic of this process, shared by the root communicator and all communicators split from it.
     instruments
         The counters; ``instruments.recorder``, which receives the times of waits and communications (None: times are
-        not recorded); and ``instruments.waiting``, the exchange or sum that the main thread waits for now (as
-        ``"kind: name"``), which another thread may read.
+        not recorded); and ``instruments.waiting``, the meter of the exchange or sum that the main thread waits for
+        now, which another thread may read.
     devices
         Transport of device arrays; `choice` is None before `use_device`.
     closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -66,12 +67,12 @@ class Recorder(Protocol):
 class Instruments:
     """Counters and recorder that a root communicator shares with the communicators split from it.
 
-    `waiting` is the label of the exchange or sum that the main thread waits for now.
+    `waiting` is the meter of the exchange or sum that the main thread waits for now; another thread may read it.
     """
 
     counters: Counters = field(default_factory=Counters)
     recorder: Recorder | None = None
-    waiting: str | None = None
+    waiting: Meter | None = None
 
 
 class Meter:
@@ -85,15 +86,20 @@ class Meter:
         Name of the channel or reduction; the recorder gets it together with the kind.
     messages, nbytes
         Traffic per exchange: number of messages, and bytes [B].
+    ranks
+        Ranks of the root communicator that take part, with or without this one.
     """
 
-    def __init__(self, instruments: Instruments, kind: str, name: str, messages: int, nbytes: int) -> None:
+    def __init__(
+        self, instruments: Instruments, kind: str, name: str, messages: int, nbytes: int, ranks: Sequence[int] = ()
+    ) -> None:
         self._instruments = instruments
         self.kind = kind
         self.name = name
         self.label = name if name == kind else f"{kind}: {name}"
         self.messages = messages
         self.nbytes = nbytes
+        self.ranks = ranks
 
     def sent(self) -> None:
         """Count one exchange."""
@@ -102,7 +108,7 @@ class Meter:
 
     def waits(self) -> None:
         """Mark that the caller waits for this exchange, until :meth:`took` is called."""
-        self._instruments.waiting = self.label
+        self._instruments.waiting = self
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
         """Record one exchange: when it travelled, and when this rank waited for it [s]."""

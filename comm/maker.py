@@ -108,7 +108,8 @@ class Maker:
 
     def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
         nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
-        return Meter(self._instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
+        ranks = [self._comm.ranks[peer] for peer in sorted(pattern.sends.keys() | pattern.recvs.keys())]
+        return Meter(self._instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes, ranks)
 
     def _meters(self, spec: ReductionSpec) -> list[Meter]:
         """Return the meters of a sum. Collective.
@@ -121,7 +122,7 @@ class Maker:
             share = node_shares(comm.nodes)[comm.rank]
             booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
         name = spec.name or spec.kind
-        return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
+        return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes, comm.ranks) for kind, nbytes in booked]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
         """Return the device transport that makes the sum without the host, or None. Collective if the array is on a

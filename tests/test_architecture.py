@@ -74,7 +74,7 @@ MAY_READ_CLOCKS = {
     "tests/jobs/private_slurm.py": "polls Slurm up to a limit",
     "tests/training/fuzz_hdf5.py": "a program with a limit for each case",
     "tests/training/test_directory.py": "ages of files",
-    "tests/training/test_peers.py": "waits of the library",
+    "tests/training/test_survival.py": "a job is suspended for longer than a limit of the library",
 }
 
 # The brackets keep these lines from matching themselves.

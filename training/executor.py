@@ -43,7 +43,7 @@ from .reduction import Reducer, check_possible
 from .store import ParameterStore
 from .timeline import Spans
 from .transfer import block_of, check_name, name_of
-from .watch import Pulse
+from .watchdog import Pulse
 
 __all__ = ["Block", "Executor", "Gather"]
 

@@ -111,7 +111,8 @@ def train(
         on_root(ranks.mpi, folder.check_writable)  # check before hours of training, not after them
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
-        watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl", folder))
+        minutes, own_log = config.run.stall_minutes, directory / "log.jsonl"
+        watchdog = stack.enter_context(Watchdog(ranks, minutes, own_log, lambda: folder.latest))
         found = _checkpoint_of(ranks, folder, resume, stack)
         keep = keep_model if found is None else kept_model
         config = on_root(ranks.mpi, partial(keep, config, directory))

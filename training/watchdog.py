@@ -1,47 +1,225 @@
-"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs the rank that caused the
-end.
+"""End of a run that makes no progress, with the position of every rank; report of an interrupt.
 
-A thread on every rank reads the position of the main thread once a second (:class:`~halograd.training.watch.Pulse`),
-and keeps connections to some of the other ranks (:mod:`halograd.training.peers`). The main thread only records its
-layer. :mod:`halograd.training.watch` decides. Without a watchdog, launchers that do not detect a dead rank (srun
-without ``--kill-on-bad-exit``) would wait forever.
+The main thread records its position (:class:`Pulse`). A thread of each rank compares it with that of a second ago:
+
+========================= ==========================================================================================
+progress                  a timer of `faulthandler` is set anew: a C thread that writes all stacks and ends the
+                          process, also if a call holds the interpreter's lock
+none for some seconds     the rank writes its position to a file of its own, in the folder ``stalls`` of the run
+none for the time limit   the first rank that can do so reads these files, prints and logs the rank that blocks the
+                          others, and ends the job; every other rank ends itself
+========================= ==========================================================================================
+
+Nothing is sent over a network, and no file is written while ranks make progress. A rank that is stopped, killed or
+locked writes no position: the others, which wait for it, end. The launcher then ends what is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import platform
+import re
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from halograd.errors import UserError
 
-from ..comm import Communicator
+from .. import comm as comm_package
 from ..comm.boot import on_interrupt
 from ..comm.errors import is_agreed, mark_agreed
-from .peers import join
-from .watch import LAST, Place, Pulse, Tree, Watch
+from .log import Entry, parse_line
 
 if TYPE_CHECKING:
-    from .checkpoints import CheckpointFolder
+    from ..comm import Communicator
 
-__all__ = ["Watchdog", "oom_kills", "unwatched"]
+__all__ = ["STALLS", "Place", "Pulse", "Watchdog", "describe_stall", "read_places"]
 
-TAIL = 1 << 16  # size of the end of a log that holds the lines of all simultaneously interrupted ranks [B]
-FORWARDING = 0.5  # time for the launcher to forward the message, because MPI_Abort ends its relay too [s]
+STALLS = "stalls"  # folder in the directory of a run
+SHOWN = 4  # maximum number of ranks that a message names
+INTERVAL = 1.0  # time between two readings of the main thread's state [s]
+LONGEST = 5.0  # maximum time that is counted between two readings; the process was stopped for the rest [s]
+QUIET = 10.0  # time without progress until a rank writes its position [s]
+# Times after the limit [s]: 32 ranks get a turn to print the message; then the timers end locked ranks; then the rank
+# that has printed aborts the job, which ends stopped ranks too; then the other ranks' timers end them.
+TURN, TURNS = 0.1, 32
+LOCKED = 4.0
+ABORT = 4.5
+LAST = 6.0
+SUSPENDING = 5.0  # time after SIGTSTP within which Slurm stops a job [s]
+TAIL = 1 << 16  # size of the end of a log that holds the lines of all ranks that end at the same time [B]
+_NAME = re.compile(r"rank-(\d+)\.(.*)\.(\d+)\.txt")  # rank, host and process: launchers name the process
+_COMM = str(Path(comm_package.__file__).parent)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Progress of the main thread: the main thread writes it, the thread of the watchdog reads it. Local.
+
+    A write is one store per attribute: no lock, no system call, no array. A reader may get a new phase with the old
+    layer, once.
+
+    Attributes
+    ----------
+    step
+        Number of updates.
+    count
+        Number of forward and backward passes, including validation.
+    phase
+        ``"forward"``, ``"backward"``, ``"data"``, ``"checkpoint"``, ...
+    place
+        Name of the layer, or of another activity.
+    """
+
+    step: int = 0
+    count: int = 0
+    phase: str = "start"
+    place: str = ""
+
+    def at(self, phase: str, place: str) -> None:
+        """Record the start of an activity of the main thread: its phase, and its layer or another name."""
+        self.phase, self.place = phase, place
+
+
+@dataclass(frozen=True)
+class Place:
+    """Process of a rank, and its position in the program.
+
+    Attributes
+    ----------
+    host, process
+        Name of its node, and process number there.
+    step, phase, layer
+        Number of updates; ``"forward"``, ``"backward"``, ``"data"``, ..., empty if the position is not known; name of
+        the layer, empty outside of layers.
+    waiting, ranks
+        ``"kind: name"`` of the exchange or sum that the rank waits for, and the ranks that take part; empty if it does
+        not wait.
+    line
+        Line of code that its main thread executes.
+    since
+        Time of the last progress [s], as in `time.time`.
+    """
+
+    host: str
+    process: int
+    step: int = 0
+    phase: str = ""
+    layer: str = ""
+    waiting: str = ""
+    ranks: Sequence[int] = ()
+    line: str = ""
+    since: float = 0.0
+
+    def text(self) -> str:
+        """Return a text that describes the position."""
+        where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
+        waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
+        return f"{where}{waits}{_of_ranks(self.ranks)} (at {self.line})"
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f" with rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+
+
+def describe_stall(places: Mapping[int, Place]) -> tuple[int, str]:
+    """Return the rank that blocks the other ranks, and a text with the reason.
+
+    It is a rank whose position is not known, if possible one that another rank waits for; else the rank that is in no
+    exchange; else the rank with the least progress.
+    """
+    known = {rank: place for rank, place in sorted(places.items()) if place.phase}
+    awaited = {rank for place in known.values() for rank in place.ranks}
+    silent = sorted(places.keys() - known.keys(), key=lambda rank: (rank not in awaited, rank))
+    if silent:
+        culprit = silent[0]
+        text = "it does not respond (killed, stopped, in a call that locks the interpreter, or its node hangs)"
+    else:
+        culprit = min(known, key=lambda rank: (bool(known[rank].waiting), known[rank].step, known[rank].since))
+        text = known[culprit].text()
+    others = [f"rank {rank} on {place.host}: {place.text()}" for rank, place in known.items() if rank != culprit]
+    if others:
+        more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        text += f". The others: {'; '.join(others[:SHOWN])}{more}"
+    return culprit, text
+
+
+def read_places(folder: Path) -> dict[int, Place]:
+    """Return the ranks that have a file, and the positions that those without progress have written. Local.
+
+    A rank has a file while it runs, and keeps it if it is killed.
+    """
+    found: dict[int, Place] = {}
+    for path in sorted(folder.glob("rank-*.txt")):
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
+            found[int(name[1])] = _read_place(path) or Place(name[2], int(name[3]))
+    return found
+
+
+def _read_place(path: Path) -> Place | None:
+    try:
+        with path.open("rb") as file:
+            line = file.readline(TAIL)
+        return Place(**json.loads(line)) if line.endswith(b"\n") else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class _StallFile:
+    """File of one rank: empty while the rank makes progress, else a line with its position, then stacks. Local."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.descriptor, self.written = path, 2, False
+        with contextlib.suppress(OSError):  # the folder is not shared with this node: stacks go to stderr
+            self.descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the file is in the directory of the run."""
+        return self.descriptor != 2
+
+    def write(self, place: Place) -> None:
+        """Write the position, and make it visible on other nodes."""
+        self.written = True
+        if self.shared:
+            with contextlib.suppress(OSError):
+                os.write(self.descriptor, json.dumps(asdict(place)).encode() + b"\n")
+                os.fsync(self.descriptor)
+
+    def clear(self) -> None:
+        """Remove the position: the rank makes progress again."""
+        self.written = False
+        if self.shared:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, 0)
+                os.lseek(self.descriptor, 0, os.SEEK_SET)
+
+    def remove(self) -> None:
+        """Remove the file, and the folder if it is the last one."""
+        if self.shared:
+            os.close(self.descriptor)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                self._path.parent.rmdir()
 
 
 class Watchdog:
-    """Context manager that ends the job if a rank dies or makes no progress, and reports an interrupt (SIGINT).
+    """Context manager that ends the job if it makes no progress, and reports an interrupt (SIGINT).
 
-    Creating it is collective over `comm`; leaving the ``with`` is local. A single process raises KeyboardInterrupt with
-    the message.
+    Entering and leaving the ``with`` is local. A single process raises KeyboardInterrupt with the message.
 
     Parameters
     ----------
@@ -51,56 +229,49 @@ class Watchdog:
         Maximum time without progress [min]; 0: no limit.
     log
         ``log.jsonl`` of the run, to which a line ``"failed"`` or ``"interrupted"`` is appended when the job is ended.
-    folder
-        Folder of its checkpoints, for the message on how to continue.
-
-    Notes
-    -----
-    Rank 0 does not watch ranks from which no connections lead to it; it prints them.
+    newest
+        Function that returns the newest checkpoint, for the message on how to continue.
     """
 
-    def __init__(self, comm: Communicator, stall_minutes: float, log: Path, folder: CheckpointFolder) -> None:
-        tree = Tree(comm.allgather_objects(platform.node()))
-        self._comm, self._hosts, self._log, self._folder = comm, tree.hosts, log, folder
+    def __init__(self, comm: Communicator, stall_minutes: float, log: Path, newest: Callable[[], Path | None]) -> None:
+        self._comm, self._patience, self._log, self._newest = comm, 60 * stall_minutes, log, newest
+        self._main = threading.get_ident()
         self._pulse: Pulse | None = None
-        self._main, self._oom_kills = threading.get_ident(), oom_kills()
-        self._peers, joined = join(comm, tree)
-        self.send = self._peers.send
-        self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self)
-        if comm.rank == 0 and (text := unwatched(tree, joined)):
-            self._print(text)
-        self._closing = False
-        self._words: tuple[str, bool] | None = None
-        running = self._run()
-        self._thread = threading.Thread(target=self._peers.run, args=[running], name="halograd-watchdog", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._closing, self._arming, self._quiet_until = threading.Event(), threading.RLock(), 0.0
+        self._handler: Any = None  # handler of SIGTSTP before
         self._reporting = on_interrupt(self.interrupted)
 
     def follow(self, pulse: Pulse) -> None:
-        """Watch the progress of the main thread, and log an interrupt, from now on: the run has begun. Local."""
+        """Watch the progress of the main thread, and log errors and interrupts, from now on. Collective."""
         self._pulse = pulse
-
-    def interrupted(self) -> str | None:
-        """Announce and log an interrupt; return the line to print, or None on other ranks. Local, in any thread."""
-        self._words = "", False  # no other rank reports this rank
-        if not self._closing:
-            self._peers.wake()
-        text = "interrupted before the first step"
-        if self._pulse is not None:
-            text = f"interrupted at step {self._pulse.step + 1}"
-            if not self._is_first_interrupted():
-                return None
-        latest = self._folder.latest
-        if latest is None:
-            return f"{text}; there is no checkpoint to go on from"
-        return f"{text}; the newest checkpoint is {latest.resolve()}; go on with --resume"
+        if not self._patience:
+            return
+        comm, folder = self._comm, self._log.with_name(STALLS)
+        with contextlib.suppress(OSError):
+            if comm.rank == 0:
+                for path in folder.glob("rank-*.txt"):  # of a killed job
+                    path.unlink()
+                folder.mkdir(exist_ok=True)
+        self._hosts = comm.allgather_objects(platform.node())
+        self._file = _StallFile(folder / f"rank-{comm.rank:05d}.{platform.node()}.{os.getpid()}.txt")
+        self._seen = [rank for rank, shared in enumerate(comm.allgather_objects(self._file.shared)) if shared]
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            self._handler = signal.signal(signal.SIGTSTP, self._suspend)
+        self._arm(self._patience + LOCKED)
+        self._thread = threading.Thread(target=self._run, name="halograd-watchdog", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop watching; idempotent. Local."""
-        if not self._closing:
-            self._closing = True
-            self._peers.wake()
+        self._closing.set()
+        if self._thread is not None:
             self._thread.join()
+            self._thread = None
+            if self._handler is not None:
+                signal.signal(signal.SIGTSTP, self._handler)
+            faulthandler.cancel_dump_traceback_later()
+            self._file.remove()
 
     def __enter__(self) -> Watchdog:
         self._reporting.__enter__()
@@ -110,120 +281,127 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._reporting.__exit__(None, None, None)
-        interrupt = None
+        self.close()
         if isinstance(error, KeyboardInterrupt):
             interrupt = KeyboardInterrupt(self.interrupted() or "interrupted")
             mark_agreed(interrupt, True, self._comm.size)
-        elif error is not None and not is_agreed(error, self._comm.size):
-            # The job ends with this process, and the other ranks need the cause. A user's mistake before the job begins
-            # is not logged: the log belongs to an earlier job, which may be running.
-            refused = self._pulse is None and isinstance(error, UserError)
-            self._words = f"{type(error).__name__}: {error}", not refused
-        self.close()
-        if interrupt is not None:
             raise interrupt from error
+        # The job ends with this process. A user's mistake before the job begins is not logged: the log belongs to an
+        # earlier job, which may be running.
+        alone = error is not None and not is_agreed(error, self._comm.size)
+        if alone and not (self._pulse is None and isinstance(error, UserError)):
+            cause = f"{type(error).__name__}: {error}"
+            self._log_first("failed", rank=self._comm.rank, host=platform.node(), cause=cause)
 
-    async def _run(self) -> None:
-        while not self._closing and self._words is None:
-            for rank, event in await self._peers.wait(self._watch.tick()):
-                if isinstance(event, str):
-                    self._watch.ended(rank, None if event == "left" else self._cause(rank, event))
-                else:
-                    self._watch.heard(rank, event)
-        if self._words is not None:
-            self._watch.dying(*self._words)
-        await self._peers.close()
+    # -- progress --------------------------------------------------------------------------------
 
-    # -- actions of the protocol -----------------------------------------------------------------
-
-    def state(self) -> object:
-        """Return the progress of the main thread, with the exchange for which it waits."""
-        return None if self._pulse is None else (*self._pulse.state(), self._comm.instruments.waiting)
-
-    def place(self, idle: float) -> Place:
-        """Return step, layer, exchange, and the line of code of the main thread."""
+    def _state(self) -> object:
+        """Return a value that changes when the main thread makes progress."""
         pulse = self._pulse or Pulse()
+        return pulse.step, pulse.count, pulse.phase, pulse.place, self._comm.instruments.waiting
+
+    def _place(self, since: float) -> Place:
+        """Return step, layer, exchange, and the line of code of the main thread."""
+        pulse, meter, frame = self._pulse or Pulse(), self._comm.instruments.waiting, None
         frame = sys._current_frames().get(self._main)
-        where = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
+        line = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        ranks = [] if meter is None else [rank for rank in meter.ranks if rank != self._comm.rank]
+        waiting = meter.label if meter is not None else "another rank" if _in_comm(frame) else ""
+        here = platform.node(), os.getpid()
+        return Place(*here, pulse.step, pulse.phase, pulse.place, waiting, ranks, line, since)
 
-    def _cause(self, rank: int, how: str) -> str:
-        """Return a text with the cause of the end of a connection."""
-        if how == "lost":
-            return "its node no longer responds"
-        if self._hosts[rank] == self._hosts[self._comm.rank] and oom_kills() > self._oom_kills:
-            return "it was killed: this node ran out of memory"
-        return "its process is gone; it was killed, by hand, by the batch system or for lack of memory"
+    def _arm(self, seconds: float) -> None:
+        """Let this process end after `seconds` [s], with all stacks in its file."""
+        with self._arming:
+            if time.monotonic() >= self._quiet_until:
+                faulthandler.dump_traceback_later(seconds, exit=True, file=self._file.descriptor)
 
-    def say(self, rank: int, cause: str) -> None:
-        """Print the rank that ends the job, and the cause."""
-        self._print(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
-        "continue with --resume")  # fmt: skip
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Cancel the timer (SIGTSTP: Ctrl-Z, or Slurm, which stops a job two seconds later); else it would end the job
+        when it continues. A single process stops.
+        """
+        with self._arming:
+            self._quiet_until = time.monotonic() + SUSPENDING
+            faulthandler.cancel_dump_traceback_later()
+        if self._comm.size == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _print(self, text: str) -> None:
-        """Print with one unbuffered write, because the process may have only milliseconds left."""
-        os.write(2, f"halograd: {text}\n".encode())
+    def _run(self) -> None:
+        interval, before, idle, since = min(INTERVAL, self._patience / 8), None, 0.0, time.time()
+        ticked = time.monotonic()
+        while not self._closing.wait(interval):
+            now, state = time.monotonic(), self._state()
+            idle += min(now - ticked, LONGEST)
+            ticked = now
+            if state != before:
+                before, idle, since = state, 0.0, time.time()
+                self._arm(self._patience + LOCKED)
+                if self._file.written:
+                    self._file.clear()
+            elif idle > self._patience:
+                self._end(since)
+            elif idle > min(QUIET, self._patience / 4) and not self._file.written:
+                self._file.write(self._place(since))
 
-    def log(self, rank: int, cause: str) -> None:
-        """Append a line ``failed`` to the log, if possible."""
-        step = 0 if self._pulse is None else self._pulse.step
-        entry = {"event": "failed", "rank": rank, "host": self._hosts[rank], "cause": cause, "at_step": step}
-        with contextlib.suppress(OSError):  # no log yet, or no disk: the message was printed
-            append(self._log, entry)
+    # -- the end ---------------------------------------------------------------------------------
 
-    def _is_first_interrupted(self) -> bool:
-        """Log an interrupt, unless another rank has logged one; return whether this rank's line is the first."""
-        reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
+    def _end(self, since: float) -> None:
+        """Report the rank that blocks the others, unless another rank does, and end this process. Does not return."""
+        self._arm(LAST)
+        faulthandler.dump_traceback(self._file.descriptor)
+        time.sleep(TURN * min(self._comm.rank, TURNS))
+        if self._report(since):
+            time.sleep(ABORT)
+            self._comm.abort(1)
+        time.sleep(2 * LAST)
+
+    def _report(self, since: float) -> bool:
+        """Print and log the rank that blocks the others; return False if another rank does."""
+        if _latest(self._log, "failed"):
+            return False
+        found, mine = read_places(self._log.with_name(STALLS)), self._comm.rank
+        places = {rank: found.get(rank, Place(self._hosts[rank], 0)) for rank in self._seen}
+        rank, text = describe_stall({**places, mine: self._place(since)})
+        cause = f"no progress for {self._patience / 60:.3g} min: {text}"
+        host, size, stacks = self._hosts[rank], self._comm.size, self._log.with_name(STALLS)
+        if not self._log_first("failed", rank=rank, host=host, cause=cause):
+            return False
+        text = f"rank {rank} of {size} on {host}: {cause}; the job ends, its stacks are in {stacks}"
+        os.write(2, f"halograd: {text}, continue with --resume\n".encode())  # one write, past all buffers
+        return True
+
+    def interrupted(self) -> str | None:
+        """Log an interrupt; return the line to print, or None if another rank prints it. Local, in any thread."""
+        text = "interrupted before the first step"
+        if self._pulse is not None:
+            text = f"interrupted at step {self._pulse.step + 1}"
+            reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
+            if not self._log_first("interrupted", reason=reason, host=platform.node()):
+                return None
+        latest = self._newest()
+        if latest is None:
+            return f"{text}; there is no checkpoint to go on from"
+        return f"{text}; the newest checkpoint is {latest.resolve()}; go on with --resume"
+
+    def _log_first(self, event: str, **values: Any) -> bool:
+        """Append a line to the log, unless another rank has logged this event; return whether it is the first one."""
+        by, step = self._comm.rank, 0 if self._pulse is None else self._pulse.step
         try:
-            if not interrupts(self._log):
-                step = 0 if self._pulse is None else self._pulse.step
-                entry = {"event": "interrupted", "reason": reason, "host": platform.node(), "at_step": step}
-                append(self._log, entry)
-            return bool(interrupts(self._log)[0]["reason"] == reason)
-        except (OSError, IndexError):  # full disk: a message from two ranks is better than none
+            if not _latest(self._log, event):
+                _append(self._log, {"event": event, **values, "at_step": step, "by": by})
+            return bool(_latest(self._log, event)[0]["by"] == by)
+        except (OSError, LookupError):  # no log yet, or no disk: messages from two ranks are better than none
             return True
 
-    def end(self) -> None:
-        """End the job. Does not return."""
-        time.sleep(FORWARDING)
-        # MPI_Abort may fail or hang.
-        last = threading.Timer(LAST, os._exit, (1,))
-        last.daemon = True
-        last.start()
-        self._comm.abort(1)
 
-    def leave(self) -> None:
-        """End this process, because the rank that reported the fault could not end the job. Does not return."""
-        os._exit(1)
+def _in_comm(frame: FrameType | None) -> bool:
+    """Return whether a thread is in a function of the package `comm`, where it waits for other ranks."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_COMM):
+        frame = frame.f_back
+    return frame is not None
 
 
-def unwatched(tree: Tree, joined: list[set[int]]) -> str:
-    """Return a text on the ranks that rank 0 does not watch; empty if it watches all. Local."""
-    reached = set(tree.reached(0, joined))
-    missing = [rank for rank in tree.order if rank not in reached]
-    if not missing:
-        return ""
-    return (
-        f"rank {missing[0]} on {tree.hosts[missing[0]]} ({len(missing)} in all) cannot reach rank 0 on "
-        f"{tree.hosts[0]} and is not watched"
-    )
-
-
-def oom_kills() -> int:
-    """Return the number of processes that this node, or its container, has killed because memory ran out. Local."""
-    for path, key in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, value = line.partition(" ")
-            if name == key and value.strip().isdigit():
-                return int(value)
-    return 0
-
-
-def append(log: Path, entry: dict[str, Any]) -> None:
+def _append(log: Path, entry: Entry) -> None:
     """Append a line to an existing log in one write, so that lines of several ranks do not mix."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     try:
@@ -232,15 +410,18 @@ def append(log: Path, entry: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def interrupts(log: Path) -> list[dict[str, Any]]:
-    """Return the lines ``interrupted`` of the latest job in the last `TAIL` bytes of its log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        lines = file.read().decode(errors="replace").splitlines()
-    found: list[dict[str, Any]] = []
-    for line in lines:
-        if line.startswith('{"event": "begin"'):
+def _latest(log: Path, event: str) -> list[Entry]:
+    """Return the lines of an event of the latest job in the last `TAIL` bytes of its log; none without a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL))
+            entries = [parse_line(line) for line in file.read().splitlines()]
+    except OSError:
+        return []
+    found: list[Entry] = []
+    for entry in filter(None, entries):
+        if entry["event"] == "begin":
             found.clear()
-        elif line.startswith('{"event": "interrupted"'):
-            found.append(json.loads(line))
+        elif entry["event"] == event:
+            found.append(entry)
     return found

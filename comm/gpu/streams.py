@@ -184,7 +184,7 @@ class LaneMeter(Meter):
     """Meter of an operation on a communication stream; its times come from the device, not from the host."""
 
     def __init__(self, meter: Meter, spans: LaneSpans) -> None:
-        super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes)
+        super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes, meter.ranks)
         self._spans = spans
         if self._instruments.recorder is not None:
             spans.prepare()

@@ -13,6 +13,7 @@ from ..documents import bytes_text
 from ..errors import UserError
 from ..training.directory import checkpoint_of
 from ..training.log import Entry, lines_of, parse_lines, warn_of_lines
+from ..training.watchdog import STALLS, describe_stall, read_places
 
 __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "status_text"]
 
@@ -197,7 +198,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
     epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
     total = epochs * per_epoch if epochs else None
     pace = _pace(record)
-    state, detail = _state(record, age, pace)
+    state, detail = _state(record, now, age, pace)
     going = state in ("running", "quiet")
     validation = record.last("validation") or {}
     phases: dict[str, Any] = next((e["phases"] for e in reversed(record.since_begin) if e["event"] == "phases"), {})
@@ -228,7 +229,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
     )
 
 
-def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
+def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[str, str]:
     """Return the state of a run, and the reason for it."""
     for entry in record.since_begin:  # the line of an interrupt is not always the last one
         if entry["event"] == "interrupted":
@@ -243,10 +244,19 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
             return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more
             return ("stopped" if "code" in entry else "failed"), str(entry["reason"])
+    places = read_places(record.directory / STALLS)
+    since = max((place.since for place in places.values()), default=0.0)
+    stalled = ""
+    if since:
+        rank, where = describe_stall(places)
+        stalled = f"no progress for {duration_text(max(0.0, now - since))}: rank {rank} on {places[rank].host}: {where}"
     every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
     if age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
-        return "quiet", f"nothing was logged for {duration_text(age)}: it was killed, hangs, or is in a long validation"
-    return "running", ""
+        text = f"nothing was logged for {duration_text(age)}: it was killed, hangs, or is in a long validation"
+        if len(places) > 1:  # launchers name the process that was killed
+            text += f"; {STALLS} lists the process of each rank"
+        return "quiet", stalled or text
+    return "running", stalled
 
 
 def _pace(record: Record) -> float | None:

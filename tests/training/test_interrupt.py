@@ -18,12 +18,10 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
-from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.log import read_log
 from halograd.training.run import TrainingRun, train
 from halograd.training.session import Session
-from halograd.training.watch import Pulse
-from halograd.training.watchdog import Watchdog, append
+from halograd.training.watchdog import Pulse, Watchdog, _append
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
@@ -199,7 +197,7 @@ def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
     def words() -> list[str | None]:
         told = []
         for rank in (2, 0, 1):
-            with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 0.0, log, CheckpointFolder(tmp_path)) as one:
+            with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 0.0, log, lambda: None) as one:
                 one.follow(Pulse())
                 one._comm = SimpleNamespace(rank=rank, size=3, instruments=alone.instruments)
                 told.append(one.interrupted())
@@ -208,7 +206,7 @@ def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
     first = "interrupted at step 1; there is no checkpoint to go on from"
     assert words() == [first, None, None]
     assert [entry["reason"] for entry in read_log(log)] == ["SIGINT to rank 2 of 3"]
-    append(log, {"event": "begin"})  # the next job of the run
+    _append(log, {"event": "begin"})  # the next job of the run
     assert words() == [first, None, None]
     log.unlink()
     assert words() == [first] * 3

@@ -4,9 +4,8 @@ HALOGRAD_TEST_GATE names a file with the number of permitted steps, then the ran
 rank at the limit waits before its next step, until the file is removed or the rank receives a signal to stop, which
 ``FILE.noted`` records in a line.
 
-The watchdog reports no rank until ``FILE.hangs`` exists; ``FILE.waits.RANK`` contains the number of updates after
-which a rank waits for another, for a second.
-Time limits between ranks are longer on a slow or busy machine.
+For the watchdog all ranks make progress until ``FILE.hangs`` exists; ``FILE.waits.RANK`` contains the number of updates
+after which a rank waits for another. Its time limits are longer on a slow or busy machine.
 
 With HALOGRAD_TEST_LATE rank 0 signals the script of its Slurm job after the end of training, and waits some seconds
 so that the script can forward the signal.
@@ -21,7 +20,7 @@ from pathlib import Path
 if "train" in sys.orig_argv and "HALOGRAD_TEST_GATE" in os.environ:
     from mpi4py import MPI
 
-    from halograd.training import peers, watch, watchdog
+    from halograd.training import watchdog
     from halograd.training.signals import StopSignals
     from halograd.training.trainer import Trainer
 
@@ -47,20 +46,17 @@ if "train" in sys.orig_argv and "HALOGRAD_TEST_GATE" in os.environ:
         with NOTED.open("a") as file:
             file.write(f"{number}\n")
 
-    def looking(one, now, look=watch.Watch._look):
-        state = one._station.state()
-        if state and state[-1] and state == one._before:
-            FILE.with_name(f"{FILE.name}.waits.{one._rank}").write_text(str(state[0]))
-        if not HANGS.exists():
-            one._before, one._since, one._complained = state, now, now
-        look(one, now)
+    def state(one, state=watchdog.Watchdog._state):
+        found = state(one)
+        if found[-1] and found == getattr(one, "found", None):
+            FILE.with_name(f"{FILE.name}.waits.{MPI.COMM_WORLD.rank}").write_text(str(found[0]))
+        one.found = found
+        return found if HANGS.exists() else object()
 
-    Trainer.step, StopSignals._note, watch.Watch._look = gated, noting, looking
+    Trainer.step, StopSignals._note, watchdog.Watchdog._state = gated, noting, state
     slowness = min(4.0, float(os.environ.get("HALOGRAD_TEST_SLOWNESS", 1)))
-    for name in ("ANSWERS", "TURN", "LAST", "GRACE"):
-        setattr(watch, name, getattr(watch, name) * slowness)
-    watchdog.LAST = watch.LAST
-    peers.PATIENCE = 1e4
+    for name in ("LOCKED", "ABORT", "LAST"):
+        setattr(watchdog, name, getattr(watchdog, name) * slowness)
 
     if "HALOGRAD_TEST_LATE" in os.environ:
         from halograd.cli import run

@@ -1,0 +1,272 @@
+"""Jobs with faults at random: does each end on all ranks in time, and name the rank; is it resumed exactly?
+
+    python benchmarks/faults.py --jobs 40
+    python benchmarks/faults.py --launch "mpirun.openmpi -n {ranks}" --launch "srun --mpi=pmi2 --wait=5 -n {ranks}"
+
+Each job trains a small network on 2 to 4 ranks. One rank, drawn at random, is killed (SIGKILL), stopped (SIGSTOP),
+hangs, is in a native call with or without the interpreter's lock, crashes, or raises an error, at a random step in a
+random activity. Launchers are used in turn. The output has, per job, the time from the fault until no rank is left, and
+the line that names the rank. Then the run is resumed, and its losses are compared with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halograd.data import generate
+from halograd.report.status import read_record, status_of
+from halograd.training.log import read_log
+from halograd.training.watchdog import STALLS, read_places
+
+CONFIG = """\
+[model]
+name = "mesh"
+resolution = 32
+widths = [8, 12]
+convs = 1
+decoder = true
+[data]
+path = "mesh.h5"
+validation = 0.25
+[optimizer]
+kind = "adamw"
+[schedule]
+kind = "cosine"
+learning_rate = 0.01
+[training]
+epochs = 4
+batch = 4
+[backend]
+kernels = "numpy"
+[output]
+checkpoint_steps = 2
+progress = false
+"""
+STEPS = 12
+FAULTS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hangs": lambda: time.sleep(10**6),
+    "native": lambda: ctypes.CDLL(None).sleep(10**6),
+    "locked": lambda: ctypes.PyDLL(None).sleep(10**6),
+    "crashes": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "error": lambda: 1 // 0,
+}
+PLACES = ("forward", "backward", "write")
+MARGIN = 10.0  # [s]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: the command that launches it, its number of ranks, and its fault."""
+
+    launch: str
+    ranks: int
+    fault: str
+    victim: int
+    place: str
+    step: int
+
+
+def draw(launches: Sequence[str], jobs: int, seed: int) -> list[Job]:
+    """Return jobs with faults at random, every kind of fault equally often."""
+    rng, found = random.Random(seed), list[Job]()
+    for number in range(jobs):
+        ranks, fault = rng.randint(2, 4), [*FAULTS][number % len(FAULTS)]
+        place = rng.choice(PLACES)
+        found.append(
+            Job(
+                launches[number // len(FAULTS) % len(launches)],
+                ranks,
+                fault,
+                0 if place == "write" else rng.randrange(ranks),  # rank 0 writes
+                place,
+                rng.randrange(3, STEPS - 1),
+            )
+        )
+    return found
+
+
+def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
+    """Run ``halograd train`` as one rank of a job, with the fault on its victim."""
+    from mpi4py import MPI
+
+    from halograd.cli import main
+    from halograd.training.checkpoints import CheckpointFolder
+    from halograd.training.executor import Executor
+
+    MPI.COMM_WORLD.Barrier()
+    rank, by_mpi = MPI.COMM_WORLD.rank, listening()
+    steps = [0]
+
+    def disturbed(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(self, Executor):
+                steps[0] = self.pulse.step
+            if steps[0] >= job.step and name == job.place:
+                sockets = listening() - by_mpi
+                (folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "sockets": sockets}))
+                if rank == job.victim:
+                    (folder / "fault.new").write_text(repr(time.time()))
+                    (folder / "fault.new").rename(folder / "fault")
+                    FAULTS[job.fault]()
+            return call(self, *arguments, **options)
+
+        setattr(owner, name, method)
+
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "sockets": 0}))
+    disturbed(Executor, "forward")
+    disturbed(Executor, "backward")
+    disturbed(CheckpointFolder, "write")
+    sys.argv = ["halograd", *command]
+    main()
+
+
+def listening() -> int:
+    """Return the number of this process's sockets on which TCP connections are accepted."""
+    tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
+    accepting = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return sum(one.is_symlink() and os.readlink(one) in accepting for one in Path("/proc/self/fd").iterdir())
+
+
+def launch(job: Job, folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """Start a job; its output goes to a file."""
+    own = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    own |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    if "openmpi" in job.launch:
+        own["MPI4PY_LIBMPI"] = "libmpi.so.40"
+    command = [*shlex.split(job.launch.format(ranks=job.ranks)), sys.executable, *map(str, arguments)]
+    with (folder / "output.txt").open("a") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, text=True, env={**os.environ, **own}
+        )
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Return the logged losses by step."""
+    return {entry["step"]: entry["loss"] for entry in read_log(run / "log.jsonl", "step")}
+
+
+def settings(job: Job, run: Path, data: Path) -> list[object]:
+    """Return the arguments of ``halograd`` for a run of a job."""
+    values = [f"output.directory={run}", f"strategy.height={job.ranks}", f"data.path={data}"]
+    return ["train", data.with_name("mesh.toml"), "--resume", *(word for value in values for word in ("--set", value))]
+
+
+def names(job: Job, output: str, run: Path) -> str:
+    """Return the line that names the victim: halograd's, or the launcher's if it was killed; empty without."""
+    own = [line for line in output.splitlines() if re.match(rf"halograd: rank {job.victim} of {job.ranks}\b", line)]
+    if own:
+        return own[-1]
+    victim = read_places(run / STALLS).get(job.victim)
+    process = "none" if victim is None else str(victim.process)
+    said = rf"process rank {job.victim} with PID|task {job.victim}: (?:Killed|Seg)|PID {process} RUNNING AT"
+    return next((line for line in output.splitlines() if re.search(said, line)), "")
+
+
+def disturb(job: Job, run: Path, data: Path, minutes: float) -> dict[str, Any]:
+    """Run a job to its fault; return the time until all ranks have ended, the line that names it, and its sockets."""
+    folder = run.with_name(f"{run.name}.job")
+    folder.mkdir()
+    own = ["--rank", folder, json.dumps(vars(job))]
+    limit = ["--set", f"run.stall_minutes={minutes}"]
+    process = launch(job, folder, Path(__file__), *own, "--", *settings(job, run, data), *limit)
+    while not (folder / "fault").exists():
+        assert process.poll() is None, (folder / "output.txt").read_text()
+        time.sleep(0.02)
+    begin = float((folder / "fault").read_text())
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.ranks)]
+    while any(alive(rank["pid"]) for rank in ranks) and time.time() < begin + 120:
+        time.sleep(0.02)
+    seconds = time.time() - begin
+    left = [rank["pid"] for rank in ranks if alive(rank["pid"])]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    code = process.wait(60)
+    line = names(job, (folder / "output.txt").read_text(), run)
+    status = status_of(read_record(run))
+    return {
+        "seconds": seconds,
+        "left": len(left),
+        "sockets": sum(rank["sockets"] for rank in ranks),
+        "code": code,
+        "line": line,
+        "status": f"{status.state}: {status.detail}",
+    }
+
+
+def main() -> None:
+    """Run the jobs, and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=40)
+    parser.add_argument("--first", type=int, default=0, help="leave out the jobs before this one")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=0.1, help="run.stall_minutes")
+    parser.add_argument("--launch", action="append", help="command of a launcher, with {ranks}")
+    arguments = parser.parse_args()
+    launches = arguments.launch or [f"{Path(sys.executable).with_name('mpiexec')} -n {{ranks}}"]
+    good, whole = 0, dict[tuple[str, int], dict[int, float]]()
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "mesh.h5"
+        data.with_name("mesh.toml").write_text(CONFIG)
+        generate(data, 32, 16, 1)
+        jobs = draw(launches, arguments.jobs, arguments.seed)[arguments.first :]
+        for number, job in enumerate(jobs, arguments.first):
+            key = job.launch, job.ranks
+            if key not in whole:
+                run = Path(place) / f"whole-{len(whole)}"
+                run.mkdir()
+                code = launch(job, run, "-m", "halograd", *settings(job, run, data)).wait(300)
+                assert code == 0, (run / "output.txt").read_text()
+                whole[key] = losses(run)
+            run = Path(place) / f"job-{number}"
+            found = disturb(job, run, data, arguments.minutes)
+            resumed = launch(job, run, "-m", "halograd", *settings(job, run, data)).wait(300)
+            exact = resumed == 0 and losses(run) == whole[key] and len(whole[key]) == STEPS
+            limit = 60 * arguments.minutes + MARGIN
+            fine = found["seconds"] <= limit and not (found["left"] or found["sockets"]) and found["line"] and exact
+            good += bool(fine)
+            print(
+                f"{number:3d} {Path(job.launch.split()[0]).name:14s} {job.ranks} ranks, rank {job.victim} "
+                f"{job.fault:7s} in {job.place:8s} of step {job.step + 1:2d}: {found['seconds']:5.1f} s of {limit:g}, "
+                f"{found['left']} left, {found['sockets']} sockets, code {found['code']}, "
+                f"resumed {'exactly' if exact else 'OTHERWISE'}; {'good' if fine else 'BAD'}\n"
+                f"      {found['line'][:150]}\n      {found['status'][:150]}",
+                flush=True,
+            )
+            if not fine:
+                print(Path(f"{run}.job/output.txt").read_text(), flush=True)
+    print(f"{good} of {len(jobs)} jobs are good")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        run_rank(Path(sys.argv[2]), Job(**json.loads(sys.argv[3])), sys.argv[5:])
+    else:
+        main()

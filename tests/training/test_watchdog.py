@@ -1,0 +1,88 @@
+"""Tests of the rank that a message names, and of the files in which ranks without progress write their positions."""
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from halograd.comm import Communicator
+from halograd.report.status import read_record, status_of
+from halograd.training import watchdog as module
+from halograd.training.watchdog import STALLS, Place, Pulse, Watchdog, describe_stall, read_places
+from tests.harness.limits import wait_until
+
+
+def place(step=4, waiting="", ranks=(), since=60.0, layer="conv1"):
+    return Place("n0", 1, step, "forward", layer, waiting, list(ranks), "flags.py:88", since)
+
+
+SILENT = Place("n1", 7)
+STALLED = [
+    ([place(waiting="halo: conv1"), place(), place(waiting="loss")], 1, "step 5, forward of layer 'conv1', not in an"),
+    ([place(waiting="halo: conv1"), place(), SILENT], 2, "it does not respond .*The others: rank 0 on n0: step 5"),
+    (
+        [SILENT, place(waiting="halo", ranks=[2]), SILENT],
+        2,
+        "does not .*waiting for 'halo' with rank 2 .at fla",
+    ),
+    ([place(waiting="loss"), place(step=3, waiting="loss")], 1, "step 4, .* waiting for 'loss' .at flags.py:88"),
+    ([place(since=90), place(since=60, layer="")], 1, "step 5, forward, not in .*The others: rank 0 on n0: .*'conv1'"),
+    ([place(waiting="sum", ranks=range(9))] * 7 + [place()], 7, "ranks 0, 1, 2, 3 and 5 more .*rank 3 .*; and 3 more"),
+]
+
+
+@pytest.mark.parametrize(
+    ("places", "culprit", "text"), STALLED, ids=["idle", "silent", "awaited", "behind", "first", "many"]
+)
+def test_the_rank_that_blocks_the_others(places, culprit, text):
+    rank, told = describe_stall(dict(enumerate(places)))
+    assert rank == culprit and re.search(text, told), told
+
+
+def test_status_of_a_run_without_progress(tmp_path):
+    """The status of a run names the rank that is silent, or that waits for none; damaged files are silent ranks."""
+    (tmp_path / "log.jsonl").write_text(json.dumps({"event": "begin"}) + "\n")
+    folder = tmp_path / STALLS
+    folder.mkdir()
+    texts = [json.dumps(asdict(place(waiting="halo: a", ranks=[1]))) + "\nstacks", "", "{}\n", "["]
+    for rank, text in enumerate(texts):
+        (folder / f"rank-{rank:05d}.n1.7.txt").write_text(text)
+    (folder / "rank-x.txt").touch()
+    assert read_places(folder) == {0: place(waiting="halo: a", ranks=[1]), 1: SILENT, 2: SILENT, 3: SILENT}
+    begin = read_record(tmp_path).modified
+    status = status_of(read_record(tmp_path), now=begin + 1)
+    assert status.state == "running" and re.match(
+        r"no progress for .*: rank 1 on n1: it does not respond", status.detail
+    )
+    for rank in (1, 2, 3):
+        here = json.dumps(asdict(replace(place(waiting="" if rank == 2 else "halo: b"), since=begin))) + "\n"
+        (folder / f"rank-{rank:05d}.n1.7.txt").write_text(here)
+    status = status_of(read_record(tmp_path), now=begin + 300)
+    assert status.state == "quiet" and re.match(r"no progress for 5 min 00 s: rank 2 on n0: step 5, for", status.detail)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "QUIET", 0.1)
+    log = comm.bcast(tmp_path) / "log.jsonl"
+    log.touch()
+    folder = log.with_name(STALLS)
+    with Communicator(comm) as ranks, Watchdog(ranks, 5.0, log, lambda: None) as watchdog:
+        pulse = Pulse(step=7)
+        watchdog.follow(pulse)
+        assert read_places(folder) == {
+            rank: Place(*here) for rank, here in enumerate(comm.allgather((platform.node(), os.getpid())))
+        }
+        comm.Barrier()
+        found = wait_until(
+            lambda: (one := read_places(folder)[comm.rank]).phase and one, "a rank to write its position"
+        )
+        assert (found.step, found.phase, found.waiting) == (7, "start", "") and "limits.py" in found.line
+        pulse.at("forward", "conv1")
+        wait_until(lambda: not read_places(folder)[comm.rank].phase, "a rank to remove its position")
+        comm.Barrier()
+    comm.Barrier()
+    assert not folder.exists() and log.read_text() == ""
