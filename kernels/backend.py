@@ -3,7 +3,7 @@
 A factory takes arrays and returns a :class:`Kernel` that is bound to them. The factory checks the arrays, once for all
 backends, and then calls the backend's own method: the same name with an underscore. ::
 
-    convolution.py  attention.py  pointwise.py  norms.py  losses.py  updates.py
+    convolution.py  attention.py  pointwise.py  norms.py  summed.py  losses.py  updates.py
                     the factories and their checks; references that need only functions of arrays (`_group_norm`)
     numpy/          the reference: all kernels, on the CPU
     onednn/         NumPy's kernels, replaced by oneDNN's where these are fast
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from .attention import Attentions
-from .convolution import Convolutions
 from .kernel import KernelError
 from .losses import Losses
-from .norms import Norms
 from .pointwise import Pointwise
+from .summed import SummedConvolutions
 from .updates import Updates
 
 __all__ = ["Backend", "BackendOptions"]
@@ -62,7 +61,7 @@ class BackendOptions:
             )
 
 
-class Backend(Convolutions, Attentions, Pointwise, Norms, Losses, Updates):
+class Backend(Attentions, Pointwise, SummedConvolutions, Losses, Updates):
     """Local compute on plain arrays ``(N, *spatial, C)``, packed, on one device. All methods are local.
 
     Kernels overwrite their outputs entirely. Arrays may have no elements (a rank that owns nothing); empty sums are

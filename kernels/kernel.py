@@ -359,6 +359,9 @@ class BatchNormArrays:
         Shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
         ``backward_sums()`` writes ``dresidual = dy'``, which ``backward_data()`` reads; without activation the
         residual's gradient is `dy`, and `dresidual` None.
+    summed
+        Whether another kernel has computed the sums of the gradient: ``backward_sums()`` is not called, and
+        ``backward_data()`` takes `sums`, and `dy` for which ``f' * dy = dy'``.
     """
 
     x: Any
@@ -378,6 +381,7 @@ class BatchNormArrays:
     residual: Any = None
     dresidual: Any = None
     of_x: bool = False
+    summed: bool = False
 
     @property
     def rows(self) -> int:

@@ -68,15 +68,19 @@ def with_activation(
         forward = kernels.activated(made.forward, a.y, f)
     else:
         forward = kernels.added(made.forward, a.y, a.residual, f)
-    sums = made.backward_sums
+    sums, data = made.backward_sums, made.backward_data
     if f is not None and sums is not None and a.residual is not None:
         _, backward = kernels.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)
         assert backward is not None
         sums = chain(backward, sums)
     elif f is not None and sums is not None:
         again = batch_norm(replace(alone, y=dz, dy=None, dx=None, local=False)).forward
-        sums = chain(again, differentiated(f, dz, a.dy, kernels), sums)
-    return BatchNormKernels(made.statistics, forward, sums, made.backward_data)
+        masked = chain(again, differentiated(f, dz, a.dy, kernels))
+        if a.summed and data is not None:
+            data = chain(masked, data)
+        else:
+            sums = chain(masked, sums)
+    return BatchNormKernels(made.statistics, forward, sums, data)
 
 
 def differentiated(f: FusedActivation, z: Any, dy: Any, kernels: Elementwise) -> Kernel:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTrainin
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from ..lowering.context import Context, Lowered
+from ..lowering.operations import NormSums, SumsOver
 from ..lowering.views import View
 from .activation import activated, fused, inside
 from .layer import Layer, Node, Passes, Shape
@@ -174,11 +175,12 @@ class BatchNorm(Layer):
         looks = not alone and (exact or context.looks)
         batch, f = context.output.layout.shape[0], self.fused(len(inputs))
         share, again = own / max(1, everyone), context.options.get("recompute", "none") != "none"
-        numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again)
+        numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again, len(inputs))
         kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
         kernel = context.kernel(partial(kind, numbers), **views, x=margin.x, y=margin.y, residual=None)
         if len(inputs) > 1:
             kernel.add(residual=inputs[1].view)
+        kernel.norm = self._sums(partial(partial, kind), numbers)
 
         def settle() -> None:
             if running is not None:
@@ -226,6 +228,19 @@ class BatchNorm(Layer):
 
         return Lowered(backward)
 
+    def _sums(self, make: Callable[[_Numbers], Callable[..., Any]], numbers: _Numbers) -> NormSums:
+        """Return the sums that kernels before and after the norm may compute: each saves a pass over its array."""
+        passes, f, more = self.passes, numbers.activation, numbers.inputs - 1
+        others = passes.others or (0, 0)
+        forward, backward = (1 - 1 / (sum(a) + more * b) for a, b in zip((passes.forward, passes.data), others))
+        gradients = ("x", "gamma", "beta", "mean", "var", "sums", "dgamma", "dbeta")
+        refused = f"its {f.kind} is applied to a sum of two inputs" if f is not None and more else ""
+        over = {
+            "x": SumsOver("statistics", "train", "train", ("sums",), forward),
+            "dy": SumsOver("backward_sums", "backward_data", "backward_rest", gradients, backward, f, refused),
+        }
+        return NormSums(over, lambda names: make(replace(numbers, alone=False, summed=names)), self.eps)
+
 
 @dataclass(frozen=True)
 class _Numbers:
@@ -247,6 +262,10 @@ class _Numbers:
         Activation that the kernels compute.
     again
         Whether the output may be computed again.
+    inputs
+        Number of inputs.
+    summed
+        Names of arrays over which other kernels compute the sums.
     """
 
     layer: BatchNorm
@@ -258,6 +277,8 @@ class _Numbers:
     batch: int
     activation: FusedActivation | None
     again: bool
+    inputs: int = 1
+    summed: frozenset[str] = frozenset()
 
 
 class _BatchNormKernel:
@@ -293,6 +314,7 @@ class _BatchNormKernel:
         mean, var = moments
         numbers: dict[str, Any] = {"eps": self.layer.eps, "activation": self.n.activation}
         numbers |= {"training": training, "local": training is not None and self.n.alone, "of_x": mean is self.mean}
+        numbers["summed"] = "dy" in self.n.summed
         arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
         made: BatchNormKernels = environment.kernels.batch_norm(arrays)
         return made
@@ -401,6 +423,12 @@ class _BatchNormKernel:
     def backward_data(self) -> None:
         assert self.trained.backward_data is not None
         self.trained.backward_data()
+
+    @reads("x", "dy", "gamma", "beta", "mean", "var", "sums")
+    @writes("dx", "sums", "means")
+    def backward_rest(self) -> None:
+        """Compute the gradient from the sums that another kernel has computed."""
+        _BatchNormKernel.backward_data(self)
 
     def close(self) -> None:
         """Free the backend's kernels."""

@@ -10,8 +10,9 @@ from typing import Any
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from ..kernels.access import reads, writes
-from ..kernels.kernel import FusedActivation
+from ..kernels.kernel import BatchNormArrays, BatchNormTraining, FusedActivation
 from ..lowering.context import Context, Gathered, Lowered
+from ..lowering.operations import Summing
 from ..lowering.views import Region
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
@@ -151,7 +152,11 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
     w, b = context.params["w"], context.params.get("b")
     kernel = context.kernel(partial(conv_forward, geometry, f), x=x.view, w=w, b=b, y=context.y)
-    kernel.fuse = partial(partial, conv_forward, geometry) if f is None else None
+    if f is None:
+        kernel.fuse = partial(partial, conv_forward, geometry)
+        make = partial(_ignoring_norm, partial(ConvStatistics, geometry))
+        methods = {"training": "train", "evaluation": "evaluate"}
+        kernel.summing = Summing("y", ("x", "w", "y"), geometry, make, methods)
     overlaps = context.overlaps_halo and x.communicates
     x.start()
     if not overlaps:
@@ -189,6 +194,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
         else:
             back = local_geometry(windows, owned, halo.box, layer.groups)
             data = context.kernel(partial(conv_data, back), dy=halo.view, w=w, dx=dx)
+            data.summing = Summing("dx", ("dx", "w", "dy"), back, partial(partial, conv_data_sums, back))
         context.run(data, timing=context.timing("backward_data"))
 
     return Lowered(backward)
@@ -228,6 +234,56 @@ def conv_filter(geometry: LocalGeometry, environment: Any, x: Any, dy: Any, dw: 
 @writes("dx")
 def conv_data(geometry: LocalGeometry, environment: Any, dy: Any, w: Any, dx: Any) -> Any:
     return environment.kernels.conv_backward_data(dy, w, dx, geometry())
+
+
+class ConvStatistics:
+    """Convolution that, in training, also computes the sums of a batch norm over its output."""
+
+    def __init__(self, geometry: LocalGeometry, environment: Any, x: Any, w: Any, b: Any, y: Any, sums: Any) -> None:
+        kernels = environment.kernels
+        self._alone = kernels.conv_forward(x, w, b, y, geometry())
+        self._summed = kernels.conv_forward_sums(x, w, b, y, sums, geometry())
+
+    @reads("x", "w", "b")
+    @writes("y")
+    def evaluate(self) -> None:
+        self._alone()
+
+    @reads("x", "w", "b")
+    @writes("y", "sums")
+    def train(self) -> None:
+        self._summed()
+
+    def close(self) -> None:
+        """Free the kernels."""
+        self._alone.close()
+        self._summed.close()
+
+
+def _ignoring_norm(make: Callable[..., Any], eps: float, f: FusedActivation | None) -> Callable[..., Any]:
+    return make
+
+
+@reads("dy", "w", "x", "gamma", "beta", "mean", "var")
+@writes("dx", "sums", "dgamma", "dbeta")
+def conv_data_sums(
+    geometry: LocalGeometry,
+    eps: float,
+    f: FusedActivation | None,
+    environment: Any,
+    dy: Any,
+    w: Any,
+    dx: Any,
+    x: Any,
+    sums: Any,
+    dgamma: Any = None,
+    dbeta: Any = None,
+    **vectors: Any,
+) -> Any:
+    """Return the kernel of a data gradient with the sums of the gradient of a batch norm, whose input is `x`."""
+    training = BatchNormTraining(1, dgamma=dgamma, dbeta=dbeta)
+    norm = BatchNormArrays(x, dx, dx, None, **vectors, sums=sums, means=sums, eps=eps, activation=f, training=training)
+    return environment.kernels.conv_backward_data_sums(dy, w, geometry(), norm)
 
 
 @writes("array")

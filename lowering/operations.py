@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,10 +10,24 @@ from ..comm.codec import UNCHANGED, Codec
 from ..comm.sums import Method, carrying
 from ..dtensor import Blocks, Groups
 from ..kernels.access import Access, access_of
+from ..kernels.geometry import Geometry
 from ..kernels.kernel import FusedActivation
 from .views import Buffer, View
 
-__all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Release", "Run", "Sum", "Timing", "Total", "Transfer"]
+__all__ = [
+    "ExchangeSpec",
+    "KernelSpec",
+    "NormSums",
+    "Operation",
+    "Release",
+    "Run",
+    "Sum",
+    "Summing",
+    "SumsOver",
+    "Timing",
+    "Total",
+    "Transfer",
+]
 
 
 class Timing(NamedTuple):
@@ -33,6 +47,8 @@ class Timing(NamedTuple):
         Number of output channels, if these are cut.
     copied
         Size of arrays that the kernel copies in addition [B].
+    share
+        Part of the time of the phase, if another kernel computes the rest.
     """
 
     phase: str
@@ -40,6 +56,80 @@ class Timing(NamedTuple):
     outputs: tuple[int, ...] | None = None
     filters: int | None = None
     copied: int = 0
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class SumsOver:
+    """Sums of a norm over one of its arrays, which the kernel that writes this array may compute in addition.
+
+    Attributes
+    ----------
+    sums, reader
+        Methods of the norm's kernel that compute the sums, and that read them. If statistics are local, only the first
+        method of the backward pass and the second of the forward pass are operations, and compute both.
+    rest
+        Method that replaces `reader` if another kernel computes the sums.
+    arrays
+        Names of the norm's arrays that the other kernel needs.
+    share
+        Part of the norm's time in this pass without the sums.
+    activation
+        Activation between the array and the sums.
+    refused
+        Reason why no other kernel can compute the sums; "": it can.
+    """
+
+    sums: str
+    reader: str
+    rest: str
+    arrays: tuple[str, ...]
+    share: float
+    activation: FusedActivation | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class NormSums:
+    """Sums of a norm that other kernels may compute.
+
+    Attributes
+    ----------
+    over
+        The sums by the array's name in the norm's kernel.
+    without
+        ``without(names)`` returns a `make` of the norm's kernel with sums in operations of their own, in which other
+        kernels compute those over the arrays `names`.
+    eps
+        Number that is added to the variance.
+    """
+
+    over: Mapping[str, SumsOver]
+    without: Callable[[frozenset[str]], Callable[..., Any]]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Summing:
+    """Variant of a convolution's kernel that also computes the sums of a norm over the array that it writes.
+
+    Attributes
+    ----------
+    written, names
+        Name of this array, and names of image, weights and output, or of their gradients.
+    geometry
+        Function that returns the geometry.
+    make
+        ``make(eps, activation)`` returns a `make`, with the arrays of `SumsOver.arrays` in addition.
+    methods
+        Methods of the kernel by the pass that runs them; empty: the kernel itself runs.
+    """
+
+    written: str
+    names: tuple[str, str, str]
+    geometry: Callable[[], Geometry]
+    make: Callable[[float, FusedActivation | None], Callable[..., Any]]
+    methods: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -62,6 +152,10 @@ class KernelSpec:
     fuse
         ``fuse(function)`` returns a `make` that applies an elementwise function to ``y`` before it is written; None:
         the kernel cannot.
+    norm
+        Sums that other kernels may compute for this kernel, a norm.
+    summing
+        Variant that computes the sums of a norm.
     """
 
     make: Callable[..., Any]
@@ -70,6 +164,8 @@ class KernelSpec:
     recordable: bool = True
     function: FusedActivation | None = None
     fuse: Callable[[FusedActivation], Callable[..., Any]] | None = None
+    norm: NormSums | None = None
+    summing: Summing | None = None
 
     def add(self, **views: View | None) -> None:
         """Add arrays, such as those of the backward pass, which are not known when the forward pass is lowered."""

@@ -8,7 +8,7 @@ are applied when the layers are lowered. The pass that places the operations on 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,11 +16,13 @@ from halograd.errors import UserError
 from halograd.registry import Registry
 from halograd.schema import STRICT
 
-from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
-from ..lowering.views import Buffer
+from ..kernels.summed import SummedConvolution
+from ..lowering.operations import KernelSpec, NormSums, Operation, Run, SumsOver, Timing, Total, Transfer
+from ..lowering.views import Buffer, View
 from .program import Program, Segment
+from .recompute import recomputed
 
-__all__ = ["PASSES", "Fuse", "Overlap", "Pass", "apply_passes"]
+__all__ = ["PASSES", "Fuse", "FuseSums", "Overlap", "Pass", "apply_passes"]
 
 
 class Pass(ABC):
@@ -71,11 +73,7 @@ class Fuse(Pass):
     name: ClassVar[str] = "fuse"
 
     def __call__(self, program: Program) -> Program:
-        users: dict[Buffer, list[Operation]] = {}
-        for operation in program:
-            held = operation.held() if isinstance(operation, Run) else operation.buffers()
-            for buffer in set(held):
-                users.setdefault(buffer, []).append(operation)
+        users = _users(program)
         read = {v.region.view.buffer for v in program.values.values() if v.read or v.kept}
         kernels: dict[KernelSpec, KernelSpec] = {}
         fused: set[Operation] = set()
@@ -92,7 +90,7 @@ class Fuse(Pass):
             assert writer.kernel.fuse is not None
             made = writer.kernel.fuse(function)
             kernels[writer.kernel] = replace(
-                writer.kernel, make=made, views={**writer.kernel.views, "y": y}, fuse=None
+                writer.kernel, make=made, views={**writer.kernel.views, "y": y}, fuse=None, summing=None
             )
             kernels[operation.kernel] = replace(operation.kernel, views={**operation.kernel.views, "x": y})
             fused.add(operation)
@@ -101,6 +99,15 @@ class Fuse(Pass):
             for segments in (program.forward, program.backward)
         )
         return replace(program, forward=forward, backward=backward)
+
+
+def _users(program: Program) -> dict[Buffer, list[Operation]]:
+    """Return the operations that hold each buffer, in order."""
+    users: dict[Buffer, list[Operation]] = {}
+    for operation in program:
+        for buffer in dict.fromkeys(operation.held()):
+            users.setdefault(buffer, []).append(operation)
+    return users
 
 
 def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
@@ -123,6 +130,170 @@ def _with(
         for o in operations
         if o not in fused
     ]
+
+
+@PASSES.register
+@dataclass(frozen=True)
+class FuseSums(Pass):
+    """Pass that fuses the sums of batch norms with the convolutions before and after them.
+
+    A convolution whose output a norm reads also computes the sums for the statistics. A convolution that reads the
+    output of a norm also computes, in its data gradient, the gradient before the norm's ReLU and the sums of the norm's
+    gradient. Either saves a pass over the array, and no sum over ranks changes. ::
+
+        conv, statistics, (sum), train       ->  conv with sums, (sum), train
+        conv_data, backward_sums, (sum), backward_data  ->  conv_data with sums, (sum), backward_rest
+
+    The sums are those of a whole array that one kernel writes: not of a block with a margin, and not of one that is
+    computed in parts, as with ``halo = "overlap"``. What is not fused is listed with the reason. The backend decides by
+    measurement whether one kernel computes both.
+    """
+
+    __pydantic_config__ = STRICT
+    name: ClassVar[str] = "sums"
+
+    def __call__(self, program: Program) -> Program:
+        return _FusedSums(program).program() if program.target.trainable else program
+
+
+class _FusedSums:
+    """Fusion of sums in a program.
+
+    Attributes
+    ----------
+    unfused
+        Layers of norms, and the reason why their sums are not fused.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._users, self.unfused = program, _users(program), list[tuple[str, str]]()
+        self._steps = {step.name: step for step in program.steps}
+        self._made: dict[KernelSpec, KernelSpec] = {}
+        #: Operations in place of others.
+        self._changed: dict[Operation, list[Operation]] = {}
+        for operation in program:
+            if isinstance(operation, Run) and operation.kernel.norm is not None:
+                self._visit(operation.layer, operation.kernel, operation.kernel.norm)
+
+    def program(self) -> Program:
+        """Return the program with fused sums."""
+        forward, backward = (
+            [replace(segment, operations=list(self._operations(segment))) for segment in segments]
+            for segments in (self._program.forward, self._program.backward)
+        )
+        return replace(self._program, forward=forward, backward=backward, unfused=tuple(self.unfused))
+
+    def _operations(self, segment: Segment) -> Iterator[Operation]:
+        for operation in segment.operations:
+            for o in self._changed.get(operation, [operation]):
+                yield self._with_kernels(o) if isinstance(o, Run) else o
+
+    def _with_kernels(self, run: Run) -> Run:
+        guarded = tuple(self._with_kernels(o) if isinstance(o, Run) else o for o in run.guarded)
+        return replace(run, kernel=self._made.get(run.kernel, run.kernel), guarded=guarded)
+
+    def _visit(self, layer: str, kernel: KernelSpec, norm: NormSums) -> None:
+        """Fuse the sums of a norm, if that is possible."""
+        if kernel in self._made:
+            return
+        runs: dict[str, list[Run]] = {name: [] for name in norm.over if kernel.views.get(name) is not None}
+        for name, methods in ((name, norm.over[name]) for name in runs):
+            for o in self._users[_view_of(kernel, name).buffer]:
+                if isinstance(o, Run) and o.kernel is kernel and o.method in (methods.sums, methods.reader):
+                    runs[name].append(o)
+        fused = {}
+        for name in runs:
+            found = self._writer(kernel, norm, name, len(runs[name]) == 1)
+            if isinstance(found, str):
+                self.unfused.append((layer, f"sums over {name}: {found}"))
+            else:
+                fused[name] = found
+        self._made[kernel] = kernel
+        if not fused:
+            return
+        self._made[kernel] = replace(kernel, make=norm.without(frozenset(fused)))
+        for name, some in runs.items():
+            self._split(some, norm.over[name], name in fused)
+        for name, writer in fused.items():
+            self._sum_up(writer, kernel, norm, norm.over[name])
+
+    def _writer(self, kernel: KernelSpec, norm: NormSums, name: str, local: bool) -> Run | str:
+        """Return the operation that can compute the sums of a norm over an array, or the reason why none can."""
+        view, over = _view_of(kernel, name), norm.over[name]
+        if over.refused:
+            return over.refused
+        others = [o for o in self._users[view.buffer] if not (isinstance(o, Run) and o.kernel is kernel)]
+        writers = [o for o in others if _writes(o, view.buffer)]
+        if len(writers) != 1:
+            return "no kernel writes it" if not writers else f"{len(writers)} operations write it"
+        writer = writers[0]
+        if not isinstance(writer, Run) or writer.kernel.summing is None or writer.method or writer.when:
+            return "a convolution without activation does not write it"
+        summing = writer.kernel.summing
+        if writer.kernel.views[summing.written] != view or not view.packed:
+            return "it has a margin"
+        if writer in self._changed:
+            return "its kernel computes the sums of another norm"
+        if over.activation is not None and len(others) > 1:
+            return "other operations read it"
+        if summing.methods and recomputed(self._steps[writer.layer]):
+            return "it is computed again"
+        x, w, y = (_in_memory(_view_of(writer.kernel, one)) for one in summing.names)
+        backward = not summing.methods
+        conv = SummedConvolution(
+            x, w, y, view.dtype.name, summing.geometry(), backward, over.activation if backward else None, local
+        )
+        return writer if self._program.target.fuses_sums(conv) else "no kernel computes both, or it saves nothing"
+
+    def _split(self, runs: Sequence[Run], over: SumsOver, fused: bool) -> None:
+        """Let operations that compute sums and read them do one of both, or only read them."""
+        first, last = runs[0], runs[-1]
+        timing: Timing | None = next((o.timing for o in runs if o.timing is not None), None)
+        if not fused:
+            if first is last:
+                self._changed[first] = [
+                    replace(first, method=over.sums, timing=None),
+                    replace(first, method=over.reader, timing=timing),
+                ]
+            return
+        for run in runs[:-1]:
+            self._changed[run] = []
+        less = None if timing is None else timing._replace(share=timing.share * over.share)
+        self._changed[last] = [replace(last, method=over.rest, timing=less)]
+
+    def _sum_up(self, writer: Run, kernel: KernelSpec, norm: NormSums, over: SumsOver) -> None:
+        """Let the kernel that writes an array compute its sums too."""
+        summing = writer.kernel.summing
+        assert summing is not None
+        more = {name: kernel.views[name] for name in over.arrays if name in kernel.views}
+        make = summing.make(norm.eps, over.activation)
+        made = replace(writer.kernel, make=make, views={**writer.kernel.views, **more}, fuse=None, summing=None)
+        self._changed[writer] = [
+            replace(writer, kernel=made, method=method, when=when) for when, method in summing.methods.items()
+        ] or [replace(writer, kernel=made)]
+
+
+def _view_of(kernel: KernelSpec, name: str) -> View:
+    view = kernel.views[name]
+    assert view is not None
+    return view
+
+
+def _in_memory(view: View) -> tuple[int, ...]:
+    """Return the shape of an array, with the channels by which it is padded in memory."""
+    padded = not view.packed and view.packed_but_for_channels
+    return (*view.shape[:-1], view.buffer.shape[-1]) if padded else view.shape
+
+
+def _writes(operation: Operation, buffer: Buffer) -> bool:
+    """Return whether an operation writes a buffer."""
+    if isinstance(operation, Transfer):
+        return operation.exchange.target.buffer is buffer
+    if not isinstance(operation, Run):
+        return any(one is buffer for one in operation.buffers())
+    views = operation.kernel.views
+    written = any((v := views[name]) is not None and v.buffer is buffer for name in operation.access.written(views))
+    return written or any(_writes(o, buffer) for o in operation.guarded)
 
 
 @PASSES.register

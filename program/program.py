@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..device import wide
+from ..kernels.summed import SummedConvolution, on_tensor_cores
 from ..layers.layer import Layer
 from ..layers.parameter import Parameter
 from ..layers.reduction_chunks import GradientChunk
@@ -97,6 +98,9 @@ class Target:
         convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
     kept
         Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
+    fuses_sums
+        Function that returns whether one kernel computes a convolution and the sums of a norm, see
+        :meth:`halograd.kernels.Backend.fuses_sums`; by default, in a plan, where cuDNN does.
     rounds
         Whether kernels write gradients of `Parameter.rounded` in 16 bits, if activations have 16 bits; see
         :attr:`halograd.kernels.Backend.rounds_gradients`.
@@ -113,6 +117,7 @@ class Target:
     kept: frozenset[str] = frozenset()
     padded_channels: Callable[[int, np.dtype], int] | None = None
     rounds: bool = True
+    fuses_sums: Callable[[SummedConvolution], bool] = on_tensor_cores
 
 
 @dataclass(eq=False)
@@ -165,6 +170,8 @@ class Program:
         Operations on gradients at the end of the backward pass.
     buckets
         Buckets of gradients; operations on gradients refer to them by number.
+    unfused
+        Layers and what a pass left as it was, with the reason, for the listing.
     """
 
     network: str
@@ -179,6 +186,7 @@ class Program:
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
     end: list[Operation] = field(default_factory=list)
     buckets: tuple[GradientChunk, ...] = ()
+    unfused: tuple[tuple[str, str], ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
         """Yield all operations in the order of execution: forward pass, backward pass, operations on gradients."""
@@ -214,7 +222,8 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
         forward  conv1    start halo: [2x8x4x3] @0 -> [2x8x6x3] @4096
         forward  conv1    conv_forward(x [2x8x6x3] @4096, w [4x3x3x3] conv1/w, y [2x8x4x4] @512)
 
-    Operations of the forward pass that the backward pass repeats begin with ``again``.
+    Operations of the forward pass that the backward pass repeats begin with ``again``. Lines that begin with
+    ``unfused`` name kernels that a pass could not fuse.
     """
     rank, target = program.target.rank, program.target
     total = program.placement.size
@@ -225,6 +234,9 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
             if layers is None or segment.name.partition(" (")[0] in layers:
                 for operation in (*segment.before, *segment.operations, *segment.after):
                     yield f"{'again' if segment.again else way:8} {operation.layer:20} {_text(program, operation)}"
+    for layer, text in program.unfused:
+        if layers is None or layer in layers:
+            yield f"{'unfused':8} {layer:20} {text}"
     for operation in program.end if layers is None else ():
         yield f"{'end':8} {operation.layer:20} {_text(program, operation)}"
 

@@ -240,6 +240,7 @@ class Executor:
             self._kept,
             self.kernels.padded_channels,
             self.kernels.rounds_gradients,
+            self.kernels.fuses_sums,
         )
 
     def _needs(self, trainable: bool) -> Mapping[str, int]:

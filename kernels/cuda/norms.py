@@ -12,6 +12,7 @@ from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
 from ..memory import Scratch
 from ..norm_parts import GroupNormArrays, GroupNormKernels
 from ..norms import ChannelNormArrays, Norms
+from ..summed import WHOLE_ROWS
 from .columns import ColumnsGrid, row_sums, with_partial
 from .launch import (
     THREADS,
@@ -28,11 +29,6 @@ from .launch import (
 from .sources import CudaProgram, dtype_name
 
 __all__ = ["WHOLE_ROWS", "CudaNorms"]
-
-#: Most rows of a norm that is one launch per direction. A block then has all rows of 32 bytes of channels, which a
-#: multiprocessor reads at some 60 GB/s, once from memory and once from a cache: an estimate of where that takes as long
-#: as the launches that it saves (2 us each).
-WHOLE_ROWS = 1024
 
 
 @dataclass(frozen=True)

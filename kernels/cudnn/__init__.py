@@ -7,6 +7,7 @@ samples and blocks of them, windows) and cuDNN has a plan; else our own. With au
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from ..attention import AttentionArrays, AttentionGeometry
 from ..backend import BackendOptions
 from ..cuda import CudaKernels
 from ..geometry import Geometry, tensor_core_channels
-from ..kernel import FusedActivation, Kernel, KernelError, Substitute, chain
+from ..kernel import BatchNormArrays, FusedActivation, Kernel, KernelError, Substitute, chain
 from ..memory import Scratch
-from . import conv, dense
+from ..summed import SummedConvolution, on_tensor_cores
+from . import conv, dense, sums
 from .attention import CudnnAttention
 from .conv import ConvSettings
 from .dense import Cublas, workspace_bytes
@@ -213,6 +215,24 @@ class CudnnBackend(CudaKernels):
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
         kernel = conv.backward_filter(self._engine, x, dy, dw, geometry)
         return kernel if db is None else chain(kernel, self._bias_gradient(dy, db))
+
+    # ------------------------------------------------------------------ convolution with the sums of a norm
+    def fuses_sums(self, conv: SummedConvolution) -> bool:
+        """Return whether the sums are a candidate of autotune; in TF32 those of gradients are, but no statistics."""
+        wide = ("float32",) if conv.backward and self.arithmetic.precision == "tf32" else ()
+        return self._engine.tuned and on_tensor_cores(conv, (*HALF, *wide))
+
+    def _with_statistics(
+        self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums_: Any, geometry: Geometry
+    ) -> Kernel:
+        made = partial(sums.forward, self._engine, x, w, b, y, sums_, geometry)
+        return sums.faster(self._engine, made, separate)
+
+    def _with_gradient_sums(
+        self, separate: Kernel, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
+    ) -> Kernel:
+        made = partial(sums.backward_data, self._engine, dy, w, geometry, norm)
+        return sums.faster(self._engine, made, separate)
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:

@@ -27,7 +27,17 @@ from .graphs import (
 )
 from .plans import Plans
 
-__all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outside", "planned"]
+__all__ = [
+    "ConvSettings",
+    "Operands",
+    "backward_data",
+    "backward_filter",
+    "forward",
+    "of_group",
+    "outside",
+    "planned",
+    "shapes_of",
+]
 
 
 @dataclass
@@ -55,7 +65,7 @@ class ConvSettings:
     kernel_bytes: int = field(default=0)
 
 
-class _Operands:
+class Operands:
     """The arrays of one kernel in the form that cuDNN requires.
 
     All have the dtype of the images and an address divisible by 16. With 16-bit images, float32 weights are converted
@@ -81,41 +91,46 @@ class _Operands:
         self._enter(uid, array)
         return room
 
-    def input(self, uid: int, array: Any, channels: int | None = None) -> None:
-        suited, part = self._suited(array, channels)
+    def input(self, uid: int, array: Any, channels: int | None = None, dtype: Any = None) -> None:
+        """Add an input, which the kernel reads with `channels` channels, in `dtype`; None: those of the array, and the
+        dtype of the images.
+        """
+        suited, part = self._suited(array, channels, dtype)
         if suited is not array:
             self.before.append(self._moved(array, part))
         self._enter(uid, suited)
 
-    def output(self, uid: int, array: Any, channels: int | None = None) -> None:
-        suited, part = self._suited(array, channels)
+    def output(self, uid: int, array: Any, channels: int | None = None, dtype: Any = None) -> None:
+        """Add an output; arguments as for `input`."""
+        suited, part = self._suited(array, channels, dtype)
         if suited is not array:
             self.after.append(self._moved(part, array))
         self._enter(uid, suited)
 
     def zeros(self, uid: int, shape: Sequence[int]) -> None:
         """Add an input of zeros."""
-        array = self._own(shape)
+        array = self._own(shape, self._dtype)
         array.fill(0)
         self._enter(uid, array)
 
-    def _suited(self, array: Any, channels: int | None) -> tuple[Any, Any]:
+    def _suited(self, array: Any, channels: int | None, dtype: Any) -> tuple[Any, Any]:
         """Return an array with `channels` channels that cuDNN can take, and the part of it that holds `array`.
 
         This is `array` itself if possible, else a new array.
         """
         *outer, count = array.shape
         aligned, wanted = array.data.ptr % ALIGNMENT == 0, channels or count
-        if aligned and np.dtype(array.dtype) == self._dtype and wanted == count:
+        dtype = self._dtype if dtype is None else np.dtype(dtype)
+        if aligned and np.dtype(array.dtype) == dtype and wanted == count:
             return array, array
-        own = self._own((*outer, wanted))
+        own = self._own((*outer, wanted), dtype)
         if wanted == count:
             return own, own
         own.fill(0)
         return own, own[..., :count]
 
-    def _own(self, shape: Sequence[int]) -> Any:
-        array = self._engine.empty(tuple(shape), self._dtype)
+    def _own(self, shape: Sequence[int], dtype: Any) -> Any:
+        array = self._engine.empty(tuple(shape), dtype)
         self.nbytes += array.nbytes
         return array
 
@@ -140,21 +155,21 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
 
 def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
     """Return a kernel for ``y = conv(x, w) + b``, with or without ReLU, in one plan."""
-    operands = _Operands(engine, x.dtype)
+    operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
-    operands.input(W, w, _of_group(channels, geometry))
+    operands.input(W, w, of_group(channels, geometry))
     operands.output(Y, y)
     if b is not None:
         operands.input(BIAS, b)
     elif relu:
         operands.zeros(BIAS, (y.shape[-1],))
-    shapes = _shapes(x, w, y, channels, geometry)
+    shapes = shapes_of(x, w, y, channels, geometry)
     return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
 
 
 def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
     """Return a kernel for ``dx`` in one plan. Rows that no output reads become zero."""
-    operands = _Operands(engine, dx.dtype)
+    operands = Operands(engine, dx.dtype)
     operands.input(Y, dy)
     operands.input(W, w)
     operands.output(X, dx)
@@ -167,26 +182,26 @@ def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geom
 
 def backward_filter(engine: ConvSettings, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
     """Return a kernel for ``dw`` in one plan."""
-    operands = _Operands(engine, x.dtype)
+    operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(Y, dy)
-    operands.output(W, dw, _of_group(channels, geometry))
-    return _kernel(engine, operands, BACKWARD_FILTER, _shapes(x, dw, dy, channels, geometry))
+    operands.output(W, dw, of_group(channels, geometry))
+    return _kernel(engine, operands, BACKWARD_FILTER, shapes_of(x, dw, dy, channels, geometry))
 
 
-def _of_group(channels: int, geometry: Geometry) -> int:
+def of_group(channels: int, geometry: Geometry) -> int:
     return channels // geometry.groups
 
 
-def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
+def shapes_of(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
     """Return the shapes of a convolution whose image has `channels` channels in memory, with weights for all of them.
     """
-    weights = (*w.shape[:-1], _of_group(channels, geometry))
+    weights = (*w.shape[:-1], of_group(channels, geometry))
     return Shapes.of((*x.shape[:-1], channels), weights, y.shape, geometry)
 
 
 def _kernel(
-    engine: ConvSettings, operands: _Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
+    engine: ConvSettings, operands: Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
 ) -> Kernel:
     dtype = operands.arrays[0].dtype.name
     key = PlanKey(direction, dtype, shapes, engine.arithmetic, bias, relu, engine.workspace_limit, engine.tuned)

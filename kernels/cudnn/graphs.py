@@ -37,6 +37,8 @@ __all__ = [
     "X",
     "Y",
     "packed_strides",
+    "vector_of",
+    "window_of",
 ]  # fmt: skip
 
 
@@ -216,6 +218,9 @@ class GraphKey(ABC):
         Largest acceptable workspace [B], None: no limit.
     tuned
         Whether the plan is chosen by measurement.
+    compared
+        Number of plans that are measured in cuDNN's order, and of more of the fastest engine. cuDNN lists an engine
+        with many settings in sequence, which differ by 5-30 %; engines for older devices come late.
     what
         Kernel, and what it computes, for messages.
     """
@@ -225,6 +230,7 @@ class GraphKey(ABC):
     arithmetic: Arithmetic
     workspace_limit: int | None
     tuned: bool
+    compared = (16, 8)
     what: tuple[str, str]
 
     @property
@@ -325,16 +331,11 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
         return graph.tensor(name=name, dim=list(t.dims), stride=list(t.strides), data_type=io, uid=uid)
 
     s = key.shapes
-    window = {
-        "pre_padding": list(s.before),
-        "post_padding": list(s.behind),
-        "stride": list(s.stride),
-        "dilation": list(s.dilation),
-    }
+    window = window_of(s)
     if key.direction == FORWARD:
         out, made = graph.conv_fprop(tensor(X, s.x, "x"), tensor(W, s.w, "w"), **window), s.y
         if key.bias:
-            out = graph.bias(input=out, bias=tensor(BIAS, _vector(s.y), "b"))
+            out = graph.bias(input=out, bias=tensor(BIAS, vector_of(s.y), "b"))
         if key.relu:
             out = graph.relu(out)
     elif key.direction == BACKWARD_DATA:
@@ -346,7 +347,13 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
     return graph
 
 
-def _vector(y: Tensor) -> Tensor:
+def window_of(s: Shapes) -> dict[str, list[int]]:
+    """Return padding, stride and dilation as arguments of the frontend."""
+    padding = {"pre_padding": list(s.before), "post_padding": list(s.behind)}
+    return {**padding, "stride": list(s.stride), "dilation": list(s.dilation)}
+
+
+def vector_of(y: Tensor) -> Tensor:
     """Return the description of one value per channel of `y`."""
     return Tensor.packed((1, *(1 for _ in y.dims[2:]), y.dims[1]))
 

@@ -19,9 +19,6 @@ from .store import Entry, PlanStore
 __all__ = ["CudnnPlan", "EventTimer", "Plans", "fastest"]
 
 
-#: Measured candidates: the first in cuDNN's order, one of each other engine, and then more of the fastest engine. cuDNN
-#: lists an engine with many settings in sequence, which differ by 5-30 %; engines for older devices come late.
-FIRST, MORE = 16, 8
 _ROUNDS = 5
 _ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds and would dominate a shorter round
 
@@ -70,6 +67,9 @@ def fastest(
 ) -> tuple[Built, dict[str, float]]:
     """Return the fastest of the measured candidates, and the times of all that ran [s], in order of time.
 
+    These are the first in cuDNN's order, one of each other engine, and then more of the fastest engine
+    (`GraphKey.compared`).
+
     Parameters
     ----------
     trial
@@ -97,9 +97,10 @@ def fastest(
             reason = one_line(error)
         return True
 
+    first, further = candidates.key.compared
     engines = [candidates.name(index).split("_", 1)[0] for index in range(len(candidates))]
     tried, counted = set[int](), 0
-    while len(tried) < len(engines) and counted < FIRST:
+    while len(tried) < len(engines) and counted < first:
         counted += measure(len(tried))
         tried.add(len(tried))
     seen = {engines[index] for index in found}
@@ -111,7 +112,7 @@ def fastest(
     if found:
         winner = engines[min(found, key=lambda index: found[index])]
         more = [index for index, engine in enumerate(engines) if engine == winner and index not in tried]
-        for index in more[:MORE]:
+        for index in more[:further]:
             measure(index)
     for index, (_, _) in sorted(found.items(), key=lambda item: item[1]):
         chosen = candidates.build(index)

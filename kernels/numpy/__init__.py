@@ -11,6 +11,7 @@ import threadpoolctl
 
 from ...device import LOW, is_low
 from ..memory import Scratch, aligned_empty
+from ..summed import SummedConvolution
 from .convolution import COLUMN_BYTES
 from .staging import StagedKernels, StandInBuffers
 
@@ -70,6 +71,10 @@ class NumpyBackend(StagedKernels):
 
     def emulates(self, dtype: str) -> str:
         return "NumPy has only arithmetic of 32 and 64 bits" if is_low(dtype) else ""
+
+    def fuses_sums(self, conv: SummedConvolution) -> bool:
+        """Return True: as the reference this backend has every kernel, though it computes two passes."""
+        return True
 
     def close(self) -> None:
         self.stage.release()

@@ -18,6 +18,7 @@ from ..memory import aligned_empty
 from ..numpy import BlasLimit, NumpyBackend
 from ..numpy.attention import TileOperations
 from ..numpy.staging import StandInBuffers
+from ..summed import SummedConvolution
 from . import conv, pointwise, taps
 from .abi import NATIVE, Abi, open_library
 from .attention import OnednnTileOperations
@@ -115,6 +116,9 @@ class OnednnBackend(NumpyBackend):
 
     def emulates(self, dtype: str) -> str:
         return self._reasons.get(dtype, "")
+
+    def fuses_sums(self, conv: SummedConvolution) -> bool:
+        return False  # oneDNN has no kernel for both
 
     def _reason(self, dtype: str) -> str:
         """Return the reason why oneDNN would not train in a dtype of 16 bits with the speed of the processor, or ""."""

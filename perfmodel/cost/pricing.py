@@ -135,7 +135,7 @@ class Pricing:
         trained
             Whether the layer has a backward pass.
         """
-        seconds = self._kernel(timing, step, trained)
+        seconds = timing.share * self._kernel(timing, step, trained)
         if self._varied and step is not None:
             seconds *= self.wires.machine.variation.slowdown(step.output.layout.boxes.placed)
         return seconds

@@ -11,11 +11,11 @@ from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Run, Total, Transfer
-from halograd.perfmodel.cost import Pricing, Wires, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.cost import Pricing, Training, Wires, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.passes import Overlap, apply_passes
-from halograd.program.program import Target
+from halograd.program.program import Target, lines_of
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.perfmodel.counted import CASES, differing, strategies
@@ -255,6 +255,105 @@ def test_fused_activations_cost_nothing_of_their_own():
     assert fused.step_seconds < plain.step_seconds
 
 
+def normed():
+    """Return a network with norms whose sums convolutions can compute, and with some of each kind that they cannot."""
+    x = hg.Input((12, 10, 8), name="x")
+    y = hg.BatchNorm(activation="relu", name="two readers")(hg.Conv(8, 3, padding=1, bias=False, name="conv1")(x))
+    z = hg.BatchNorm(name="plain")(hg.Conv(8, 3, padding=1, name="conv2")(y))
+    a = hg.BatchNorm(activation="relu", name="sum of two")(hg.Conv(8, 1, name="conv3")(z), y)
+    a = hg.BatchNorm(activation="relu", name="of relu")(hg.Conv(8, 3, padding=1, activation="relu", name="conv4")(a))
+    a = hg.BatchNorm(activation="relu", name="relu")(hg.Conv(16, 3, stride=2, padding=1, name="conv5")(a))
+    y = hg.Conv(2, 3, padding=1, name="conv6")(a)
+    loss = hg.MeanSquaredError(name="loss")(y, hg.Input(y.shape, name="target"))
+    return hg.Network({"loss": loss, "prediction": y}, name="normed")
+
+
+#: Sums that no kernel of this network can compute in addition, whatever the cut, and parts of the reasons.
+UNFUSED = {
+    ("two readers", "sums over dy"): "2 operations write it",
+    ("sum of two", "sums over dy"): "its relu is applied to a sum of two inputs",
+    ("of relu", "sums over x"): "a convolution without activation does not write it",
+}
+OPTIONS = [{"halo": "pad"}, {"halo": "overlap", "statistics": "sample"}]
+OPTIONS += [{"statistics": "local"}, {"recompute": "block"}]
+
+
+def unfused_of(program):
+    """Return the reasons why sums are not fused, by layer and array."""
+    return {(layer, text.partition(": ")[0]): text.partition(": ")[2] for layer, text in program.unfused}
+
+
+def sums_of_norms(program):
+    """Return the operations that compute only the sums of a norm."""
+    return [o for o in program if isinstance(o, Run) and o.method in ("statistics", "backward_sums")]
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_fused_sums_give_the_same(turn, options):
+    """Sums in kernels of convolutions are those of kernels of their own in every bit, in training and in evaluation.
+
+    In float32 on one rank a norm is one kernel per pass; in float64 its parts are operations.
+    """
+    numpy, dtype = get_backend("numpy"), "float64" if options.get("halo") == "pad" else "float32"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for grid in grids_in_turn(comm.size, ("sample", "height", "width"), turn):
+            found = []
+            for passes in ((), ("sums", "overlap")):
+                strategy, debug = Strategy(grid, options=options, passes=passes), comm.size == 1
+                with Executor(normed(), comm, numpy, BATCH, strategy, dtype, seed=3, debug=debug) as executor:
+                    unfused, alone = unfused_of(executor.program), sums_of_norms(executor.program)
+                    losses = []
+                    fill(executor, 0)
+                    for training in (True, False):
+                        executor.forward(training)
+                        losses.append(executor.loss_value())
+                        if training:
+                            executor.backward()
+                            executor.reducer.finish()
+                    found.append((losses, copied(executor.store.grads), copied(executor.store.state)))
+            with comm.agreement():
+                assert found[0][0] == found[1][0], grid
+                for one, other in zip(found[0][1:], found[1][1:]):
+                    for key, array in one.items():
+                        np.testing.assert_array_equal(other[key], array, err_msg=f"{grid} {key}")
+                if "recompute" in options:
+                    assert "it is computed again" in unfused.values()
+                    continue
+                more = unfused.keys() - UNFUSED.keys()
+                assert unfused.keys() >= UNFUSED.keys() and len(alone) == len(unfused), grid
+                # The boundary strips of a convolution are computed after its interior.
+                assert bool(more) == (options.get("halo") == "overlap" and grid["height"] * grid["width"] > 1), grid
+                assert all("operations write it" in unfused[key] and key[1] == "sums over x" for key in more), grid
+                assert more or unfused == UNFUSED, grid
+
+
+def test_fused_sums_are_priced_and_listed():
+    """A pass over memory less is priced; without a kernel for both, nothing changes and the listing has the reasons."""
+    network, machine = normed(), Machine.load("dgx-h100")
+    pricing = Pricing(Wires(machine), RooflineTimes(machine), "bfloat16")
+    training = Training(dtype="bfloat16")
+    plain, fused = (
+        simulate(network, Strategy(passes=passes), 1024, pricing, training, ranks=1)
+        for passes in (("fuse",), ("sums",))
+    )
+    saved = {
+        one.name: (1 - other.forward / one.forward, 1 - other.backward / one.backward)
+        for one, other in zip(plain.layers, fused.layers, strict=True)
+        if one.name != "loss"
+    }
+    # A norm reads x twice and writes y; backward, it reads x and dy twice and writes dx.
+    forward = {"two readers": 1 / 3, "plain": 1 / 3, "sum of two": 1 / 4, "relu": 1 / 3}
+    for name, found in saved.items():
+        expected = (forward.get(name, 0), 1 / 5 if name == "plain" else 0)
+        assert found == pytest.approx(expected, abs=1e-9), f"{name}: the data gradient of two channels has no plan"
+    program = program_of(network, Strategy(passes=("sums",)), Target(BATCH, fuses_sums=lambda conv: False))
+    assert len(sums_of_norms(program)) == len(sums_of_norms(program_of(network, Strategy(), Target(BATCH))))
+    listed = [line for line in lines_of(program) if line.startswith("unfused")]
+    assert len(listed) == 10 and sum("no kernel computes both" in line for line in listed) == 7
+    assert list(lines_of(program, frozenset({"plain"})))[-2:] == [line for line in listed if " plain " in line]
+
+
 def branches():
     """Return a network with two strided convolutions of one value and their sum, whose gradient both read."""
     x = hg.Input((16, 12, 3), name="x")
@@ -315,7 +414,7 @@ def spans(operations):
 
 def test_an_unknown_pass_and_one_that_returns_no_program(tmp_path):
     program = program_of(NETWORKS["mesh"](), Strategy(), Target(BATCH))
-    with pytest.raises(UserError, match=r"strategy.passes: expected fuse, overlap.*got 'overlay'"):
+    with pytest.raises(UserError, match=r"strategy.passes: expected fuse, sums, overlap.*got 'overlay'"):
         apply_passes(program, ["overlay"])
     path = tmp_path / "none.py"
     path.write_text(OWN + "pass\n")

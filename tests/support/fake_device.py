@@ -19,6 +19,7 @@ from halograd.kernels.kernel import BatchNormKernels, Kernel, chain
 from halograd.kernels.losses import LossKernel
 from halograd.kernels.memory import Scratch
 from halograd.kernels.numpy import NumpyBackend
+from halograd.kernels.summed import SummedConvolution, on_tensor_cores
 from tests.support.device_array import DeviceArray, unwrap
 
 __all__ = ["FakeBackend", "FakeDevice", "operands"]
@@ -325,6 +326,8 @@ class FakeBackend(_Delegated):
 
     name: ClassVar[str] = "fake"
     rounds_gradients: ClassVar[bool] = True
+    #: Whether plans of cuDNN compute convolutions and the sums of norms.
+    epilogues = False
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda
@@ -430,6 +433,31 @@ class FakeBackend(_Delegated):
         kernel = self._on_host(self._numpy._conv_backward_filter, x, dy, gradient, None, geometry)
         behind = [] if db is None else [self._bias_gradient(dy, db)]
         return self._around(kernel, [], [] if gradient is dw else [(gradient, dw)], *behind)
+
+    def fuses_sums(self, conv: SummedConvolution) -> bool:
+        return self.epilogues and on_tensor_cores(conv)
+
+    def _with_statistics(self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Any) -> Kernel:
+        return self._one_plan(separate, sums)
+
+    def _with_gradient_sums(self, separate: Kernel, dy: Any, w: Any, geometry: Any, norm: Any) -> Kernel:
+        return self._one_plan(separate, norm.sums, norm.training.dbeta, norm.training.dgamma)
+
+    def _one_plan(self, separate: Kernel, sums: Any, *gradients: Any) -> Kernel:
+        """Return the kernels of a plan whose sums are copied from float32; it computes them as `separate` does."""
+        written = gradients if gradients and gradients[0] is not None else self.device.empty(sums.shape, np.float32)
+        copy = self.cuda.boxes.copy(list(zip(written, sums)))
+        device, launched = self.device, self.cuda.launcher.launched
+
+        def run() -> None:
+            before = device.operations, device.library_calls, len(launched)
+            separate()
+            device.operations, device.library_calls = before[0], before[1] + 1
+            del launched[before[2] :]
+            for row, total in zip(written, sums):
+                unwrap(row)[...] = unwrap(total)
+
+        return chain(Kernel(run, "plan"), copy)
 
     def _around(self, kernel: Kernel, before: Any, after: Any, *more: Kernel) -> Kernel:
         parts = [self.cuda.boxes.copy([pair]) for pair in before], [self.cuda.boxes.copy([pair]) for pair in after]

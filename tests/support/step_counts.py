@@ -42,7 +42,12 @@ class StepCounts:
 
 
 def count_step(
-    network: Network, cuda: Any, parts: Mapping[str, int], dtype: str = "float32", clip: float | None = None
+    network: Network,
+    cuda: Any,
+    parts: Mapping[str, int],
+    dtype: str = "float32",
+    clip: float | None = None,
+    passes: tuple[str, ...] = (),
 ) -> StepCounts:
     """Return the counts of the third SGD step on rank 0; the number of ranks is the product of `parts`. Local.
 
@@ -52,11 +57,12 @@ def count_step(
         Our kernels on a double of a device that records the launches.
     """
     size, kernels = int(np.prod(list(parts.values()))), FakeBackend(cuda)
+    kernels.epilogues = bool(passes)
     # Nothing arrives from the others, who are not there: NCCL is given addresses, and asks CuPy for nothing.
     silent = mock.patch.object(lone._Mirror, "start", lambda channel: None)
     with Communicator(MPI.COMM_SELF) as alone, silent:
         comm: Any = alone if size == 1 else lone.LoneCommunicator(0, size)
-        with Executor(network, comm, kernels, 1, Strategy({"sample": 1, **parts}), dtype) as executor:
+        with Executor(network, comm, kernels, 1, Strategy({"sample": 1, **parts}, passes=passes), dtype) as executor:
             trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Constant(1e-4), clip_norm=clip)
             for name in network.inputs:
                 array = executor.input(name).array

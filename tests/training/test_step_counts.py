@@ -107,6 +107,29 @@ def test_launches_of_a_batch_norm(parts, rows, names, cuda, monkeypatch):
     }
 
 
+#: Sums of batch norms in plans of cuDNN, forward and backward.
+FUSED = {"resnet50": (52, 29), "mesh_2k": (30, 24)}
+
+
+@pytest.mark.parametrize(("name", "parts"), [("resnet50", 1), ("mesh_2k", 2)])
+def test_fused_sums(name, parts, cuda, monkeypatch):
+    """A plan with sums, and their conversion, take the place of a convolution and a launch for the sums."""
+    monkeypatch.setattr("halograd.kernels.cuda.norms.WHOLE_ROWS", 0)
+    monkeypatch.setattr("halograd.kernels.summed.WHOLE_ROWS", 0)
+    network, counts, names = resnet50(width=8, resolution=64, classes=5) if parts == 1 else NETWORKS[name](), [], []
+    for passes in ((), ("sums",)):
+        cuda.launcher.launched.clear()
+        counts.append(count_step(network, cuda, {"height": parts}, "bfloat16", passes=passes))
+        names.append(Counter(name.rsplit("_", 1)[0] for name in cuda.launcher.launched))
+    changed = {name: (names[1][name] - names[0][name]) / 3 for name in names[0] | names[1]}
+    forward, backward = FUSED[name]
+    assert changed["statistics"] == -forward and changed["gradient_sums"] == -backward
+    assert changed["convert"] == forward + backward and not any(
+        n for name, n in changed.items() if name not in ("statistics", "gradient_sums", "convert")
+    )
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize(("name", "full", "expected"), [("resnet50", resnet50, 130), ("mesh_2k", mesh_2k, 110)])
 def test_launches_of_the_norms_of_published_sizes(name, full, expected, cuda):
     """Launches of all batch norms with batch 1; the narrow networks above have no more than a few others."""

@@ -30,6 +30,7 @@ NumericalNote = Enum(
     "TENSOR_CORE DOWN_CONVERT_INPUTS REDUCED_PRECISION_REDUCTION FFT NONDETERMINISTIC WINOGRAD "
     "WINOGRAD_TILE_4x4 WINOGRAD_TILE_6x6 WINOGRAD_TILE_13x13",
 )
+ReductionMode = Enum("ReductionMode", "ADD MAX")
 BehaviorNote = Enum("BehaviorNote", "RUNTIME_COMPILATION SUPPORTS_CUDA_GRAPH_NATIVE_API")
 DTYPES = {
     DataType.FLOAT: np.dtype(np.float32),
@@ -71,7 +72,10 @@ def default_engines() -> list[EngineDouble]:
 
 @dataclass
 class TensorDouble:
-    """Double of a tensor of a graph; `compute` returns a virtual tensor's values from those of others."""
+    """Double of a tensor of a graph; `compute` returns a virtual tensor's values from those of others.
+
+    With `adds` they are added to those of the array.
+    """
 
     dim: list[int] | None = None
     stride: list[int] | None = None
@@ -79,6 +83,7 @@ class TensorDouble:
     uid: int = -1
     output: bool = False
     compute: Callable[[dict[int, np.ndarray]], np.ndarray] | None = None
+    adds: bool = False
 
     def set_output(self, value: bool) -> TensorDouble:
         self.output = value
@@ -148,6 +153,7 @@ class GraphDouble:
         self.candidate: int | None = None
         self.plans: list[str] = []  # which it stores
         self.prepared = False
+        self.sums = 0
         module.graphs.append(self)
 
     # ------------------------------------------------------------------ description
@@ -180,6 +186,46 @@ class GraphDouble:
 
     def relu(self, input: TensorDouble) -> TensorDouble:
         return self._result(lambda memory: np.maximum(input.compute(memory), 0))
+
+    # ------------------------------------------------------------------ epilogues with sums
+    def _elementwise(self, compute: Callable[..., np.ndarray], *inputs: TensorDouble) -> TensorDouble:
+        """Return a virtual tensor; intermediate results are float32."""
+        return self._result(lambda memory: compute(*(self._values(t, memory) for t in inputs)).astype(np.float32))
+
+    @staticmethod
+    def _values(t: TensorDouble, memory: dict[int, np.ndarray]) -> np.ndarray:
+        return (t.compute(memory) if t.compute else memory[t.uid]).astype(np.float32)
+
+    def add(self, *, a: TensorDouble, b: TensorDouble) -> TensorDouble:
+        return self._elementwise(np.add, a, b)
+
+    def sub(self, *, a: TensorDouble, b: TensorDouble) -> TensorDouble:
+        return self._elementwise(np.subtract, a, b)
+
+    def mul(self, *, a: TensorDouble, b: TensorDouble) -> TensorDouble:
+        return self._elementwise(np.multiply, a, b)
+
+    def rsqrt(self, *, input: TensorDouble) -> TensorDouble:
+        return self._elementwise(lambda x: 1 / np.sqrt(x), input)
+
+    def relu_backward(self, *, loss: TensorDouble, input: TensorDouble) -> TensorDouble:
+        return self._elementwise(lambda gradient, x: gradient * (x > 0), loss, input)
+
+    def reduction(self, *, input: TensorDouble, mode: ReductionMode) -> TensorDouble:
+        """Return sums per channel, added to the contents of the output if the module `accumulates`.
+
+        They are in float32, of 128 rows one after the other, and of these sums in any order, as by atomic additions.
+        """
+        assert mode is ReductionMode.ADD
+
+        def add_up(x: np.ndarray) -> np.ndarray:
+            rows = np.moveaxis(x, 1, -1).reshape(-1, x.shape[1])
+            tiles = np.add.reduceat(rows, range(0, len(rows), 128), axis=0)
+            return np.add.accumulate(tiles, axis=0)[-1].reshape(1, -1, *(1 for _ in x.shape[2:]))
+
+        made = self._elementwise(add_up, input)
+        made.adds, self.sums = self.module.accumulates, self.sums + 1
+        return made
 
     def sdpa(
         self,
@@ -239,8 +285,14 @@ class GraphDouble:
             raise NotSupported("number of heads for key and query")
 
     def _check_convolution(self) -> None:
-        (made,) = self.outputs
-        assert made is self.results[-1]
+        made, *sums = self.outputs
+        if not sums:
+            assert made is self.results[-1]
+        elif self.kind == "dgrad":
+            assert self.results[0].dim == made.dim, "a data gradient with an epilogue needs its extents"
+        for total in sums:
+            assert total.data_type is DataType.FLOAT
+            assert total.dim == [1, made.dim[1], *(1 for _ in made.dim[2:])]
         self.results[0].dim = made.dim  # result of the convolution, if a bias or a ReLU follows
         x, w, y = (self.roles[name].dim for name in "xwy")
         pads = [*self.window["pre_padding"], *self.window["post_padding"]]
@@ -346,7 +398,7 @@ class GraphDouble:
         computed = [t.compute(memory) for t in self.outputs]
         for t, values in zip(self.outputs, computed):
             target = t.view(addresses[t.uid])
-            target[...] = values.astype(target.dtype)
+            target[...] = (values + target if t.adds else values).astype(target.dtype)
 
     def _probabilities(self, memory: dict[int, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the arrays in float64, keys and values for every head of the queries, and the scores."""
@@ -393,13 +445,14 @@ class CudnnDouble:
 
     __version__ = "1.26.0"
     data_type, heur_mode = DataType, HeurMode
-    numerical_note, behavior_note = NumericalNote, BehaviorNote
+    numerical_note, behavior_note, reduction_mode = NumericalNote, BehaviorNote, ReductionMode
     cudnnGraphNotSupportedError = NotSupported
 
     def __init__(self, current_stream: Callable[[], int]) -> None:
         self.current_stream = current_stream
         self.engines: Callable[[], list[EngineDouble]] = default_engines
         self.version = 92800
+        self.accumulates = False
         self.handles: list[int] = []
         self.streams: dict[int, int] = {}
         self.set_streams = 0

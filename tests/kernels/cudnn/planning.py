@@ -11,7 +11,6 @@ import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import cudnn
 import ml_dtypes  # noqa: F401  # registers bfloat16
@@ -33,6 +32,7 @@ from halograd.kernels.cudnn.graphs import (
     PlanKey,
     Shapes,
 )
+from halograd.kernels.cudnn.sums import BACKWARD_SUMS, FORWARD_SUMS, SumsKey
 from halograd.kernels.geometry import tensor_core_channels
 from tests.kernels.cuda.host import HostLauncher
 from tests.kernels.geometries import CASES, Case
@@ -111,17 +111,12 @@ def main() -> None:
                     json.dumps([str(case), direction, key.dtype, key.arithmetic.precision, *plan(frontend, key, WHERE)])
                 )
                 sys.stdout.flush()
-    for case in fusions.CASES:
-        for build in (fusions.forward_graph, fusions.backward_graph):
-            name, nbytes, table = with_sums(frontend, build(frontend, case.shapes, WHERE))
-            print(json.dumps([case.title, build.__name__, "bfloat16", "", name, nbytes, table]), flush=True)
-
-
-def with_sums(frontend: Frontend, graph: Any) -> tuple[str, int, bool]:
-    """Return the same as `plan`, for a convolution with sums in its epilogue."""
-    for name, nbytes, _ in fusions.plans(frontend, graph, ()):
-        return name, nbytes, hasattr(graph, "_execute_with_raw_ptrs")
-    return "none: no engine", 0, False
+    for i, case in enumerate(fusions.CASES):
+        for dtype in ("bfloat16", *(("float16",) if i == 2 else ())):
+            for direction in (FORWARD_SUMS, BACKWARD_SUMS):
+                fused = {"bias": i % 2 == 0} if direction == FORWARD_SUMS else {"relu": i != 2}
+                key = SumsKey(direction, dtype, case.shapes, Arithmetic(), **fused)
+                print(json.dumps([case.title, direction, dtype, "", *plan(frontend, key, WHERE)]), flush=True)
 
 
 def attention(frontend: Frontend) -> None:

@@ -76,5 +76,5 @@ def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
     stem = [line for line in found if line[0] == "mesh-2K stem, padded" and line[2] == "bfloat16"]
     assert len(stem) == 3 and all(line[5] < 4 << 20 for line in stem if line[1] != "backward data"), stem
     # Sums in the epilogue, forward and backward, need no workspace.
-    fused = [line for line in found if line[1].endswith("_graph")]
-    assert len(fused) == 10 and all(line[5] == 0 for line in fused), fused
+    fused = [line for line in found if line[1].endswith("with sums")]
+    assert len(fused) == 12 and all(line[5] == 0 for line in fused), fused

@@ -1,0 +1,215 @@
+"""Convolutions with the sums of a batch norm in their epilogue, as one plan of cuDNN or as two kernels.
+
+Forward: ``y = conv(x, w) + b`` with ``sum y`` and ``sum y^2`` per channel. Backward, for a convolution that reads the
+output of a batch norm with or without ReLU: ``dy' = relu'(gamma xhat + beta) conv'(dy, w)`` with ``sum dy'`` and
+``sum dy' xhat``, where ``xhat = (x - mean) / sqrt(var + eps)``. This saves a pass over the array that is written.
+
+cuDNN compiles these plans when they are built, which takes 0.5 to 5 s, so they are stored. They are taken only where
+they are faster than the two kernels, by measurement. Sums are in float32, and copied to the arrays of the norm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..geometry import Geometry
+from ..kernel import BatchNormArrays, Kernel, KernelError, chain
+from .conv import ConvSettings, Operands, of_group, outside, planned, shapes_of
+from .frontend import Frontend, one_line
+from .graphs import BIAS, Arithmetic, GraphKey, Shapes, Tensor, W, X, Y, vector_of, window_of
+
+__all__ = ["BACKWARD_SUMS", "FORWARD_SUMS", "SumsKey", "backward_data", "faster", "forward"]
+
+_log = logging.getLogger("halograd.kernels")
+
+FORWARD_SUMS, BACKWARD_SUMS = "forward with sums", "backward data with sums"
+#: Numbers of the other tensors in the graphs: both sums, and the arrays of the norm.
+FIRST, SECOND, NORMED, MEAN, VAR, EPS, GAMMA, BETA = range(5, 13)
+
+
+@dataclass(frozen=True)
+class SumsKey(GraphKey):
+    """Key of a convolution with sums.
+
+    Parameters
+    ----------
+    direction
+        `FORWARD_SUMS` or `BACKWARD_SUMS`.
+    dtype
+        Dtype of the images; sums and vectors of the norm are float32.
+    bias
+        Whether a bias is added (forward).
+    relu
+        Whether the norm has a ReLU (backward).
+    """
+
+    direction: str
+    dtype: str
+    shapes: Shapes
+    arithmetic: Arithmetic
+    bias: bool = False
+    relu: bool = False
+    workspace_limit: int | None = None
+    tuned: bool = False
+    #: A compilation takes seconds.
+    compared = (3, 0)
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        """The tensors of the graph, in order."""
+        if self.direction == FORWARD_SUMS:
+            return (X, W, Y, BIAS, FIRST, SECOND) if self.bias else (X, W, Y, FIRST, SECOND)
+        norm = (NORMED, MEAN, VAR, EPS, GAMMA, BETA) if self.relu else (NORMED, MEAN, VAR, EPS)
+        return (X, W, Y, FIRST, SECOND, *norm)
+
+    @property
+    def what(self) -> tuple[str, str]:  # type: ignore[override]
+        return f"conv {self.direction}", "a convolution and sums"
+
+    def graph(self, frontend: Frontend, where: Mapping[str, Any]) -> Any:
+        made = _Graph(frontend, self.dtype, where)
+        (made.forward if self.direction == FORWARD_SUMS else made.backward)(self)
+        return made.graph
+
+    def describe(self) -> str:
+        """Return a text for messages: dtype and extents (N, C, spatial...)."""
+        s = self.shapes
+        more = " + bias" * self.bias + " + relu" * self.relu
+        return f"{self.dtype} x {s.x.dims}, w {s.w.dims}, y {s.y.dims}{more}, stride {s.stride}, dilation {s.dilation}"
+
+
+class _Graph:
+    """A graph in construction: tensors by uid, images in 16 bits and float32 for vectors of channels."""
+
+    def __init__(self, frontend: Frontend, dtype: str, where: Mapping[str, Any]) -> None:
+        self.low, self.full = frontend.data_type(dtype), frontend.data_type("float32")
+        self.add = frontend.module.reduction_mode.ADD
+        self.graph = frontend.module.pygraph(
+            io_data_type=self.low, intermediate_data_type=self.full, compute_data_type=self.full, **where
+        )
+
+    def forward(self, key: SumsKey) -> None:
+        s, graph = key.shapes, self.graph
+        y = graph.conv_fprop(self._image(X, s.x), self._image(W, s.w), **window_of(s))
+        if key.bias:
+            y = graph.bias(input=y, bias=self._tensor(BIAS, vector_of(s.y), self.low))
+        self._write(Y, y, s.y, self.low)
+        self._write_sum(FIRST, y, s.y)
+        self._write_sum(SECOND, graph.mul(a=y, b=y), s.y)
+
+    def backward(self, key: SumsKey) -> None:
+        s, graph = key.shapes, self.graph
+        dx = graph.conv_dgrad(self._image(Y, s.y), self._image(W, s.w), **window_of(s))
+        dx.set_dim(list(s.x.dims)).set_stride(list(s.x.strides))
+        number = Tensor.packed((1,) * len(s.x.dims))
+        scale = graph.rsqrt(input=graph.add(a=self._vector(VAR, s.x), b=self._tensor(EPS, number, self.full)))
+        normed = graph.mul(a=graph.sub(a=self._image(NORMED, s.x), b=self._vector(MEAN, s.x)), b=scale)
+        if key.relu:
+            scaled = graph.mul(a=normed, b=self._vector(GAMMA, s.x))
+            dx = graph.relu_backward(loss=dx, input=graph.add(a=scaled, b=self._vector(BETA, s.x)))
+        self._write(X, dx, s.x, self.low)
+        self._write_sum(FIRST, dx, s.x)
+        self._write_sum(SECOND, graph.mul(a=dx, b=normed), s.x)
+
+    def _image(self, uid: int, tensor: Tensor) -> Any:
+        return self._tensor(uid, tensor, self.low)
+
+    def _vector(self, uid: int, of: Tensor) -> Any:
+        return self._tensor(uid, vector_of(of), self.full)
+
+    def _tensor(self, uid: int, t: Tensor, dtype: Any) -> Any:
+        return self.graph.tensor(name=f"t{uid}", dim=list(t.dims), stride=list(t.strides), data_type=dtype, uid=uid)
+
+    def _write(self, uid: int, tensor: Any, t: Tensor, dtype: Any) -> None:
+        tensor.set_output(True).set_data_type(dtype).set_dim(list(t.dims)).set_stride(list(t.strides))
+        tensor.set_uid(uid)
+
+    def _write_sum(self, uid: int, tensor: Any, of: Tensor) -> None:
+        self._write(uid, self.graph.reduction(input=tensor, mode=self.add), vector_of(of), self.full)
+
+
+def forward(
+    engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry
+) -> tuple[SumsKey, Kernel]:
+    """Return the key and the kernel of ``y = conv(x, w) + b`` and ``sums`` in one plan."""
+    operands = Operands(engine, x.dtype)
+    channels = operands.image(X, x)
+    operands.input(W, w, of_group(channels, geometry))
+    operands.output(Y, y)
+    if b is not None:
+        operands.input(BIAS, b)
+    shapes = shapes_of(x, w, y, channels, geometry)
+    return _kernel(engine, operands, FORWARD_SUMS, shapes, None, sums, bias=b is not None)
+
+
+def backward_data(
+    engine: ConvSettings, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
+) -> tuple[SumsKey, Kernel]:
+    """Return the key and the kernel of the data gradient in ``norm.dy`` and the sums of the norm, in one plan.
+
+    Rows that no output reads become zero, and add nothing to the sums.
+    """
+    dx, t, relu = norm.dy, norm.training, norm.activation is not None
+    operands = Operands(engine, dx.dtype)
+    operands.input(Y, dy)
+    operands.input(W, w)
+    operands.output(X, dx)
+    shapes = Shapes.of(dx.shape, w.shape, dy.shape, geometry)
+    rest = outside(operands.arrays[-1], shapes.part)
+    if rest:
+        operands.before.append(engine.boxes.fill(0, *rest))
+    operands.input(NORMED, norm.x)
+    eps = engine.empty((1,), np.float32)
+    eps.fill(norm.eps)
+    vectors = {MEAN: norm.mean, VAR: norm.var, EPS: eps}
+    for uid, array in (vectors | ({GAMMA: norm.gamma, BETA: norm.beta} if relu else {})).items():
+        operands.input(uid, array, dtype=np.float32)
+    rows = None if t is None or t.dgamma is None else (t.dbeta, t.dgamma)
+    return _kernel(engine, operands, BACKWARD_SUMS, shapes, rows, norm.sums, relu=relu)
+
+
+def _kernel(
+    engine: ConvSettings, operands: Operands, direction: str, shapes: Shapes, rows: Any, sums: Any, **fused: bool
+) -> tuple[SumsKey, Kernel]:
+    """Return a plan with the kernels around it.
+
+    It writes the arrays `rows`, or arrays of its own, in float32; these are then copied to `sums`.
+    """
+    dtype = operands.arrays[0].dtype.name
+    if rows is None:
+        rows = engine.empty(sums.shape, np.float32)
+        operands.nbytes += rows.nbytes
+    for uid, row in zip((FIRST, SECOND), rows):
+        operands.output(uid, row, dtype=np.float32)
+    key = SumsKey(
+        direction, dtype, shapes, engine.arithmetic, **fused, workspace_limit=engine.workspace_limit, tuned=engine.tuned
+    )
+    kernel = planned(engine, key, operands.addresses, operands.arrays, operands.nbytes)
+    # Whether a plan overwrites its sums, or adds to them, is not documented: NaN stays NaN if it adds.
+    written = operands.arrays[-2:]
+    for row in written:
+        row.fill(np.nan)
+    for step in (*operands.before, kernel):
+        step()
+    before = [engine.boxes.fill(0, *written)] if any(np.isnan(float(row.sum())) for row in written) else []
+    copies = engine.boxes.copy(list(zip(written, sums)))
+    return key, chain(*before, *operands.before, kernel, *operands.after, copies)
+
+
+def faster(engine: ConvSettings, fused: Callable[[], tuple[SumsKey, Kernel]], separate: Kernel) -> Kernel:
+    """Return the faster kernel by measurement: the result of `fused`, or `separate`, which is closed otherwise."""
+    separate.impl = "two kernels"  # the same name in the file of plans, whichever engines they have
+    try:
+        key, kernel = fused()
+        slower = engine.plans.faster([key], kernel, separate)
+    except KernelError as error:
+        _log.debug("kernels: sums in kernels of their own: %s", one_line(error))
+        return separate
+    other = kernel if slower else separate
+    other.close()
+    return separate if slower else kernel

@@ -1,0 +1,119 @@
+"""Interface of convolutions that also compute the sums of a batch norm over the array that they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .convolution import Convolutions
+from .geometry import Geometry
+from .kernel import BatchNormArrays, FusedActivation, Kernel, chain, has_nothing
+from .norms import Norms
+
+__all__ = ["SummedConvolution", "SummedConvolutions", "on_tensor_cores"]
+
+#: Most rows of a norm that is one launch per direction. A block then has all rows of 32 bytes of channels, which a
+#: multiprocessor reads at some 60 GB/s, once from memory and once from a cache: an estimate of where that takes as long
+#: as the launches that it saves (2 us each).
+WHOLE_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class SummedConvolution:
+    """Description of a convolution before or after a batch norm.
+
+    Attributes
+    ----------
+    x, w, y
+        Local shapes of image, weights and output, or of their gradients.
+    dtype
+        Dtype of image and output.
+    backward
+        False: the norm reads the output of the convolution, and needs ``sum y``, ``sum y^2``. True: the convolution
+        reads the output of the norm, and the data gradient is followed by the sums of the norm's gradient.
+    activation
+        Activation of the norm.
+    local
+        Whether the statistics are of this rank alone, so that a norm of few rows may be one kernel.
+    """
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    y: tuple[int, ...]
+    dtype: str
+    geometry: Geometry
+    backward: bool
+    activation: FusedActivation | None = None
+    local: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of elements per channel that are summed."""
+        rows = 1
+        for n in (self.x if self.backward else self.y)[:-1]:
+            rows *= n
+        return rows
+
+
+def on_tensor_cores(conv: SummedConvolution, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> bool:
+    """Return whether cuDNN 9.19 plans this convolution with its sums as one kernel, and the kernel saves a pass.
+
+    The sums are in float32. Rounding to 16 bits changes the variance of a channel by more than these sums do, so
+    statistics come from them in 16 bits only. A norm that is one kernel reads its array from a cache the second time.
+    """
+    g, f = conv.geometry, conv.activation
+    if conv.dtype not in dtypes or g.groups != 1 or (conv.local and conv.rows <= WHOLE_ROWS):
+        return False
+    if conv.backward and (any(n != 1 for n in g.stride) or (f is not None and f.kind != "relu")):
+        return False
+    return not (conv.x[-1] % 8 or conv.y[-1] % 8)
+
+
+class SummedConvolutions(Convolutions, Norms):
+    """Factories of convolutions that also compute the sums of a batch norm.
+
+    Here they are two kernels, one after the other. A backend with kernels that compute both overrides `fuses_sums`,
+    `_with_statistics` and `_with_gradient_sums`.
+    """
+
+    def fuses_sums(self, conv: SummedConvolution) -> bool:
+        """Return whether one kernel may compute a convolution and the sums, so that a program should have it."""
+        return False
+
+    def conv_forward_sums(self, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry) -> Kernel:
+        """Build `conv_forward` without activation, which also writes ``sums = [sum y, sum y^2]``, float64 ``(2, K)``.
+
+        Sums are over this process. With images of 16 bits they may come from sums in float32, over `y` before it is
+        rounded: the relative error of ``E[y^2] - E[y]^2`` is then some 1e-6 times ``1 + E[y]^2 / var``.
+        """
+        vector = self.zeros(y.shape[-1:], y.dtype)  # the sums read none of the others
+        arrays = BatchNormArrays(y, y, None, None, vector, vector, vector, vector, sums, sums, 1.0)
+        separate = chain(self.conv_forward(x, w, b, y, geometry), self.batch_norm(arrays).statistics)
+        return separate if has_nothing(x, y) else self._with_statistics(separate, x, w, b, y, sums, geometry)
+
+    def conv_backward_data_sums(self, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays) -> Kernel:
+        """Build `conv_backward_data` with the gradient of a norm's output, ``norm.dy``, as its result, and the sums of
+        the norm's gradient.
+
+        Writes `sums`, `dgamma` and `dbeta` as ``backward_sums()`` does, and ``norm.dy``: the gradient before or after
+        it is multiplied by the derivative of a ReLU. ``backward_data()`` of a norm with `summed` may multiply again.
+        """
+        convolution = self.conv_backward_data(dy, w, norm.dy, geometry)
+        # Kernels that apply an activation themselves write no intermediate result to dx.
+        dx = norm.dy if self.fuses_norms else self.empty(norm.dy.shape, norm.dy.dtype)
+        sums = self.batch_norm(replace(norm, dx=dx)).backward_sums
+        assert sums is not None
+        separate = chain(convolution, sums)
+        return separate if has_nothing(dy, norm.dy) else self._with_gradient_sums(separate, dy, w, geometry, norm)
+
+    def _with_statistics(
+        self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry
+    ) -> Kernel:
+        """Return the kernel that computes the same as `separate`; local, on arrays with elements."""
+        return separate
+
+    def _with_gradient_sums(
+        self, separate: Kernel, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
+    ) -> Kernel:
+        """Return the kernel that computes the same as `separate`; local, on arrays with elements."""
+        return separate
