@@ -2,9 +2,11 @@
 
     python benchmarks/prediction.py                    every grid of 1, 2 and 4 ranks, and six emulated networks
     python benchmarks/prediction.py --kind plans       the planner's choice against the four baselines
+    python benchmarks/prediction.py --out FILE --minutes 4 --resume      a part of it; again until nothing is missing
 
-Each job profiles messages and layers, and measures steps of all strategies in turn. A star marks jobs in which ranks
-share cores.
+Each job profiles messages and layers, and measures steps of all strategies in turn. If ranks share cores, the model
+multiplies the times of layers by the ranks per core (`perfmodel/profile/cache.py`). Networks during whose measurement
+other processes used more than `DISTURBED` cores are not counted, and `--resume` measures them again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -34,6 +38,16 @@ EMULATED = ((1e-6, 1e-10), (2e-5, 1e-10), (2e-4, 1e-9), (1e-3, 1e-9), (5e-5, 1e-
 WHERE_IT_MATTERS = ((2e-4, 1e-9), (5e-5, 1e-8))
 #: Strategies that differ by less than this need not be ranked.
 NEAR = 0.10
+#: Errors above this are counted.
+FAR = 0.15
+#: Cores that other processes may use during a measurement.
+DISTURBED = 0.1
+
+Row = dict[str, Any]
+
+
+def _place(row: Row) -> tuple[str, int, str]:
+    return row["network"], row["ranks"], row["transport"]
 
 
 def emulated(some: tuple[tuple[float, float], ...]) -> list[str]:
@@ -41,33 +55,33 @@ def emulated(some: tuple[tuple[float, float], ...]) -> list[str]:
     return [f"emulated:alpha={alpha:g},beta={beta:g}" for alpha, beta in some]
 
 
-def job(ranks: int, networks: list[str], transports: list[str], kind: str, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of one MPI job.
+def job(ranks: int, networks: dict[str, list[str]], kind: str, seconds: float, until: float) -> Iterator[list[Row]]:
+    """Yield the rows of each network of one MPI job as it measures them; `networks` are given by transport.
 
     Raises
     ------
     EntryError
         If the job fails.
     """
-    spec = {"networks": networks, "transports": transports, "kind": kind, "seconds": seconds, "threads": 1}
+    spec = {"networks": networks, "kind": kind, "seconds": seconds, "threads": 1, "until": until}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [*launcher(ranks), sys.executable, str(_PROGRAM), json.dumps(spec)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=3600)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        yield from map(json.loads, done.stdout)
     if done.returncode:
         raise EntryError(f"{ranks} ranks failed with exit code {done.returncode}")
-    return json.loads(done.stdout)
 
 
-def errors(rows: list[dict[str, Any]]) -> list[float]:
+def errors(rows: list[Row]) -> list[float]:
     """Return the absolute values of the relative errors of the predictions, sorted."""
     return sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
 
 
-def misranked(rows: list[dict[str, Any]]) -> tuple[int, int]:
+def misranked(rows: list[Row]) -> tuple[int, int]:
     """Return the number of pairs of strategies ranked wrongly, and of pairs that differ by more than `NEAR`."""
     wrong = total = 0
-    keys = ("network", "ranks", "transport")
-    for _, group in itertools.groupby(rows, key=lambda row: tuple(row[k] for k in keys)):
+    for _, group in itertools.groupby(rows, key=_place):
         for a, b in itertools.combinations(list(group), 2):
             low, high = sorted((a, b), key=lambda row: row["measured"])
             if high["measured"] > (1 + NEAR) * low["measured"]:
@@ -76,27 +90,26 @@ def misranked(rows: list[dict[str, Any]]) -> tuple[int, int]:
     return wrong, total
 
 
-def summary(rows: list[dict[str, Any]], cores: int) -> str:
-    """Return lines on errors and ranking, separately for jobs with at most as many ranks as cores and with more."""
+def summary(rows: list[Row], cores: int) -> str:
+    """Return a line on errors and ranking per number of ranks, and where they run: on the node, or emulated."""
     lines = []
-    for label, some in (
-        ("as many ranks as cores", [r for r in rows if r["ranks"] <= cores]),
-        ("more ranks than cores *", [r for r in rows if r["ranks"] > cores]),
-    ):
-        if some:
-            found, (wrong, total) = errors(some), misranked(some)
-            lines.append(
-                f"{label}: {len(some)} steps, error median {median(found):.1%}, worst {found[-1]:.1%}; "
-                f"{wrong} of {total} pairs that differ by more than {NEAR:.0%} ranked wrongly"
-            )
+    for ranks, net in sorted({(row["ranks"], row["transport"] != "auto") for row in rows}):
+        some = [row for row in rows if (row["ranks"], row["transport"] != "auto") == (ranks, net)]
+        found, (wrong, total) = errors(some), misranked(some)
+        where = "emulated networks" if net else "the node"
+        shared = f" ({ranks} ranks share {cores} cores)" if ranks > cores else ""
+        lines.append(
+            f"{ranks} ranks, {where}{shared}: {len(some)} steps, error median {median(found):.1%}, worst "
+            f"{found[-1]:.1%}, {sum(one > FAR for one in found)} above {FAR:.0%}; "
+            f"{wrong} of {total} pairs that differ by more than {NEAR:.0%} ranked wrongly"
+        )
     return "\n".join(lines)
 
 
-def gains(rows: list[dict[str, Any]]) -> str:
+def gains(rows: list[Row]) -> str:
     """Return a table of the plan's speed-up over the best baseline, per network, ranks and transport."""
     lines = [f"{'network':>14} {'ranks':>5}  {'transport':<34} {'plan ms':>9} {'best baseline':>22} {'speed-up':>9}"]
-    keys = ("network", "ranks", "transport")
-    for key, group in itertools.groupby(rows, key=lambda row: tuple(row[k] for k in keys)):
+    for key, group in itertools.groupby(rows, key=_place):
         by = {row["strategy"]: row["measured"] for row in group}
         plan = by.pop("plan")
         best = min(by, key=lambda name: by[name])
@@ -110,26 +123,40 @@ def main(
     networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(NETWORKS),
     ranks: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,4",
     seconds: Annotated[float, typer.Option(min=0.05, help="Of steps per strategy.")] = 2.0,
-    out: Annotated[str, typer.Option(help="Write everything as JSON there.")] = "",
+    out: Annotated[str, typer.Option(help="Write everything as JSON there, after every network.")] = "",
+    resume: Annotated[bool, typer.Option(help="Measure only what is missing in --out.")] = False,
+    minutes: Annotated[float, typer.Option(min=0, help="Begin no network after these.")] = 600.0,
 ) -> None:
     """Compare predictions, or plans, with measured steps."""
     if kind not in ("grids", "plans"):
         raise typer.BadParameter(f"expected grids or plans, got {kind!r}", param_hint="--kind")
-    names, cores = networks.split(","), len(os.sched_getaffinity(0))
-    rows: list[dict[str, Any]] = []
+    if resume and not out:
+        raise typer.BadParameter("expected --out with the file to continue", param_hint="--resume")
+    rows: list[Row] = json.loads(Path(out).read_text())["rows"] if resume and Path(out).exists() else []
+    rows = [row for row in rows if row["others"] <= DISTURBED]
+    done, until = set(map(_place, rows)), time.time() + 60 * minutes
+    counts = [int(count) for count in ranks.split(",")]
+    jobs = [(count, ["auto"]) for count in counts] + [(count, emulated(EMULATED)) for count in counts if count == 2]
+    if kind == "plans":
+        jobs = [(count, emulated(WHERE_IT_MATTERS)) for count in counts if count > 1]
     try:
-        for count in map(int, ranks.split(",")):
-            if kind == "plans":
-                rows += job(count, names, emulated(WHERE_IT_MATTERS), "plans", seconds) if count > 1 else []
+        for count, transports in jobs:
+            missing = {t: [n for n in networks.split(",") if (n, count, t) not in done] for t in transports}
+            if not any(missing.values()) or time.time() > until:
                 continue
-            transports = ["auto"] + (emulated(EMULATED) if count == 2 else [])
-            rows += job(count, names, transports, "grids", seconds)
+            for found in job(count, missing, kind, seconds, until):
+                rows += found
+                if out:
+                    Path(out).write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
     except EntryError as error:
         print(f"prediction: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(gains(rows) if kind == "plans" else summary(rows, cores))
-    if out:
-        Path(out).write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    quiet = [row for row in rows if row["others"] <= DISTURBED]
+    if len(quiet) < len(rows):
+        disturbed = f"{len(rows) - len(quiet)} of {len(rows)} rows"
+        print(f"{disturbed} were disturbed by other processes; --resume measures them again")
+    if rows := quiet:
+        print(gains(rows) if kind == "plans" else summary(rows, len(os.sched_getaffinity(0))))
 
 
 if __name__ == "__main__":

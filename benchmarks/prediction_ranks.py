@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import numpy as np
 from mpi4py import MPI
 
+from benchmarks.machine import Load
 from benchmarks.prediction_cases import CASES, Case, strategies
 from halograd.auto import measure_steps
 from halograd.comm import Communicator
@@ -127,15 +128,34 @@ class Predictor:
         }
 
 
-def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure all networks of `spec` on all its transports, under all strategies of its kind. Collective."""
-    results = []
+class Disturbance:
+    """Meter of the CPU time of processes that are not ranks, on one node. Collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self._load = comm, Load()
+        self._own, self._begin = time.process_time(), time.perf_counter()
+
+    def cores(self) -> float:
+        """Return how many cores other processes have used since the creation of this object, on average."""
+        busy, _ = self._load.since()
+        own = float(self.comm.allreduce_scalar(time.process_time() - self._own, "sum"))
+        return max(0.0, busy - own) / (time.perf_counter() - self._begin)
+
+
+def run(spec: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each network of `spec` on each of its transports, under all strategies of its kind. Collective.
+
+    No network is begun when `spec["until"]` is past [s since the epoch].
+    """
     backend = get_backend("onednn", threads=spec["threads"])
-    for transport in spec["transports"]:
+    for transport, names in spec["networks"].items():
         comm = Communicator(MPI.COMM_WORLD, transport)
-        predictor = Predictor(comm, backend)
-        for name in spec["networks"]:
-            case = CASES[name]
+        predictor = None
+        for name in names:
+            if comm.allreduce_scalar(time.time(), "max") > spec["until"]:
+                break
+            predictor = predictor or Predictor(comm, backend)
+            case, rows, disturbance = CASES[name], [], Disturbance(comm)
             times = predictor.times(case)
             tried = partial(try_steps, case, comm, backend)
             chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times, predictor.again, tried)
@@ -143,16 +163,17 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
                 predictor.seconds(case, strategy, times)
             measured = measure(case, comm, backend, chosen, spec["seconds"], predictor.sweep)
             times.forget()
+            others = disturbance.cores()
             for label, strategy in chosen.items():
                 predicted = predictor.seconds(case, strategy, times)
-                row = {"network": name, "ranks": comm.size, "transport": transport, "strategy": label}
-                results.append(row | {"measured": measured[label], "predicted": predicted["step"], "parts": predicted})
+                row = {"network": name, "ranks": comm.size, "transport": transport, "strategy": label, "others": others}
+                rows.append(row | {"measured": measured[label], "predicted": predicted["step"], "parts": predicted})
                 if comm.rank == 0:
-                    print(_line(results[-1]), file=sys.stderr, flush=True)
+                    print(_line(rows[-1]), file=sys.stderr, flush=True)
             predictor.close_sweeps()
+            yield rows
         comm.close()
     backend.close()
-    return results
 
 
 def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Strategy]) -> dict[str, float]:
@@ -209,10 +230,11 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['network']:>12} {row['ranks']} ranks {row['transport']:<34} {row['strategy']:<26} "
         f"measured {1e3 * row['measured']:9.2f} ms  predicted {1e3 * row['predicted']:9.2f} ms  {100 * error:+6.1f} %"
+        f"  others {row['others']:.2f} cores"
     )
 
 
 if __name__ == "__main__":
-    everything = run(json.loads(sys.argv[1]))
-    if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(everything))
+    for found in run(json.loads(sys.argv[1])):
+        if MPI.COMM_WORLD.rank == 0:
+            print(json.dumps(found), flush=True)
