@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .machine import GroupStage, Link, Protocol
 
-__all__ = ["ALGORITHMS", "group_seconds", "library_seconds", "seconds"]
+__all__ = ["ALGORITHMS", "chunk_bytes", "group_seconds", "library_seconds", "seconds"]
 
 #: Function of nbytes, ranks (at least 2) and link that returns seconds.
 Formula = Callable[[float, int, Link], float]
@@ -199,7 +199,10 @@ def library_seconds(
     else:
         valid, part = [one for one in protocols if one.algorithm == "ring" and not 0 < one.most < nbytes], 0.5
     times = [_protocol_seconds(protocol, part * nbytes, ranks, nodes, groups, part) for protocol in valid]
-    return min(times, default=None)
+    if not times:
+        return None
+    (seconds, transfer), chosen = min(zip(times, valid), key=lambda one: one[0])
+    return seconds + _pipeline_seconds(chosen, nbytes, ranks, nodes, groups), transfer
 
 
 def _protocol_seconds(
@@ -207,11 +210,46 @@ def _protocol_seconds(
 ) -> tuple[float, float]:
     transfer = groups * nbytes / (protocol.bandwidth if nodes > 1 else protocol.node_bandwidth)
     if protocol.algorithm == "tree":
-        hops = (-(-ranks // nodes) - 1) * protocol.node + _log(nodes) * protocol.network
+        inside, between = _hops(ranks, nodes)
+        hops = inside * protocol.node + between * protocol.network
     else:
         hops = (ranks - 1) * (protocol.network if nodes > 1 else protocol.node)
         transfer *= 2 * (ranks - 1) / ranks
     return protocol.start + part * 2 * hops + transfer, transfer
+
+
+def _hops(ranks: int, nodes: int) -> tuple[int, int]:
+    """Return the number of hops from a leaf of a tree to its root, within a node and between nodes."""
+    return -(-ranks // nodes) - 1, _log(nodes)
+
+
+def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int, groups: int) -> float:
+    """Return the time until the first chunk has passed all hops but the first, upwards and downwards [s]."""
+    if protocol.algorithm != "tree" or not protocol.chunk:
+        return 0.0
+    inside, between = _hops(ranks, nodes)
+    chunks = groups * protocol.channels * chunk_bytes(protocol, nbytes, inside + between)
+    first = min(inside, 1)
+    # The bandwidths are those of both directions together.
+    return chunks * ((inside - first) / protocol.node_bandwidth + (between - 1 + first) / protocol.bandwidth)
+
+
+def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
+    """Return the size of the chunks of a tree [B], by the rule of NCCL 2.4 (`computeColl` in its src/enqueue.cu).
+
+    A chunk is halved as long as a channel has fewer than 8 chunks per hop and it has more than 4 times its least size;
+    then as long as there are fewer than 4 and it has more than twice; then as long as there is fewer than one.
+
+    >>> from halograd.perfmodel.machine import Protocol
+    >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)
+    >>> [chunk_bytes(tree, nbytes, hops=9) for nbytes in (1 << 20, 1 << 14, 1 << 12, 1 << 5)]
+    [512, 128, 64, 16.0]
+    """
+    chunk: float = protocol.chunk
+    for most, least in ((8, 4), (4, 2), (1, 1)):
+        while nbytes < protocol.channels * chunk * most * (hops + 1) and chunk > least * protocol.least_chunk:
+            chunk /= 2
+    return min(chunk, nbytes / protocol.channels)
 
 
 def _staged(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:

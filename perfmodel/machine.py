@@ -179,7 +179,8 @@ class Protocol:
 
     With P ranks on N nodes, n bytes take ``start + 2 (P/N - 1) node + 2 floor(lg N) network + n / bandwidth`` [s] on a
     tree, and ``start + 2 (P - 1) network + 2 n (P - 1)/P / bandwidth`` on a ring; on one node with the hops `node` and
-    with `node_bandwidth`.
+    with `node_bandwidth`. The library chooses by these times. A tree in chunks takes longer: every hop but the first
+    passes a whole chunk on, upwards and downwards, before the next hop can begin.
 
     Parameters
     ----------
@@ -193,6 +194,11 @@ class Protocol:
         Time to start the operation [s].
     most
         Size of the largest vector that the library sums by this protocol [B]; 0: no limit.
+    channels
+        Number of parts of the vector that trees sum at the same time.
+    chunk, least_chunk
+        Size of the chunks of a part on a tree, and to what it is halved for vectors of few chunks
+        (:func:`halograd.perfmodel.collectives.chunk_bytes`) [B]; 0: bytes are passed on one by one.
     """
 
     algorithm: Literal["tree", "ring"]
@@ -202,6 +208,9 @@ class Protocol:
     bandwidth: float
     start: float = 0.0
     most: int = 0
+    channels: int = 1
+    chunk: int = 0
+    least_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,6 +318,9 @@ class Machine:
         Description of a device.
     runtime
         Overheads of the library, if they were measured.
+    rounds_gradients
+        Whether kernels write gradients of weights in 16 bits if activations have 16 bits: on GPUs, not on processors
+        (:attr:`halograd.kernels.Backend.rounds_gradients`).
     """
 
     name: str
@@ -328,6 +340,7 @@ class Machine:
     topology: Topology | None = None
     collectives: Mapping[str, Protocol] = field(default_factory=dict)
     variation: Variation = field(default_factory=Variation)
+    rounds_gradients: bool = True
 
     def __hash__(self) -> int:
         return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
@@ -382,6 +395,7 @@ class Machine:
                 "memory": format_quantity(self.memory, "B"),
                 "memory_bandwidth": format_quantity(self.memory_bandwidth, "B/s"),
                 "launch": format_quantity(self.launch, "s"),
+                "rounds_gradients": self.rounds_gradients,
                 "peak_flops": {dtype: format_quantity(peak, "flop/s") for dtype, peak in self.peak_flops.items()},
                 "efficiency": {
                     **_efficiency(self.efficiency),
@@ -563,7 +577,7 @@ def _protocol(found: Protocol) -> dict[str, Any]:
         dict.fromkeys(("start", "node", "network"), "s"),
         dict.fromkeys(("node_bandwidth", "bandwidth"), "B/s"),
     )
-    return _quantities(found, **times, **rates, most="B")
+    return _quantities(found, **times, **rates, most="B", chunk="B", least_chunk="B")
 
 
 def _quantities(found: Any, **units: str) -> dict[str, Any]:
@@ -664,6 +678,8 @@ class DeviceTable(Table):
     memory: Bytes
     memory_bandwidth: BytesPerSecond
     launch: Seconds
+    rounds_gradients: bool = True
+    """Whether kernels write gradients of weights in 16 bits, as on GPUs, if activations have 16 bits."""
     peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
     efficiency: EfficiencyTable
 
@@ -699,6 +715,14 @@ class ProtocolTable(Table):
     bandwidth: BytesPerSecond
     start: Seconds = 0.0
     most: Bytes = 0
+    channels: Count = 1
+    chunk: Bytes = 0
+    least_chunk: Bytes = 0
+
+    def protocol(self) -> Protocol:
+        """Return the protocol of the cost model."""
+        sizes = {key: int(getattr(self, key)) for key in ("most", "chunk", "least_chunk")}
+        return Protocol(**dict(self) | sizes)
 
 
 class VariationTable(Table):
@@ -757,6 +781,7 @@ class MachineTable(Table):
             Overheads(**{**dict(runtime), **sums}),
             device.efficiency.weighted(),
             None if self.topology is None else Topology(**dict(self.topology)),
-            {name: Protocol(**dict(found) | {"most": int(found.most)}) for name, found in self.collectives.items()},
+            {name: found.protocol() for name, found in self.collectives.items()},
             Variation(**dict(self.variation)),
+            device.rounds_gradients,
         )

@@ -156,7 +156,9 @@ class Simulation:
         return replace(self.strategy, layers=layers) if layers != self.strategy.layers else self.strategy
 
     def _target(self, rank: int) -> Target:
-        return Target(self.batch, self.ranks, rank, as_dtype(self.training.dtype), overlaps=self.pricing.overlaps)
+        rounds = self.pricing.wires.machine.rounds_gradients
+        dtype = as_dtype(self.training.dtype)
+        return Target(self.batch, self.ranks, rank, dtype, overlaps=self.pricing.overlaps, rounds=rounds)
 
     def _program(self, rank: int) -> Program:
         """Return the program of one rank, with the dense layers that the scheme replicates."""

@@ -190,6 +190,7 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     half = max(0.0, line.alpha - launch) * peak[dtype] * compute
     efficiency = Efficiency(compute=compute, half=half, least=_LEAST)
     return {
+        "rounds_gradients": kernels.rounds_gradients,
         "peak_flops": peak,
         "memory_bandwidth": bandwidth,
         "launch": launch,

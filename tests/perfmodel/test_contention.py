@@ -53,6 +53,24 @@ def test_collectives_of_a_library(kind, nbytes, ranks, nodes, groups, seconds) -
     assert library_seconds("all_gather", 8, 4, 2, [tree]) is None
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "nodes", "groups", "seconds"),
+    [
+        (80, 12, 4, 1, 2 * 8 * (1 / 20 + 2 / 10)),  # fewer than four chunks of 16 B per hop and channel
+        (800, 12, 4, 2, 2 * 2 * 16 * (1 / 20 + 2 / 10)),  # sums of two groups take turns
+        (8000, 4, 4, 1, 2 * 64 * 1 / 10),  # many chunks; the first hop is a part of the transfer
+        (4, 3, 1, 1, 2 * 2 * 1 / 20),  # one chunk per channel
+    ],
+)
+def test_trees_pass_chunks_on(nbytes, ranks, nodes, groups, seconds) -> None:
+    """Chunks take time at every hop, which the choice of a protocol does not count."""
+    whole = Protocol("tree", node=0.0, network=0.0, node_bandwidth=20.0, bandwidth=10.0)
+    tree = dataclasses.replace(whole, channels=2, chunk=64, least_chunk=4)
+    plain, busy = library_seconds("allreduce", nbytes, ranks, nodes, [whole], groups)
+    ring = Protocol("ring", node=0.0, network=0.0, node_bandwidth=1.0, bandwidth=1.0, start=plain)
+    assert library_seconds("allreduce", nbytes, ranks, nodes, [ring, tree], groups) == (plain + seconds, busy)
+
+
 def test_stages_share_links() -> None:
     """Eight ranks: two per node, two nodes per switch, two switches."""
     inner, nodes, switches = dataclasses.replace(MACHINE, topology=Topology(1, 0.0, 4.0)).stages(range(8))
@@ -120,7 +138,7 @@ def test_files() -> None:
         Machine.load("lassen"),
         weighted={"forward": Efficiency(2.0, 1e9, 0.5, 0.01, 0.8)},
         topology=Topology(2, 1e9, 2e9),
-        collectives={"a b": Protocol("ring", 1e-6, 2e-6, 1e9, 2e9, 3e-6, 1024)},
+        collectives={"a b": Protocol("ring", 1e-6, 2e-6, 1e9, 2e9, 3e-6, 1024, 2, 4096, 512)},
         variation=Variation(0.1, 0.2, 3),
     )
     assert Machine.parse(machine.to_toml()) == machine

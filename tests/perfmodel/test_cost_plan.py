@@ -7,7 +7,7 @@ import pytest
 
 from halograd.device import as_dtype
 from halograd.errors import UserError
-from halograd.kernels import get_backend
+from halograd.kernels import BACKENDS, get_backend
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import parameter_blocks
@@ -288,6 +288,20 @@ def test_memory_of_parameters_is_that_of_the_store(name, dtype):
     found = memory_of(program_of(network, strategy, Target(4, dtype=as_dtype(dtype)), blocks), blocks)
     for use in ("parameter", "parameter gradient"):
         assert found[use] == store.memory.bytes[use] > 0, use
+
+
+def test_machines_say_whether_gradients_are_rounded():
+    """Plans count gradients in 16 bits as the backends do: on GPUs, not on processors."""
+    network, found = lenet5(classes=4, resolution=28), []
+    for machine, backend in ((Machine.load("dgx-h100"), "cudnn"), (Machine.load("cpu-core"), "onednn")):
+        assert machine.rounds_gradients == BACKENDS[backend].rounds_gradients
+        assert Machine.parse(machine.to_toml()) == machine
+        pricing = Pricing(Wires(machine), RooflineTimes(machine), "bfloat16")
+        found.append(Simulation(network, Strategy(), 4, pricing, Training("bfloat16")).memory["parameter gradient"])
+    store = ParameterStore(
+        network, Memory(get_backend("numpy")), as_dtype("bfloat16"), blocks=parameter_blocks(network, Strategy(), 1)
+    )
+    assert found[0] == store.memory.bytes["parameter gradient"] > found[1]
 
 
 @pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
