@@ -46,7 +46,7 @@ from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
-from .widening import wider
+from .widening import MARGIN, wider
 
 __all__ = ["Planning", "StrategySearch", "plan_frontier", "plan_network", "quick_pricing", "uncollected"]
 
@@ -83,6 +83,8 @@ CUTS, NEAR_LEAST = 6, 0.97
 LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
+#: Number of the fastest strategies that fit, and of all, that are tried with wide values if a limit binds.
+WIDENED = 4
 
 
 @dataclass(frozen=True)
@@ -201,12 +203,17 @@ class StrategySearch:
 
     def run(self) -> Plan:
         began = time.perf_counter()
-        return self.result(self._widened(self.best()), began)
+        return self.result(self.best(widens=True), began)
 
-    def best(self) -> Contender:
-        """Search; return the fastest strategy that fits. Raises UserError if there is none."""
+    def best(self, widens: bool = False) -> Contender:
+        """Search; return the fastest strategy that fits, with `widens` also one with wide values.
+
+        Raises UserError if there is none.
+        """
         failure = self.chooser.look(self)
         best = self._recomputed(self.contenders.fastest(self.limit))
+        if widens:
+            best = self._widened(best)
         if best is None:
             self._refuse(failure)
         return best
@@ -419,19 +426,31 @@ class StrategySearch:
 
     # -- what is computed with margins ---------------------------------------------------------
 
-    def _widened(self, best: Contender) -> Contender:
-        """Return the strategy with wide values if that is faster, by a margin, and fits; else `best` itself."""
+    def _widened(self, best: Contender | None) -> Contender | None:
+        """Return the fastest strategy that fits, also with wide values if that is faster than `best` by a margin.
+
+        If the limit binds, several of the fastest strategies are tried, also those that only fit with wide values.
+        """
 
         def simulation(strategy: Strategy) -> Simulation:
             return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
 
-        if not self.chooser.widens:
-            return best
-        plain = best.simulation.prediction(account=False)
-        for found in wider(_with_halos(best.strategy, plain), plain, lambda one: simulation(one).prediction(False)):
-            made = Contender(best.name, simulation(found), indices=best.indices)
-            if made.fits(self.limit):
-                return made
+        some = [best]
+        if best is None or best is not self.contenders.fastest():
+            some = [*self.contenders.few(self.limit, WIDENED), *self.contenders.few(math.inf, WIDENED)]
+        limit = math.inf if best is None else (1 - MARGIN) * best.seconds
+        for one in filter(None, dict.fromkeys(some) if self.chooser.widens else []):
+            plain = one.simulation.prediction(account=False)
+            if one.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
+                continue
+            given = _with_halos(one.strategy, plain)
+            for found in wider(given, plain, lambda strategy: simulation(strategy).prediction(False)):
+                made = Contender(one.name, simulation(found), indices=one.indices)
+                if made.seconds >= limit:
+                    break
+                if made.fits(self.limit):
+                    best, limit = made, made.seconds
+                    break
         return best
 
     # -- what comes of it ----------------------------------------------------------------------
@@ -475,7 +494,9 @@ class StrategySearch:
             else:
                 continue
             break
-        for dtype in (d for d in LOW if d in self.machine.peak_flops and self.training.dtype == "float32"):
+        # Where 16 bits are no faster, they are only emulated, which a run refuses.
+        peaks = self.machine.peak_flops if self.training.dtype == "float32" else {}
+        for dtype in (d for d in LOW if peaks.get(d, 0.0) > peaks["float32"]):
             for plan in self._other(training=replace(self.training, dtype=dtype)):
                 yield f'dtype = "{dtype}"', plan.step_seconds
         for ranks in (self.ranks * k for k in MORE):
