@@ -243,7 +243,7 @@ def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
     >>> from halograd.perfmodel.machine import Protocol
     >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)
     >>> [chunk_bytes(tree, nbytes, hops=9) for nbytes in (1 << 20, 1 << 14, 1 << 12, 1 << 5)]
-    [512, 128, 64, 16.0]
+    [512, 128.0, 64.0, 16.0]
     """
     chunk: float = protocol.chunk
     for most, least in ((8, 4), (4, 2), (1, 1)):
