@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
-from halograd.kernels import Backend
+from halograd.kernels import Backend, BatchNormArrays
+from halograd.kernels.cudnn import sums
+from halograd.kernels.kernel import BatchNormTraining
 from tests.kernels import reference
 from tests.kernels.geometries import Case
 from tests.kernels.reference import RELU
@@ -68,6 +72,44 @@ def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, fl
         "dx": error(dx, reference.conv_data(dy64, w64, g, xs)),
         "dw": error(dw, reference.conv_filter(x64, dy64, g, ws)),
         "db": error(db, dy64.sum(axis=tuple(range(dy64.ndim - 1)))),
+    }
+    for kernel in kernels:
+        kernel.close()
+    return found
+
+
+def sums_errors(backend: Backend, case: Case, dtype: str) -> dict[str, float]:
+    """Return relative errors of convolutions with the sums of a norm, in one plan, after two runs."""
+    a, g, (xs, ws, bs, ys) = OnDevice(backend, dtype), case.geometry, case.shapes
+    (x, x64), (w, w64), (b, b64), (dy, dy64), (z, z64) = (a.draw(*shape) for shape in (xs, ws, bs, ys, xs))
+    y, dx, channels = a.poisoned(*ys), a.poisoned(*xs), xs[-1]
+    totals, both = (backend.zeros((2, n), "float64") for n in (ys[-1], channels))
+    flat = z64.reshape(-1, channels)
+    numbers = {"gamma": np.linspace(0.5, 2, channels), "beta": np.linspace(-1, 1, channels)}
+    numbers |= {"mean": flat.mean(0), "var": flat.var(0)}
+    vectors = {name: backend.xp.asarray(array.astype(np.float32)) for name, array in numbers.items()}
+    gradients = {name: backend.zeros((channels,), "float32") for name in ("dgamma", "dbeta")}
+    training = BatchNormTraining(len(flat), **gradients)
+    norm = BatchNormArrays(z, z, dx, None, **vectors, sums=both, means=both, eps=1e-5)
+    norm = replace(norm, activation=RELU, training=training)
+    engine = backend._engine
+    kernels = [sums.forward(engine, x, w, b, y, totals, g)[1], sums.backward_data(engine, dy, w, g, norm)[1]]
+    for kernel in kernels * 2:
+        kernel()
+    xhat = (flat - numbers["mean"]) / np.sqrt(numbers["var"] + 1e-5)
+    image = reference.conv(x64, w64, b64, g, ys)
+    masked = reference.conv_data(dy64, w64, g, xs).reshape(-1, channels)
+    masked *= xhat * numbers["gamma"] + numbers["beta"] > 0
+    rows = image.reshape(-1, ys[-1])
+    expected = np.stack([masked.sum(0), (masked * xhat).sum(0)])
+    found = {
+        "y": error(y, image),
+        "sums": error(totals, np.stack([rows.sum(0), (rows**2).sum(0)])),
+        # An element at which the ReLU begins is on either side of it.
+        "dx": float(np.mean(np.abs(to_host(dx).reshape(masked.shape) - masked)) / np.abs(masked).max()),
+        "gradient sums": error(both, expected),
+        "dgamma": error(gradients["dgamma"], expected[1]),
+        "dbeta": error(gradients["dbeta"], expected[0]),
     }
     for kernel in kernels:
         kernel.close()

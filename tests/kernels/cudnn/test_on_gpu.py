@@ -16,7 +16,7 @@ from tests.kernels.reference import RELU
 
 from ..test_attention import Case as AttentionCase
 from .fake_runtime import Machine
-from .on_device import BOUNDS, OnDevice, attention_errors, convolution_errors, dense_errors, to_host
+from .on_device import BOUNDS, OnDevice, attention_errors, convolution_errors, dense_errors, sums_errors, to_host
 
 #: By cuDNN in 16 bits: blocks of keys that are merged, grouped queries, windows with biases.
 ATTENTION = {
@@ -28,6 +28,12 @@ ATTENTION = {
     "biased": AttentionCase((Everywhere(12, 12), Everywhere(10, 9)), heads=2, d=40, e=40, bias=True),
     "narrow": AttentionCase((Everywhere(33, 20),), heads=2, d=12, e=12),
 }
+#: Convolutions with the sums of a norm, one of them a block with rows that no output reads.
+SUMMED = [
+    Case("plane", Geometry.of((3, 3), 1, 1), (20, 12), 2, 16, 8),
+    Case("block", Geometry.of((3, 3), 1, ((0, -2), (1, 1))), (9, 12), 1, 8, 16),
+    Case("volume", Geometry.of((3, 3, 3), 1, 1), (5, 6, 4), 1, 8, 8),
+]
 #: The double has no kernels of ours.
 ON_DOUBLE = ("global", "grouped", "windows")
 G = Geometry.of((3, 3), 1, 1)
@@ -59,6 +65,13 @@ def test_numbers(opened, case, dtype):
     options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
     found = convolution_errors(opened(**options), case, "float32" if options else dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_norms(opened, case, dtype):
+    found = sums_errors(opened(), case, dtype)
+    assert max(found.values()) <= 3 * BOUNDS[dtype], found
 
 
 @pytest.mark.parametrize("dtype", ["float64", "strict", "tf32", "float16", "bfloat16"])
