@@ -154,11 +154,11 @@ def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
     {1: slice(0, 3, None), 4: slice(8, 28, None)}
     """
     step = max(1, _ALIGNMENT // dtype.itemsize)
-    found, first = {}, 0
+    slices, first = {}, 0
     for peer, count in sorted(counts.items()):
-        found[peer] = slice(first, first + count)
+        slices[peer] = slice(first, first + count)
         first += -(-count // step) * step
-    return found
+    return slices
 
 
 def end_of(where: Mapping[int, slice]) -> int:

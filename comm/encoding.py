@@ -66,12 +66,12 @@ class Encoding:
 
     def collect(self) -> None:
         """Add the encoding errors of this rank's parts of sums to `error`. Local."""
-        taken = 0
+        offset = 0
         assert self.error is not None and self.share_error is not None
         for part in self.owned:
             length = part.stop - part.start
-            self.error[part] += self.share_error[taken : taken + length]
-            taken += length
+            self.error[part] += self.share_error[offset : offset + length]
+            offset += length
         self.share_error.fill(0)
 
     def forget_faults(self) -> None:

@@ -141,8 +141,8 @@ class Maker:
         idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]
         by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
         arrays = [staging(spec.buffer) for spec in by_host]
-        wanted = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
-        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._links.plans(wanted)))
+        requests = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
+        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._links.plans(requests)))
         return [
             Reduction(spec.buffer, booked, ReductionPlan())
             if rests
@@ -183,14 +183,14 @@ def side_by_side(
     ['door high', 'wall high']
     [81, 81]
     """
-    made: dict[int, Made] = {}
+    results: dict[int, Made] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
     while answers:
-        asked: dict[int, Question] = {}
-        for number, given in answers.items():
+        questions: dict[int, Question] = {}
+        for number, reply in answers.items():
             try:
-                asked[number] = steps[number].send(given)
+                questions[number] = steps[number].send(reply)
             except StopIteration as end:
-                made[number] = end.value
-        answers = dict(zip(asked, answer(list(asked.values())))) if asked else {}
-    return [made[number] for number in range(len(steps))]
+                results[number] = end.value
+        answers = dict(zip(questions, answer(list(questions.values())))) if questions else {}
+    return [results[number] for number in range(len(steps))]

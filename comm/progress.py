@@ -83,12 +83,12 @@ def _calls(stages: Sequence[Stage]) -> _Calls:
 
     A list of calls runs faster than a list of stages.
     """
-    found: _Calls = []
+    calls: _Calls = []
     for stage in stages:
         if stage is not stages[0] and type(stage).begin is not Stage.begin:
-            found.append(stage.begin)
-        found += stage.calls if type(stage) is Work else [stage.wait]
-    return found
+            calls.append(stage.begin)
+        calls += stage.calls if type(stage) is Work else [stage.wait]
+    return calls
 
 
 class StagedOperation:

@@ -73,12 +73,12 @@ class Room:
 
     def stages(self, coding: Coding) -> list[Stage]:
         """Return the stages of the sum."""
-        found: list[Stage] = [coding.deposit(self.deposits)]
+        stages: list[Stage] = [coding.deposit(self.deposits)]
         if self.scatter is not None:
-            found += [self.scatter, coding.add(self.summands, self.total)]
+            stages += [self.scatter, coding.add(self.summands, self.total)]
         if self.gather is not None:
-            found.append(self.gather)
-        return [*found, coding.give_back(self.returns)] if len(self.returns) else found
+            stages.append(self.gather)
+        return [*stages, coding.give_back(self.returns)] if len(self.returns) else stages
 
 
 class Coding(Protocol):
@@ -383,9 +383,9 @@ def check_alike(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> Non
 
     Messages call that rank `first`. The caller agrees on the error.
     """
-    wanted = mpi_comm.bcast(mine, root=0)
-    if len(mine) != len(wanted):
-        raise CommError(f"buffers: expected {len(wanted)} as on rank {first}, got {len(mine)}")
-    for other, own in zip(wanted, mine):
+    expected = mpi_comm.bcast(mine, root=0)
+    if len(mine) != len(expected):
+        raise CommError(f"buffers: expected {len(expected)} as on rank {first}, got {len(mine)}")
+    for other, own in zip(expected, mine):
         if own != other:
             raise CommError(f"buffer: expected {other} as on rank {first}, got {own}")

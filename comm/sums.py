@@ -189,9 +189,9 @@ def ring_places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
     whole = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     nbytes = min(sum(whole), max([RING_BYTES, *whole]))
     places, end = list[tuple[int, int]](), 0
-    for size, wanted in zip(whole, sizes):
+    for size, requested in zip(whole, sizes):
         start = end if end + size <= nbytes else 0
-        places.append((start, start + wanted))
+        places.append((start, start + requested))
         end = start + size
     return places, nbytes
 

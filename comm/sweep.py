@@ -98,10 +98,10 @@ def _ours(path: Path, oldest: float) -> bool:
 
 def _mapped() -> set[str]:
     """Return paths in shared memory that some process has mapped, as far as this user may read."""
-    found: set[str] = set()
+    mapped: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        found |= _named_in(maps)
-    return found
+        mapped |= _named_in(maps)
+    return mapped
 
 
 def _named_in(maps: Path) -> set[str]:

@@ -60,10 +60,10 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
 
 def _files(process: int) -> dict[str, str]:
     """Return the targets of the open files of a process, by number; empty for a process of another user."""
-    found, folder = {}, f"/proc/{process}/fd"
+    files, folder = {}, f"/proc/{process}/fd"
     try:
         for number in os.listdir(folder):
-            found[number] = os.readlink(f"{folder}/{number}")
+            files[number] = os.readlink(f"{folder}/{number}")
     except OSError:
         pass
-    return found
+    return files

@@ -57,7 +57,7 @@ class Links(Protocol):
         """
         ...
 
-    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
+    def plans(self, sums: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
         """Return the plans of the sums of several named buffers. Collective over the communicator."""
         ...
 

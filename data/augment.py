@@ -398,13 +398,13 @@ class StandardAugmentation(Augmentation):
 
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return, for each channel that is a component of a vector, its axis and the channels of all components."""
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        components: dict[int, tuple[int, tuple[int, ...]]] = {}
         for vector in self.settings.vectors:
             # A name occurs several times in fields of several time steps.
             where = [[k for k, own in enumerate(field.channel_names) if own == name] for name in vector]
             for channels in zip(*where):
-                found |= {k: (axis, channels) for axis, k in enumerate(channels)}
-        return found
+                components |= {k: (axis, channels) for axis, k in enumerate(channels)}
+        return components
 
     # -- random placement ----------------------------------------------------------------------------
 
@@ -613,13 +613,13 @@ def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> t
     ((1, 0), [True, False])
     """
     *others, rows, columns = axes
-    found = list(mirrored)
+    flips = list(mirrored)
     if quarters % 2:
         rows, columns = columns, rows
     # A row of the result is read backwards after one quarter and two, a column after two and three.
-    found[-2] ^= quarters in (1, 2)
-    found[-1] ^= quarters in (2, 3)
-    return (*others, rows, columns), found
+    flips[-2] ^= quarters in (1, 2)
+    flips[-1] ^= quarters in (2, 3)
+    return (*others, rows, columns), flips
 
 
 def _between(draw: np.random.Generator, bounds: tuple[float, float], count: int) -> NDArray[np.float64]:

@@ -102,10 +102,10 @@ def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
     """Return the chunks of a dataset; None if HDF5 reads parts without their chunks. Local."""
     if dataset.is_virtual or dataset.chunks is None:
         return None
-    found = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)
+    chunks = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    fits = math.prod(found.shape) * found.itemsize <= dataset.file.id.get_access_plist().get_cache()[2]
-    return found if filtered or fits else None
+    fits = math.prod(chunks.shape) * chunks.itemsize <= dataset.file.id.get_access_plist().get_cache()[2]
+    return chunks if filtered or fits else None
 
 
 def open_cached(file: h5py.File, name: str, nbytes: int, chunks: Chunks) -> h5py.Dataset:

@@ -79,11 +79,11 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
         Indices in the data set, in the order of the predictions.
     """
     source = getattr(dataset, "source", lambda index: (str(dataset.path), index))
-    found = [source(int(index)) for index in samples]
+    sources = [source(int(index)) for index in samples]
     # As bytes, because a file name need not be valid UTF-8.
-    names = np.array([os.fsencode(name) for name, _ in found], object)
+    names = np.array([os.fsencode(name) for name, _ in sources], object)
     file.create_dataset(SOURCES[0], data=names, dtype=h5py.string_dtype())
-    file[SOURCES[1]] = np.array([number for _, number in found], np.int64)
+    file[SOURCES[1]] = np.array([number for _, number in sources], np.int64)
 
 
 def write_coordinates(
@@ -321,13 +321,13 @@ class _CoordinateWriter:
             shape = [joined.samples if axis == SAMPLE else n for axis, n in zip(variable.axes, variable.shape)]
             if joined.is_per_sample(name):
                 shape = [joined.samples, *shape]
-            made = self._file.create_dataset(name, tuple(shape), variable.dtype)
+            dataset = self._file.create_dataset(name, tuple(shape), variable.dtype)
             if name in joined.values:
-                made[()] = joined.values[name]
+                dataset[()] = joined.values[name]
             elif variable.mapping:
-                made[()] = variable.value
+                dataset[()] = variable.value
             else:
-                self._fill(made, name)
+                self._fill(dataset, name)
         for name in set(written) - joined.variables.keys():
             if name in self._file:
                 del self._file[name]
@@ -338,7 +338,7 @@ class _CoordinateWriter:
                 elif _base(value) in joined.variables:
                     self._file[name].attrs[key] = _base(value)
 
-    def _fill(self, made: h5py.Dataset, name: str) -> None:
+    def _fill(self, dataset: h5py.Dataset, name: str) -> None:
         """Write the values of all files, one after the other."""
         joined = self._joined
         at = 0 if joined.is_per_sample(name) else joined.variables[name].axes.index(SAMPLE)
@@ -346,7 +346,7 @@ class _CoordinateWriter:
             values = joined.read(name, number)
             if values is None:
                 return
-            made[(slice(None),) * at + (samples,)] = values
+            dataset[(slice(None),) * at + (samples,)] = values
 
     def _scales_of(self, axis: int | None) -> list[str]:
         """Return the written scales of an axis."""
@@ -416,8 +416,8 @@ def _axes_of_output(shape: tuple[int, ...], spatial: tuple[int, ...]) -> Axes:
     return (SAMPLE, *(k if alike and n == spatial[k] else None for k, n in enumerate(shape[:-1])), None)
 
 
-def _texts(some: Sequence[object]) -> str:
-    return ", ".join(dict.fromkeys(map(str, some)))
+def _texts(items: Sequence[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, items)))
 
 
 SAMPLE = -1
@@ -514,23 +514,23 @@ def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surro
     if isinstance(file, Hdf5File):
         return Hdf5Surroundings(file.file, file.path, own, allow_external)
     array = file.find(own.dataset)
-    axes, found = _axes_of(own, array.ndim), Surroundings()
-    found.sizes = {axis: n for axis, n in zip(axes, array.shape) if axis is not None}
+    axes, surroundings = _axes_of(own, array.ndim), Surroundings()
+    surroundings.sizes = {axis: n for axis, n in zip(axes, array.shape) if axis is not None}
     attached = [(axis, scale) for axis, scales in zip(axes, array.scales) for scale in scales]
-    found.has_scales = bool(attached)
+    surroundings.has_scales = bool(attached)
 
     def add(path: str, axes: Axes) -> None:
         other = file.get(path)
         if other is None or other.dtype.kind not in "iufb":
-            found.faults[posixpath.basename(path)] = "it is missing" if other is None else "it has no numbers"
+            surroundings.faults[posixpath.basename(path)] = "it is missing" if other is None else "it has no numbers"
             return
         name, attributes = posixpath.basename(path), _attributes(other.attrs)
-        found.variables[name] = Variable(name, path, axes, other.shape, other.dtype, attributes)
+        surroundings.variables[name] = Variable(name, path, axes, other.shape, other.dtype, attributes)
 
     for axis, scale in attached:
         if axis is not None:
-            found.scales.setdefault(axis, []).append(posixpath.basename(scale.name))
-            found.dimensions[axis] = posixpath.basename(scale.name)
+            surroundings.scales.setdefault(axis, []).append(posixpath.basename(scale.name))
+            surroundings.dimensions[axis] = posixpath.basename(scale.name)
             add(scale.name, (axis,))
     names = array.attrs.get("coordinates")
     for name in names.split() if isinstance(names, str) else ():
@@ -538,11 +538,11 @@ def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surro
         other = file.get(path)
         scales = [] if other is None else other.scales
         theirs = [next((axis for axis, own in attached if scales and own == scales[0]), None) for scales in scales]
-        if theirs and None not in theirs and name not in found.variables:
+        if theirs and None not in theirs and name not in surroundings.variables:
             add(path, tuple(theirs))
     for path in file.of_samples:
         add(path, (SAMPLE, *(None for _ in file.find(path).shape[1:])))
-    return found
+    return surroundings
 
 
 class Hdf5Surroundings(Surroundings):
@@ -586,20 +586,20 @@ class Hdf5Surroundings(Surroundings):
             self._add(path, lambda found: self._axes_of_scale(found, axis))
         self.scales[axis] = [posixpath.basename(path) for path in paths]
 
-    def _axes_of_scale(self, found: h5py.Dataset, axis: int) -> Axes:
-        if found.shape != (self.sizes[axis],):
-            raise DataError(f"its shape is {found.shape}, that of its axis ({self.sizes[axis]},)")
+    def _axes_of_scale(self, scale: h5py.Dataset, axis: int) -> Axes:
+        if scale.shape != (self.sizes[axis],):
+            raise DataError(f"its shape is {scale.shape}, that of its axis ({self.sizes[axis]},)")
         return (axis,)
 
-    def _axes_by_scale_or_shape(self, found: h5py.Dataset) -> Axes:
+    def _axes_by_scale_or_shape(self, dataset: h5py.Dataset) -> Axes:
         """Return the axes of a dataset: by dimension scales shared with the input, else by its shape."""
-        own = scales_of(found)
+        own = scales_of(dataset)
         if own and all(own):
             fits = [tuple(next((axis for axis, s in self._attached if s == scales[0]), None) for scales in own)]
         else:
-            fits = list(_in_order(found.shape, list(zip(self._axes, self._inputs.shape))))
+            fits = list(_in_order(dataset.shape, list(zip(self._axes, self._inputs.shape))))
         if len(fits) != 1:
-            raise DataError(f"its shape {found.shape} fits {'several' if fits else 'no'} axes of the samples")
+            raise DataError(f"its shape {dataset.shape} fits {'several' if fits else 'no'} axes of the samples")
         if None in fits[0]:
             raise DataError("it has an axis that predictions lack")
         return fits[0]
@@ -625,8 +625,8 @@ class Hdf5Surroundings(Surroundings):
         name = posixpath.basename(path)
         with ExitStack() as stack:
             try:
-                found = self._find(path)
-                at = None if found is None else self._storage.follow(self._file, found, stack)
+                mapping = self._find(path)
+                at = None if mapping is None else self._storage.follow(self._file, mapping, stack)
                 if not isinstance(at, h5py.Dataset):
                     raise DataError("it is missing")
                 value = _number(at)
@@ -646,20 +646,20 @@ class Hdf5Surroundings(Surroundings):
             group = posixpath.dirname(group)
 
 
-def _labels_of(found: h5py.Dataset) -> list[str]:
+def _labels_of(dataset: h5py.Dataset) -> list[str]:
     """Return the labels of the axes; empty texts for axes without one."""
-    given = found.attrs.get("DIMENSION_LABELS")
-    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,):
-        return [""] * found.ndim
-    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in given.tolist()]
+    labels = dataset.attrs.get("DIMENSION_LABELS")
+    if not isinstance(labels, np.ndarray) or labels.shape != (dataset.ndim,):
+        return [""] * dataset.ndim
+    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in labels.tolist()]
     return [one if is_text(one) else "" for one in texts]
 
 
-def _number(found: h5py.Dataset) -> Any:
+def _number(dataset: h5py.Dataset) -> Any:
     """Return the number in a scalar dataset; 0 for texts, arrays and numbers stored in other files."""
-    if found.shape != () or found.is_virtual or found.external or found.dtype.kind not in "iuf":
+    if dataset.shape != () or dataset.is_virtual or dataset.external or dataset.dtype.kind not in "iuf":
         return np.int32(0)
-    return found[()]
+    return dataset[()]
 
 
 def mappings_of(text: str) -> list[str]:
@@ -683,9 +683,9 @@ def _has_link(file: h5py.File, path: str) -> bool:
     return group.get(name, getlink=True) is not None
 
 
-def _axes_of_bounds(found: h5py.Dataset, of: Variable) -> Axes:
-    if found.shape[:-1] != of.shape:
-        raise DataError(f"its shape is {found.shape}, that of {of.name} {of.shape}")
+def _axes_of_bounds(bounds: h5py.Dataset, of: Variable) -> Axes:
+    if bounds.shape[:-1] != of.shape:
+        raise DataError(f"its shape is {bounds.shape}, that of {of.name} {of.shape}")
     return (*of.axes, None)
 
 
@@ -712,8 +712,8 @@ def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> 
 def _attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that other programs read, as stored, except those of unusual types."""
     names = [name for name in attrs if name not in _INTERNAL and is_text(name)][:_MOST]
-    found = {name: _attribute(attrs, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: _attribute(attrs, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _attribute(attrs: Mapping[str, Any], name: str) -> Any:

@@ -43,7 +43,7 @@ Name = str | Sequence[str]
 Names = Name | Mapping[str, Name] | None
 
 
-def named(given: Names, alone: str) -> dict[str, str]:
+def named(names: Names, alone: str) -> dict[str, str]:
     """Return datasets by the name of the network's input. A single dataset gets the name `alone`.
 
     >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
@@ -51,11 +51,11 @@ def named(given: Names, alone: str) -> dict[str, str]:
     >>> named(["{sample}_t1.nii", "{sample}_t2.nii"], "x")
     {'x': '{sample}_t1.nii + {sample}_t2.nii'}
     """
-    if given is None:
+    if names is None:
         return {}
-    if not isinstance(given, Mapping):
-        given = {alone: given}
-    return {name: one if isinstance(one, str) else AND.join(one) for name, one in given.items()}
+    if not isinstance(names, Mapping):
+        names = {alone: names}
+    return {name: one if isinstance(one, str) else AND.join(one) for name, one in names.items()}
 
 
 class Hdf5Dataset:
@@ -140,7 +140,7 @@ class Hdf5Dataset:
         #: The last part that was read of every field that all samples share: box, and its values.
         self._shared: dict[str, tuple[Box, NDArray[Any]]] = {}
         names = named(inputs, "x"), named(targets, "target")
-        if not unpack and any(AND in name for some in names for name in some.values()):
+        if not unpack and any(AND in name for members in names for name in members.values()):
             raise DataError(f"{self.path}: data.unpack: expected true with several datasets per input; remove it")
         if structure is None:
             self._file = self.open(checked=False)
@@ -291,22 +291,22 @@ class Hdf5Dataset:
 
     def _open(self, file: StoredFile, field: Field) -> StoredArray:
         """Open a dataset without reading its attributes."""
-        found = file.find(field.dataset)
+        array = file.find(field.dataset)
         if field.static:
-            same = found.ndim == len(field.static)
-            shape = static_shape(found, field.static, len(field.shape) - 1) if same else tuple(found.shape)
-            wanted, order = field.shape, "channels last"
+            same = array.ndim == len(field.static)
+            shape = static_shape(array, field.static, len(field.shape) - 1) if same else tuple(array.shape)
+            expected, order = field.shape, "channels last"
         else:
-            shape = (len(found), *shape_of(found, field.kind)) if found.ndim else ()
-            wanted, order = (self.structure.samples, *field.shape), "samples first and channels last"
-        if shape != wanted:
+            shape = (len(array), *shape_of(array, field.kind)) if array.ndim else ()
+            expected, order = (self.structure.samples, *field.shape), "samples first and channels last"
+        if shape != expected:
             raise DataError(
-                f"{self.path}: expected {field.dataset!r} to be {wanted}, {order}, as when the "
+                f"{self.path}: expected {field.dataset!r} to be {expected}, {order}, as when the "
                 f"run began, got {shape}; it was replaced, or this node sees another file"
             )
         if field.chunks is None:
-            return found
-        return found.cached(self._memory(field.chunks), field.chunks)
+            return array
+        return array.cached(self._memory(field.chunks), field.chunks)
 
     def _read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         field = self.fields[name]

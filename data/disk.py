@@ -66,11 +66,11 @@ def regular_size(path: Path | str) -> int:
     OSError
         The path does not exist or cannot be examined.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise NotRegular(errno.EINVAL, f"expected a regular file, got {kind}")
-    return found.st_size
+    return status.st_size
 
 
 def open_file(path: Path) -> h5py.File:
@@ -126,11 +126,11 @@ def open_to_read(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
-        found = _LOCK.search(str(error))
-        if found is not None and int(found[1]) in _HELD:
-            raise BeingWritten(int(found[1]), "another process is writing to it") from error
-        if found is not None:
-            _tell(path, int(found[1]))
+        match = _LOCK.search(str(error))
+        if match is not None and int(match[1]) in _HELD:
+            raise BeingWritten(int(match[1]), "another process is writing to it") from error
+        if match is not None:
+            _tell(path, int(match[1]))
         elif _OPEN_WITHOUT not in str(error):
             raise
     return h5py.File(path, "r", locking=False)
@@ -280,9 +280,9 @@ def _check_place(final: Path, needed: int) -> None:
     free = shutil.disk_usage(final.parent).free
     if needed > free:
         texts = bytes_text(needed), bytes_text(free)
-        wanted, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
+        expected, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
         raise DataError(
-            f"cannot write {final}: expected {wanted} of free disk, got {there}; free some space, or request fewer "
+            f"cannot write {final}: expected {expected} of free disk, got {there}; free some space, or request fewer "
             "or smaller samples"
         )
 

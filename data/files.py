@@ -50,17 +50,17 @@ def find_files(
         A pattern or a folder matches no file, or a file occurs twice (also through a link).
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
-    found = [path for one in several for path in _expanded(os.fspath(one), format)]
-    if not found:
+    paths = [path for one in several for path in _expanded(os.fspath(one), format)]
+    if not paths:
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
     seen: dict[Path, Path] = {}
-    for path in found:
+    for path in paths:
         file = Path(os.path.realpath(path))  # its samples would be in both training and validation
         if file in seen:
             same = "twice" if path == seen[file] else f"and {seen[file]}, which are one"
             raise DataError(f"data.path: expected every file once, got {path} {same}; name it once")
         seen[file] = path
-    return found
+    return paths
 
 
 def natural(path: str) -> tuple[str, str]:
@@ -82,15 +82,15 @@ def _expanded(text: str, kind: str | None) -> list[Path]:
     if os.path.exists(text) and not _is_plain_folder(text, kind):
         return [Path(text)]  # also a file with a star in its name
     if os.path.isdir(text):
-        found, what = _in_folder(text, kind)
+        paths, what = _in_folder(text, kind)
     elif any(sign in text for sign in _WILD):
         matches = glob.glob(text, recursive=True)
-        found, what = [path for path in matches if not _is_plain_folder(path, kind)], "a pattern"
+        paths, what = [path for path in matches if not _is_plain_folder(path, kind)], "a pattern"
     else:
         return [Path(text)]  # missing: opening it raises the error
-    if not found:
+    if not paths:
         raise DataError(f"data.path: expected files, got none by {text} ({what})")
-    return [Path(path) for path in sorted(found, key=natural)]
+    return [Path(path) for path in sorted(paths, key=natural)]
 
 
 def _is_plain_folder(path: str, kind: str | None) -> bool:
@@ -128,7 +128,7 @@ def check_alike(paths: Sequence[Path], structures: Sequence[Structure], several_
             same = other.fields[name]
             shapes, what, remedy = (str(field.shape), str(same.shape)), "samples of shape", _ONE_SIZE
             if several_sizes:
-                grids = [(some[name].shape, some[reference].shape) for some in (first, other.fields)]
+                grids = [(fields[name].shape, fields[reference].shape) for fields in (first, other.fields)]
                 shapes = ("", "") if _same_factors(*grids[0], *grids[1]) else (f"{grids[0]}", f"{grids[1]}")
                 what, remedy = f"shapes (and those of {first[reference].dataset!r}) with the factors", "write it so"
             names = f"{field.channel_names}", f"{same.channel_names}"
@@ -260,9 +260,9 @@ class FileSet:
         """
         closed = len(self.parts) > self._most_open
         slow = [part for part in self.parts if closed or not part.keeps(name)]
-        found = [text for part in slow if (text := part.slow_chunks(name, box, shuffled))]
-        more = f"; and of {len(found) - 1} more files" if len(found) > 1 else ""
-        return found[0] + more if found else ""
+        texts = [text for part in slow if (text := part.slow_chunks(name, box, shuffled))]
+        more = f"; and of {len(texts) - 1} more files" if len(texts) > 1 else ""
+        return texts[0] + more if texts else ""
 
     def place(self, index: int) -> str:
         """Return the file and number of a sample, for messages."""
@@ -334,18 +334,18 @@ def _sizes(
     largest = {
         name: replace(field, shape=(*own[name].max(axis=0).tolist(), field.shape[-1])) for name, field in fields.items()
     }
-    return largest, {name: np.repeat(some, lengths, axis=0) for name, some in own.items()}
+    return largest, {name: np.repeat(sizes, lengths, axis=0) for name, sizes in own.items()}
 
 
 def _groups(parts: Sequence[Hdf5Dataset]) -> NDArray[np.int64] | None:
     if all(part.groups is None for part in parts):
         return None
-    found, first = [], 0
+    groups, first = [], 0
     for part in parts:
         own = np.arange(len(part)) if part.groups is None else np.unique(part.groups, return_inverse=True)[1]
-        found.append(first + own.reshape(-1).astype(np.int64))
+        groups.append(first + own.reshape(-1).astype(np.int64))
         first += int(own.max()) + 1
-    return np.concatenate(found)
+    return np.concatenate(groups)
 
 
 SAMPLE = "{sample}"
@@ -415,10 +415,10 @@ def locate(
         if not all(SAMPLE in pattern for pattern in name.split(AND)):
             raise DataError(f"data.inputs: expected {SAMPLE} in all names of datasets or in none, got {name!r}")
     folders = [given] if isinstance(given, str | os.PathLike) else list(given)
-    found: list[Path | SampleFiles] = []
+    files: list[Path | SampleFiles] = []
     for folder in folders:
-        found += _samples(Path(folder), datasets, others or {})
-    return found
+        files += _samples(Path(folder), datasets, others or {})
+    return files
 
 
 def open_dataset(
@@ -475,11 +475,11 @@ def _samples(folder: Path, datasets: Mapping[str, str], others: Mapping[str, str
         if missing:
             lacking[sample] = missing[0]
     if lacking:
-        some = ", ".join(f"{sample} (no {file})" for sample, file in list(lacking.items())[:_NAMED])
+        listed = ", ".join(f"{sample} (no {file})" for sample, file in list(lacking.items())[:_NAMED])
         more = f", and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         raise DataError(
             f"data.path: expected {len(needed)} files of each of the {len(names)} samples in {folder}, got fewer of "
-            f"{some}{more}; add the files, or move these samples away"
+            f"{listed}{more}; add the files, or move these samples away"
         )
     return [SampleFiles(sample, {name: _parts(folder, name, sample) for name in datasets.values()}) for sample in names]
 
@@ -506,12 +506,12 @@ def _split(pattern: str) -> tuple[str, str]:
 
 
 def _parts(folder: Path, name: str, sample: str) -> list[tuple[Path, str, str]]:
-    found = []
+    parts = []
     for pattern in name.split(AND):
         file, array = _split(pattern)
         stem = file.rpartition("/")[2].split(".")[0]
-        found.append((folder / file.replace(SAMPLE, sample), array, stem.replace(SAMPLE, "").strip("_-. ")))
-    return found
+        parts.append((folder / file.replace(SAMPLE, sample), array, stem.replace(SAMPLE, "").strip("_-. ")))
+    return parts
 
 
 class _SampleFile(StoredFile):

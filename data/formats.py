@@ -147,29 +147,29 @@ class StoredFile(ABC):
         """Return the array of this name, or of several names. Raises DataError with the names of all arrays if there is
         none.
         """
-        found = self.get(name)
-        if found is None and AND in name:
+        array = self.get(name)
+        if array is None and AND in name:
             names = name.split(AND)
             return Channels(name, self.path, [self.find(one) for one in names], [one.split("/")[-1] for one in names])
-        if found is None:
+        if array is None:
             raise DataError(f"{self.path}: expected a dataset {name!r}, got {self._listed()}; name one of these")
-        if found.dtype.kind not in "fiub":
-            raise DataError(f"{self.path}: {name!r}: expected numbers, got {found.dtype}; name others")
-        return found
+        if array.dtype.kind not in "fiub":
+            raise DataError(f"{self.path}: {name!r}: expected numbers, got {array.dtype}; name others")
+        return array
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
         """Return another array as stored, by the path of it that an attribute of `dataset` has."""
         return self.find(path).numbers()
 
     def _listed(self) -> str:
-        found: list[str] = []
+        names: list[str] = []
         for name in self.names():
-            if len(found) == LISTED:
-                found.append("...")
+            if len(names) == LISTED:
+                names.append("...")
                 break
             array = self.get(name)
-            found.append(f"{name} {array.shape}" if array is not None else name)
-        return ", ".join(found) or "none"
+            names.append(f"{name} {array.shape}" if array is not None else name)
+        return ", ".join(names) or "none"
 
     def __enter__(self: _File) -> _File:
         return self
@@ -216,7 +216,7 @@ class Channels(StoredArray):
         same = {key: arrays[0].attrs[key] for key in ("coordinates", "grid_mapping") if key in arrays[0].attrs}
         order = {3: "NWC", 4: "NHWC", 5: "NDHWC"}[self.ndim]
         attrs: dict[str, Any] = {"layout": order, "channel_names": np.array(names, object), **same}
-        units = ["1" if (found := array.attrs.get("units")) is None else str(found) for array in arrays]
+        units = ["1" if (unit := array.attrs.get("units")) is None else str(unit) for array in arrays]
         if any("units" in array.attrs for array in arrays):
             attrs["units"] = units[0] if len(set(units)) == 1 else ", ".join(units)
         self.attrs = attrs
@@ -228,13 +228,13 @@ class Channels(StoredArray):
 
     def chunks(self, rows: int) -> Chunks | None:
         """Return chunks as large as the largest of the arrays."""
-        found = [chunks for array in self._arrays if (chunks := array.chunks(rows)) is not None]
-        if not found:
+        chunked = [chunks for array in self._arrays if (chunks := array.chunks(rows)) is not None]
+        if not chunked:
             return None
-        shape = tuple(max(extents) for extents in zip(*(chunks.shape[: self.ndim - 1] for chunks in found)))
-        channels = max(chunks.shape[-1] if len(chunks.shape) == self.ndim else 1 for chunks in found)
-        itemsize = max(chunks.itemsize for chunks in found)
-        return Chunks((*shape, channels), self.shape, found[0].rows, itemsize, found[0].remedy)
+        shape = tuple(max(extents) for extents in zip(*(chunks.shape[: self.ndim - 1] for chunks in chunked)))
+        channels = max(chunks.shape[-1] if len(chunks.shape) == self.ndim else 1 for chunks in chunked)
+        itemsize = max(chunks.itemsize for chunks in chunked)
+        return Chunks((*shape, channels), self.shape, chunked[0].rows, itemsize, chunked[0].remedy)
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
         """Share the memory among the arrays."""
@@ -387,11 +387,11 @@ class ChunkCache:
 
     def _chunk(self, index: tuple[int, ...]) -> NDArray[Any]:
         if index not in self._chunks:
-            found = self._fetch(index)
-            self._left -= found.nbytes
+            chunk = self._fetch(index)
+            self._left -= chunk.nbytes
             while self._left < 0 and self._chunks:
                 self._left += self._chunks.popitem(last=False)[1].nbytes
-            self._chunks[index] = found
+            self._chunks[index] = chunk
         self._chunks.move_to_end(index)
         return self._chunks[index]
 

@@ -45,8 +45,8 @@ class _ZarrFile(StoredFile):
     def get(self, name: str) -> StoredArray | None:
         """Return the array of this name."""
         with opening(self.path, f"an array {name!r} of Zarr"):
-            found = self._root if isinstance(self._root, self._array) else self._member(name.strip("/"))
-        return _ZarrArray(self, found, name.strip("/")) if isinstance(found, self._array) else None
+            member = self._root if isinstance(self._root, self._array) else self._member(name.strip("/"))
+        return _ZarrArray(self, member, name.strip("/")) if isinstance(member, self._array) else None
 
     def _member(self, name: str) -> Any:
         try:
@@ -86,8 +86,8 @@ class _ZarrArray(StoredArray):
 
     def _scale(self, dimension: Any, extent: int) -> list[StoredArray]:
         path = posixpath.join(posixpath.dirname(self.name), str(dimension))
-        found = self if path == self.name else self._of.get(path) if isinstance(dimension, str) else None
-        return [found] if found is not None and found.shape == (extent,) else []
+        scale = self if path == self.name else self._of.get(path) if isinstance(dimension, str) else None
+        return [scale] if scale is not None and scale.shape == (extent,) else []
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ZarrArray) and (self.name, self._of.path) == (other.name, other._of.path)
@@ -117,16 +117,16 @@ class _ZarrArray(StoredArray):
             out[...] = self._stored[where]
 
 
-def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
+def _attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes of JSON as h5py returns those of HDF5: lists as arrays."""
-    found = {}
-    for name, value in given.items():
+    values = {}
+    for name, value in attributes.items():
         if isinstance(value, list):
             texts = any(isinstance(one, str) for one in value)
             value = np.array(value, object if texts else None) if all(map(_is_plain, value)) else None
         if value is None or isinstance(value, np.ndarray) or _is_plain(value):
-            found[name] = value
-    return {name: value for name, value in found.items() if value is not None}
+            values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _is_plain(value: Any) -> bool:

@@ -54,16 +54,16 @@ class Hdf5File(StoredFile):
 
     def find(self, name: str) -> StoredArray:
         """Return the dataset of this name, which has a dataspace."""
-        found = super().find(name)
-        if isinstance(found, Hdf5Array) and found.stored.shape is None:
+        array = super().find(name)
+        if isinstance(array, Hdf5Array) and array.stored.shape is None:
             raise DataError(f"{self.path}: dataset {name!r}: expected an array, got a null dataspace; write it again")
-        return found
+        return array
 
     def dataset(self, name: str) -> h5py.Dataset:
         """Return a dataset of h5py; errors are those of :meth:`find`."""
-        found = self.find(name)
-        assert isinstance(found, Hdf5Array)
-        return found.stored
+        array = self.find(name)
+        assert isinstance(array, Hdf5Array)
+        return array.stored
 
     def packing(self, dataset: h5py.Dataset) -> Packing | None:
         """Return the packing of a dataset, which may be that of its sources."""
@@ -76,19 +76,19 @@ class Hdf5File(StoredFile):
 
     def _listed(self) -> str:
         """List the datasets, without a check of their data."""
-        found = [f"{name} {shape}" for name, shape in self._shapes(LISTED + 1).items()]
-        return ", ".join(found[:LISTED] + ["..."] * (len(found) > LISTED)) or "none"
+        listed = [f"{name} {shape}" for name, shape in self._shapes(LISTED + 1).items()]
+        return ", ".join(listed[:LISTED] + ["..."] * (len(listed) > LISTED)) or "none"
 
     def _shapes(self, most: int | None = None) -> dict[str, tuple[int, ...] | None]:
-        found: dict[str, tuple[int, ...] | None] = {}
+        shapes: dict[str, tuple[int, ...] | None] = {}
 
         def note(name: str, item: Any) -> bool | None:
             if isinstance(item, h5py.Dataset):
-                found[name] = item.shape
-            return True if most is not None and len(found) >= most else None
+                shapes[name] = item.shape
+            return True if most is not None and len(shapes) >= most else None
 
         self.file.visititems(note)
-        return found
+        return shapes
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
         """Return a variable around a dataset, which may be a link into another file."""
@@ -146,15 +146,15 @@ class Hdf5Array(StoredArray):
         self.stored.id.read(h5s.create_simple(out.shape), space, out)  # read_direct() takes twice as long to begin
 
 
-def scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
+def scales_of(dataset: h5py.Dataset) -> list[list[h5py.Dataset]]:
     """Return the dimension scales of each axis, without deleted ones.
 
     They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
     """
-    given = found.attrs.get("DIMENSION_LIST")
-    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
-        return [[] for _ in found.shape]
-    targets = [[_target(found.file, one) for one in row] for row in given]
+    references = dataset.attrs.get("DIMENSION_LIST")
+    if not isinstance(references, np.ndarray) or references.shape != (dataset.ndim,) or references.dtype.kind != "O":
+        return [[] for _ in dataset.shape]
+    targets = [[_target(dataset.file, one) for one in row] for row in references]
     return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
 
 

@@ -259,8 +259,8 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            for position, wanted in enumerate(self._batches):
-                batch = _as_batch(wanted, position)
+            for position, request in enumerate(self._batches):
+                batch = _as_batch(request, position)
                 slot = self.free.get()
                 if slot is None or self._stopped.is_set():
                     return

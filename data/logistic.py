@@ -63,16 +63,16 @@ def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: fl
     """
     theta = np.zeros(_width(blocks))
     loss, gradient, hessian = _derivatives(blocks, theta, ridge)
-    taken, converged = 0, False
-    while taken < iterations and not converged:
+    steps, converged = 0, False
+    while steps < iterations and not converged:
         step = np.asarray(np.linalg.lstsq(hessian, gradient, rcond=None)[0], dtype=np.float64)
         new = _line_search(blocks, theta, step, loss, ridge)
         if new is None:
             break
-        before, taken = loss, taken + 1
+        before, steps = loss, steps + 1
         theta, (loss, gradient, hessian) = new
         converged = before - loss <= tolerance * abs(before)
-    return LogisticModel(theta[:-1], float(theta[-1]), float(loss), taken)
+    return LogisticModel(theta[:-1], float(theta[-1]), float(loss), steps)
 
 
 def predict(model: LogisticModel, x: ArrayLike) -> Array:

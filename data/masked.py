@@ -84,8 +84,8 @@ class Masked(DatasetView):
     @property
     def extents(self) -> dict[str, NDArray[np.int64]] | None:
         """Extents of every sample by the name of the field (:class:`FileSet`); weights have those of their targets."""
-        found = getattr(self.dataset, "extents", None)
-        return None if found is None else found | {name: found[names[0]] for name, names in self._targets.items()}
+        extents = getattr(self.dataset, "extents", None)
+        return None if extents is None else extents | {name: extents[names[0]] for name, names in self._targets.items()}
 
     @property
     def lenient(self) -> frozenset[str]:
@@ -127,9 +127,9 @@ class Masked(DatasetView):
         extents = shape if len(shape) == len(grid) else (1,) * len(grid)
         ranges = [(0, 1) if n == 1 else one for n, one in zip(extents, part.ranges[1:])]
         own = ranges if len(shape) == len(grid) else [(0, 1)]
-        found = np.empty(Box.of_ranges([part.ranges[0], *own]).shape, dtype)
-        self.dataset.read(name, indices, Box.of_ranges([part.ranges[0], *own]), found)
-        return found.reshape(len(found), *(high - low for low, high in ranges))
+        stored = np.empty(Box.of_ranges([part.ranges[0], *own]).shape, dtype)
+        self.dataset.read(name, indices, Box.of_ranges([part.ranges[0], *own]), stored)
+        return stored.reshape(len(stored), *(high - low for low, high in ranges))
 
     def _valid(self, target: str, weights: int, indices: Sequence[int], part: Box, dtype: Any) -> NDArray[np.bool_]:
         """Return which elements of a box have valid targets; one channel of `weights` needs valid numbers in all."""

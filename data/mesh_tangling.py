@@ -123,14 +123,14 @@ class MeshSimulation:
         last = self.settings.resolution if last is None else last
         return MeshBlock(self.flow, self.settings.resolution, first, last, self.settings.time_step)
 
-    def sample_rows(self, first: int, last: int, taken: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """Compute cell rows ``[first, last)`` of the first `taken` samples.
+    def sample_rows(self, first: int, last: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """Compute cell rows ``[first, last)`` of the first `count` samples.
 
         Returns
         -------
         inputs ``(taken, rows, resolution, 18)``, mask ``(taken, rows, resolution)``.
         """
-        s, steps = self.settings, self.steps[:taken]
+        s, steps = self.settings, self.steps[:count]
         mesh = self.mesh(first, last)
         shape = (len(steps), last - first, s.resolution)
         inputs = np.empty((*shape, len(CHANNELS)), np.float32)
@@ -149,13 +149,13 @@ class MeshSimulation:
         """Choose instants, in order: one from each equal part of the steps whose share of masked cells is in range."""
         s = self.settings
         share = self._pilot()
-        wanted = np.flatnonzero((share >= s.least_masked) & (share <= s.most_masked))
-        wanted = wanted[wanted > 0]  # no instant at rest, where nothing has moved
-        if len(wanted) < s.samples_per_simulation:
+        eligible = np.flatnonzero((share >= s.least_masked) & (share <= s.most_masked))
+        eligible = eligible[eligible > 0]  # no instant at rest, where nothing has moved
+        if len(eligible) < s.samples_per_simulation:
             # The flow tangles all cells at once, or hardly any: take the instants nearest to the range.
             off = np.maximum(s.least_masked - share, share - s.most_masked)[1:]
-            wanted = 1 + np.sort(np.argsort(off, kind="stable")[: s.samples_per_simulation])
-        return [int(rng.choice(part)) for part in np.array_split(wanted, s.samples_per_simulation)]
+            eligible = 1 + np.sort(np.argsort(off, kind="stable")[: s.samples_per_simulation])
+        return [int(rng.choice(part)) for part in np.array_split(eligible, s.samples_per_simulation)]
 
     def _pilot(self) -> NDArray[np.float64]:
         """Compute the share of masked cells of the coarse mesh, for each step at which an interval may begin."""
@@ -258,9 +258,9 @@ def _tasks(settings: Settings) -> Iterator[_Task]:
     per = settings.samples_per_simulation
     for index in range(settings.simulations):
         simulation = MeshSimulation(settings, index)
-        taken = min(per, settings.samples - index * per)
+        count = min(per, settings.samples - index * per)
         for first in range(0, settings.resolution, BLOCK):
-            yield _Task(simulation, first, min(first + BLOCK, settings.resolution), taken)
+            yield _Task(simulation, first, min(first + BLOCK, settings.resolution), count)
 
 
 def _fill(file: h5py.File, settings: Settings, progress: Callable[[int, int], None] | None) -> None:

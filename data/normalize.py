@@ -367,8 +367,8 @@ class KeptStatistics:
             files += own
         if not files:
             return
-        found = [path.stat() for path in files]
-        marks = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in zip(files, found)]
+        states = [path.stat() for path in files]
+        marks = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in zip(files, states)]
         fields = {
             name: [field.dataset, field.shape, field.channel_names, field.is_target, str(field.packing)]
             for name, field in dataset.fields.items()
@@ -380,8 +380,8 @@ class KeptStatistics:
     def read(self) -> dict[str, Any]:
         """Return the kept states of statistics by field; empty without a file of this mark."""
         try:
-            found = json.loads(self.path.read_text()) if self.path is not None else {}
-            known = found["statistics"] if found["mark"] == self._mark else {}
+            kept = json.loads(self.path.read_text()) if self.path is not None else {}
+            known = kept["statistics"] if kept["mark"] == self._mark else {}
             return {name: state for name, state in known.items() if ChannelStatistics.unpacked(state)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

@@ -88,28 +88,28 @@ class Packing:
         stored = stored.view(self.dtype)
         with np.errstate(all="ignore"):  # a value that overflows becomes infinite, which a later check finds
             for part in _parts(stored.shape):
-                some, target = stored[part], out[part]
-                values = some
+                source, target = stored[part], out[part]
+                values = source
                 if self.scales:
-                    values = some.astype(np.float64)
+                    values = source.astype(np.float64)
                     values *= self.scale
                     values += self.offset
                 np.copyto(target, values, casting="unsafe")
                 if self.masks:
-                    np.copyto(target, np.nan, where=self.absent(some, kept), casting="unsafe")
+                    np.copyto(target, np.nan, where=self.absent(source, kept), casting="unsafe")
 
     def absent(self, stored: NDArray[Any], kept: Collection[float] = ()) -> NDArray[np.bool_]:
         """Return which stored numbers, of :attr:`dtype`, have no value. Local."""
-        found = np.zeros(stored.shape, np.bool_)
+        absent = np.zeros(stored.shape, np.bool_)
         for number in self.missing:
-            found |= stored == number
+            absent |= stored == number
         if self.low is not None:
-            found |= stored < self.low
+            absent |= stored < self.low
         if self.high is not None:
-            found |= stored > self.high
-        for number in kept if found.any() else ():
-            found &= stored != number
-        return found
+            absent |= stored > self.high
+        for number in kept if absent.any() else ():
+            absent &= stored != number
+        return absent
 
 
 def _parts(shape: Sequence[int]) -> Iterator[Any]:
@@ -145,22 +145,22 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     DataError
         An attribute violates the conventions: a factor per channel, a text, NaN, a factor of 0.
     """
-    given = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
-    given = {name: numbers for name, numbers in given.items() if numbers.size}
-    scale = _number(given, "scale_factor", 1.0, where)
-    offset = _number(given, "add_offset", 0.0, where)
+    numbers_by_name = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
+    numbers_by_name = {name: numbers for name, numbers in numbers_by_name.items() if numbers.size}
+    scale = _number(numbers_by_name, "scale_factor", 1.0, where)
+    offset = _number(numbers_by_name, "add_offset", 0.0, where)
     if scale == 0:
         raise _error("scale_factor", "a number other than 0", scale, where)
     own = _signed(attributes, dtype, where)
     missing = [
         _stored(number, own, own != dtype, name, where)
         for name in ("_FillValue", "missing_value")
-        for number in given.get(name, ())
+        for number in numbers_by_name.get(name, ())
     ]
     known = tuple(dict.fromkeys(number for number in missing if number is not None))
-    low, high = _limits(given, own, own != dtype, (scale, offset), where)
-    found = Packing(own.str, scale, offset, known, low, high, tuple(given))
-    return found if found.scales or found.masks or own != dtype else None
+    low, high = _limits(numbers_by_name, own, own != dtype, (scale, offset), where)
+    packing = Packing(own.str, scale, offset, known, low, high, tuple(numbers_by_name))
+    return packing if packing.scales or packing.masks or own != dtype else None
 
 
 def _error(name: str, expected: str, got: Any, where: str) -> DataError:
@@ -174,15 +174,15 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
     """Return the numbers of an attribute, ``(n,)``."""
     if isinstance(value, h5py.Empty):
         return np.empty(0)
-    found = np.asarray(value)
-    if found.dtype.kind not in "iufb":
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in "iufb":
         raise _error(name, "a number", value, where)
-    return found.reshape(-1)
+    return numbers.reshape(-1)
 
 
-def _number(given: Mapping[str, NDArray[Any]], name: str, default: float, where: str) -> float:
+def _number(numbers_by_name: Mapping[str, NDArray[Any]], name: str, default: float, where: str) -> float:
     """Return the single number of an attribute, or the default."""
-    numbers = given.get(name)
+    numbers = numbers_by_name.get(name)
     if numbers is None:
         return default
     if numbers.size != 1 or not np.isfinite(numbers[0]):
@@ -212,20 +212,20 @@ def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: s
     value = number.item()
     if value != value:
         return None
-    found: float | None = None
+    stored: float | None = None
     if dtype.kind == "f":
         with np.errstate(all="ignore"):
-            found = np.asarray(value).astype(dtype).item()
-        if math.isinf(found) and not math.isinf(value):
-            found = None
+            stored = np.asarray(value).astype(dtype).item()
+        if math.isinf(stored) and not math.isinf(value):
+            stored = None
     elif math.isfinite(value) and value == int(value):
         low, high = _extremes(dtype)
-        found = _turned(int(value), dtype) if turned else int(value)
-        if not low <= found <= high:
-            found = None
-    if found is None:
+        stored = _turned(int(value), dtype) if turned else int(value)
+        if not low <= stored <= high:
+            stored = None
+    if stored is None:
         _log.warning("%s: attribute %r has no effect: no number of type %s is %s", where, name, dtype, value)
-    return found
+    return stored
 
 
 def _turned(number: float, dtype: np.dtype[Any]) -> float:
@@ -241,16 +241,20 @@ def _extremes(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _limits(
-    given: Mapping[str, NDArray[Any]], dtype: np.dtype[Any], turned: bool, factors: tuple[float, float], where: str
+    numbers_by_name: Mapping[str, NDArray[Any]],
+    dtype: np.dtype[Any],
+    turned: bool,
+    factors: tuple[float, float],
+    where: str,
 ) -> tuple[float | None, float | None]:
     """Return the smallest and the largest stored number with a value, or None where there is no limit.
 
     Limits in the type of the factors, if that differs from the stored type, are limits of values.
     """
-    found = {"low": -math.inf, "high": math.inf}
-    types = [given[name].dtype for name in ("scale_factor", "add_offset") if name in given]
+    limits_by_side = {"low": -math.inf, "high": math.inf}
+    types = [numbers_by_name[name].dtype for name in ("scale_factor", "add_offset") if name in numbers_by_name]
     for name, sides in (("valid_min", ["low"]), ("valid_max", ["high"]), ("valid_range", ["low", "high"])):
-        numbers = given.get(name)
+        numbers = numbers_by_name.get(name)
         if numbers is None:
             continue
         limits = numbers.tolist()
@@ -259,8 +263,8 @@ def _limits(
             limits = [_turned(limit, dtype) for limit in limits]
         if len(limits) != len(sides) or not all(a <= b for a, b in zip(limits, limits[-1:] * len(limits))):
             raise _error(name, "one number" if len(sides) == 1 else "two rising numbers", numbers.tolist(), where)
-        found |= _packed(dict(zip(sides, limits)), dtype, *factors) if of_values else dict(zip(sides, limits))
-    low, high = found["low"], found["high"]
+        limits_by_side |= _packed(dict(zip(sides, limits)), dtype, *factors) if of_values else dict(zip(sides, limits))
+    low, high = limits_by_side["low"], limits_by_side["high"]
     if dtype.kind == "f":
         return (low if low > -math.inf else None), (high if high < math.inf else None)
     least, most = _extremes(dtype)
@@ -273,5 +277,5 @@ def _packed(limits: Mapping[str, float], dtype: np.dtype[Any], scale: float, off
     """Return limits of values as limits of stored numbers, widened so that rounding excludes no number."""
     slack = 0.0 if dtype.kind == "f" else 1e-3
     other = {"low": "high", "high": "low"}
-    found = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}
-    return {side: number + (slack if side == "high" else -slack) for side, number in found.items()}
+    packed = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}
+    return {side: number + (slack if side == "high" else -slack) for side, number in packed.items()}

@@ -40,19 +40,19 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
     if path.exists():
         raise DataError(f"cannot write {path}: it exists; give another name")
     with looking_into(source), h5py.File(source, "r", locking=False, rdcc_nbytes=_CACHE) as old:
-        wanted = {}
+        chunks_by_name = {}
         for name, shape in chunks.items():
-            found = old.get(name)
-            if not isinstance(found, h5py.Dataset):
+            dataset = old.get(name)
+            if not isinstance(dataset, h5py.Dataset):
                 raise DataError(f"{source}: expected a dataset {name!r}, got none; it has {', '.join(old)}")
-            if len(shape) != found.ndim or any(not 0 < c <= n for c, n in zip(shape, found.shape)):
+            if len(shape) != dataset.ndim or any(not 0 < c <= n for c, n in zip(shape, dataset.shape)):
                 raise DataError(
-                    f"{source}: {name!r}: expected a chunk within {'x'.join(map(str, found.shape))}, got "
+                    f"{source}: {name!r}: expected a chunk within {'x'.join(map(str, dataset.shape))}, got "
                     f"{'x'.join(map(str, shape))}"
                 )
-            wanted[found.name] = tuple(shape)
+            chunks_by_name[dataset.name] = tuple(shape)
         with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as new:
-            _copy(old, new, wanted)
+            _copy(old, new, chunks_by_name)
             _attach(old, new)
 
 
@@ -75,12 +75,12 @@ def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[str, tuple[int, ...]
 def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, ...]) -> None:
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if old.is_virtual else old.id.get_create_plist().copy()
     plist.set_chunk(chunk)
-    made = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), old.id.get_type(), old.id.get_space(), dcpl=plist))
+    new = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), old.id.get_type(), old.id.get_space(), dcpl=plist))
     for key in old.attrs.keys() - set(_REFERENCES):
-        made.attrs[key] = old.attrs[key]
+        new.attrs[key] = old.attrs[key]
     samples = max(chunk[0], old.chunks[0] if old.chunks else 1)
     for slab in _slabs(old.shape, samples, chunk[1] if len(chunk) > 1 else 1, old.dtype.itemsize):
-        made[slab] = old[slab]
+        new[slab] = old[slab]
 
 
 def _slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:

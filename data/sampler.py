@@ -67,9 +67,9 @@ class Batch:
         """Yield `count` equal parts of the batch, in order. Local."""
         size = len(self.indices) // count
         for first in range(0, size * count, size):
-            some, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
+            indices, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
             patches, centered = self.patches[first : first + size], self.centered[first : first + size]
-            yield replace(self, indices=some, valid=valid, patches=patches, centered=centered)
+            yield replace(self, indices=indices, valid=valid, patches=patches, centered=centered)
 
 
 def split(
@@ -283,8 +283,8 @@ class Sampler:
             return np.tile(self._indices, rounds)[: self._count] if rounds > 1 else self._indices[: self._count]
         _announce(self._count)
         draw = np.random.default_rng([self.seed, _SHUFFLE, epoch])
-        found = [draw.permutation(self._indices) for _ in range(rounds)]
-        return (np.concatenate(found) if rounds > 1 else found[0])[: self._count]
+        order = [draw.permutation(self._indices) for _ in range(rounds)]
+        return (np.concatenate(order) if rounds > 1 else order[0])[: self._count]
 
     def rest_of_epoch(self) -> Batches:
         """Return the remaining batches of the current epoch. Does not move the position."""
@@ -308,13 +308,13 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, from which :meth:`load_state_dict` continues the same sequence."""
-        found = {
+        state = {
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,
         }  # fmt: skip
         if self.patches > 1 or self.steps:
-            found |= {"patches": self.patches, "steps": self.steps}
-        return {**found, "skipped": self.skipped} if self.skipped else found
+            state |= {"patches": self.patches, "steps": self.steps}
+        return {**state, "skipped": self.skipped} if self.skipped else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the sequence at `state`.
@@ -370,7 +370,7 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
     DataError
         A name belongs to no sample, or all samples are held out.
     """
-    found = np.zeros(len(dataset), np.bool_)
+    mask = np.zeros(len(dataset), np.bool_)
     for name in names:
         for kind in KINDS:
             own = _own(dataset, kind, name)
@@ -383,13 +383,13 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
                 f"{dataset.path}: data.validation: expected names of files, values of the dataset 'simulation', or "
                 f"years of the coordinate of time, got {name!r}, to which no sample belongs{listed}"
             )
-        found |= own
-    if found.all():
+        mask |= own
+    if mask.all():
         raise DataError(
             f"{dataset.path}: data.validation: expected some of the {len(dataset)} samples, got all of them by "
             f"{', '.join(map(repr, names))}; leave some for training"
         )
-    return found
+    return mask
 
 
 def _own(dataset: Any, kind: Unit, name: str) -> NDArray[np.bool_]:
@@ -428,11 +428,11 @@ def years(times: NDArray[np.float64], units: str, calendar: str = "standard") ->
     >>> years(np.array([0.0, 359.0, 360.0]), "days since 2001-01-01", "360_day").tolist()
     [2001, 2001, 2002]
     """
-    found, calendar = _SINCE.match(units), _SAME.get(calendar.lower(), calendar.lower())
-    seconds = _SECONDS.get(found[1].lower()) if found else None
-    if found is None or seconds is None or not np.isfinite(times).all():
+    match, calendar = _SINCE.match(units), _SAME.get(calendar.lower(), calendar.lower())
+    seconds = _SECONDS.get(match[1].lower()) if match else None
+    if match is None or seconds is None or not np.isfinite(times).all():
         return None
-    year, month, day, *clock = (int(text or 0) for text in found.groups()[1:])
+    year, month, day, *clock = (int(text or 0) for text in match.groups()[1:])
     first = clock[0] * 3600 + clock[1] * 60 + clock[2] + np.rint(times * seconds)
     if calendar in _GREGORIAN:
         begin = np.datetime64(f"{year:04}-{month:02}-{day:02}", "s")

@@ -210,8 +210,8 @@ class ArrayDataset:
         lengths = {name: array.shape[0] for name, array in arrays.items()}
         if not arrays or len(set(lengths.values())) > 1:
             raise DataError(f"{path}: expected arrays of as many samples each, got {lengths}")
-        for what, some in (("targets", targets), ("channel_names", channel_names or ())):
-            unknown = sorted(set(some) - set(arrays))
+        for what, keys in (("targets", targets), ("channel_names", channel_names or ())):
+            unknown = sorted(set(keys) - set(arrays))
             if unknown:
                 raise DataError(f"{path}: expected {what} out of {', '.join(arrays)}, got {unknown[0]!r}")
         self.path, self.arrays = Path(path), dict(arrays)

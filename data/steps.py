@@ -41,24 +41,24 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
     """
     files = getattr(dataset, "file_of", np.zeros(len(dataset), np.int64))
     groups = np.zeros(len(dataset), np.int64) if dataset.groups is None else dataset.groups
-    found = np.unique(np.stack([files, groups], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    numbers = np.unique(np.stack([files, groups], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     times = [getattr(getattr(part, "structure", None), "times", None) for part in getattr(dataset, "parts", [])]
     breaks = np.zeros(len(dataset), np.int64)
     for file, own in enumerate(times):
         rows = np.flatnonzero(files == file)
         if own is None:
             continue
-        for number in np.unique(found[rows]):
-            chain = np.flatnonzero(found[rows] == number)
+        for number in np.unique(numbers[rows]):
+            chain = np.flatnonzero(numbers[rows] == number)
             distances = np.diff(own[chain])
             usual = np.median(distances) if len(distances) else 0.0
             breaks[rows[chain[1:]]] = np.cumsum(~((distances > 0) & (distances <= _GAP * usual)))
     if breaks.any():
         _log.warning(
             "%s: time has %d gaps or steps backwards; data.lag pairs no samples across them",
-            dataset.path, len(np.unique(np.stack([found, breaks], 1), axis=0)) - len(np.unique(found)),
+            dataset.path, len(np.unique(np.stack([numbers, breaks], 1), axis=0)) - len(np.unique(numbers)),
         )  # fmt: skip
-    return np.unique(np.stack([found, breaks], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return np.unique(np.stack([numbers, breaks], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 class TimeSteps(DatasetView):
@@ -132,10 +132,10 @@ class TimeSteps(DatasetView):
         return len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if name == "extents" and found is not None:
-            return {field: extents[self.rows] for field, extents in found.items()}
-        return found[self.rows] if name == "file_of" else found
+        attribute = super().__getattr__(name)
+        if name == "extents" and attribute is not None:
+            return {field: extents[self.rows] for field, extents in attribute.items()}
+        return attribute[self.rows] if name == "file_of" else attribute
 
     def place(self, index: int) -> str:
         """Return the source and number of a sample, for messages."""

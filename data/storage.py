@@ -57,12 +57,12 @@ def check_files(path: Path, files: dict[str, int]) -> None:
     """
     for name, size in files.items():
         try:
-            found: int | str = regular_size(name)
+            state: int | str = regular_size(name)
         except OSError as error:
-            found = reason_of(error)
-        if found != size:
+            state = reason_of(error)
+        if state != size:
             raise DataError(
-                f"{path}: takes numbers from {name}, expected {size} B as when the run began, got {found}; it was "
+                f"{path}: takes numbers from {name}, expected {size} B as when the run began, got {state}; it was "
                 "replaced, or this node sees other files"
             )
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -136,10 +136,10 @@ class Storage:
             the folder without permission; a dataset that was never written.
         """
         with ExitStack() as stack:
-            found = self.follow(file, name, stack)
-            if isinstance(found, h5py.Dataset):
-                self._check_storage(found)
-            return isinstance(found, h5py.Dataset)
+            member = self.follow(file, name, stack)
+            if isinstance(member, h5py.Dataset):
+                self._check_storage(member)
+            return isinstance(member, h5py.Dataset)
 
     def packing(self, dataset: h5py.Dataset) -> Packing | None:
         """Return the packing of a checked dataset. A virtual dataset without attributes has the packing of its sources.
@@ -158,24 +158,24 @@ class Storage:
             self._packings[key, dtype] = self._find_packing(self._checked[key], dtype)
         return self._packings[key, dtype]
 
-    def _find_packing(self, found: _Checked, dtype: np.dtype) -> Packing | None:
-        own = packing_of(found.attributes, dtype, found.where)
-        if (dtype.kind, dtype.itemsize) != (found.dtype.kind, found.dtype.itemsize):
-            stored = packing_of(found.attributes, found.dtype, found.where)
-            if stored is not None and np.dtype(stored.dtype) != found.dtype:
+    def _find_packing(self, checked: _Checked, dtype: np.dtype) -> Packing | None:
+        own = packing_of(checked.attributes, dtype, checked.where)
+        if (dtype.kind, dtype.itemsize) != (checked.dtype.kind, checked.dtype.itemsize):
+            stored = packing_of(checked.attributes, checked.dtype, checked.where)
+            if stored is not None and np.dtype(stored.dtype) != checked.dtype:
                 raise DataError(
-                    f"{found.where}: attribute '_Unsigned': expected virtual datasets of its type {found.dtype}, got "
-                    f"one of {dtype}, to which HDF5 converts its numbers with their signs; make it of that type, or "
-                    "set data.unpack = false, which reads numbers as they are stored"
+                    f"{checked.where}: attribute '_Unsigned': expected virtual datasets of its type {checked.dtype}, "
+                    f"got one of {dtype}, to which HDF5 converts its numbers with their signs; make it of that type, "
+                    "or set data.unpack = false, which reads numbers as they are stored"
                 )
-        packings = dict.fromkeys(self._packing(source, dtype) for source in found.sources)
+        packings = dict.fromkeys(self._packing(source, dtype) for source in checked.sources)
         if own is None and len(packings) == 1:
             return next(iter(packings))
         others = [packing for packing in packings if packing not in (None, own)]
         if others:
             names = dict.fromkeys(name for packing in others for name in packing.names)
             raise DataError(
-                f"{found.where} takes numbers from datasets that are packed in several ways, or not as its own "
+                f"{checked.where} takes numbers from datasets that are packed in several ways, or not as its own "
                 f"attributes ({', '.join(names)}); take each part from its own file (data.path), write the values, or "
                 "set data.unpack = false, which reads numbers as they are stored"
             )
@@ -183,16 +183,16 @@ class Storage:
 
     def follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
         """Return the object at the end of a chain of links; `stack` keeps files of external links open."""
-        ahead, found, links = deque(name.split("/")), file["/"], 0
+        ahead, member, links = deque(name.split("/")), file["/"], 0
         while ahead:
             word = ahead.popleft()
             if word in ("", "."):
                 continue
-            link = _link(found, word) if isinstance(found, h5py.Group) else None
+            link = _link(member, word) if isinstance(member, h5py.Group) else None
             if link is None:
                 return None
             if isinstance(link, h5py.HardLink):
-                found = found[word]
+                member = member[word]
                 continue
             links += 1
             if links > LINKS:
@@ -201,11 +201,11 @@ class Storage:
                 )
             if isinstance(link, h5py.ExternalLink):
                 what = f"{name!r} is a link into"
-                found = stack.enter_context(self._open(found.file, link.filename, "HDF5_EXT_PREFIX", what))["/"]
+                member = stack.enter_context(self._open(member.file, link.filename, "HDF5_EXT_PREFIX", what))["/"]
             elif link.path.startswith("/"):
-                found = found.file["/"]
+                member = member.file["/"]
             ahead.extendleft(reversed(link.path.split("/")))
-        return found
+        return member
 
     def _check_storage(self, dataset: h5py.Dataset) -> None:
         """Check one dataset and its sources, each once."""
@@ -213,8 +213,8 @@ class Storage:
         if key in self._checked:
             return
         if not (_is_of_numbers(dataset) or (self._texts and h5t.check_string_dtype(dataset.dtype) is not None)):
-            found = _type_of(dataset)
-            raise DataError(f"{self._where(dataset)}: expected numbers, got {found}; write numbers, or name others")
+            kind = _type_of(dataset)
+            raise DataError(f"{self._where(dataset)}: expected numbers, got {kind}; write numbers, or name others")
         attributes = {name: dataset.attrs[name] for name in ATTRIBUTES if name in dataset.attrs}
         checked = _Checked(self._where(dataset), attributes, dataset.dtype)
         if not dataset.size:  # no elements, or no dataspace
@@ -288,16 +288,16 @@ class Storage:
         """Yield the parts of a virtual dataset; a pattern like ``part-%b.h5`` yields one for each existing block."""
         for entry in dataset.virtual_sources():
             whole = entry.src_space.get_select_type() == h5s.SEL_ALL
-            taken = None if whole else hyperslabs(entry.src_space, ())
+            slabs = None if whole else hyperslabs(entry.src_space, ())
             filled = hyperslabs(entry.vspace, dataset.shape)
             elements = sum(slab.block_size for slab in filled)
             for slab in filled:
                 axis, names = slab.growing, (entry.file_name, entry.dset_name)
                 if axis is None or not any("%b" in name.replace("%%", "") for name in names):
-                    yield _Source(_numbered(names[0]), _numbered(names[1]), slab, taken, elements)
+                    yield _Source(_numbered(names[0]), _numbered(names[1]), slab, slabs, elements)
                     continue
                 for k in range(slab.within(dataset.shape).count[axis]):
-                    yield _Source(_numbered(names[0], k), _numbered(names[1], k), slab.part(axis, k), taken, elements)
+                    yield _Source(_numbered(names[0], k), _numbered(names[1], k), slab.part(axis, k), slabs, elements)
 
     @contextmanager
     def _source_file(self, dataset: h5py.Dataset, name: str) -> Iterator[h5py.File]:
@@ -311,10 +311,10 @@ class Storage:
         """Check that a source has as many elements as the virtual dataset takes from it; return its key."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
-            found = self.follow(other, part.dataset, stack)
-            if not isinstance(found, h5py.Dataset) or found.shape is None:
+            member = self.follow(other, part.dataset, stack)
+            if not isinstance(member, h5py.Dataset) or member.shape is None:
                 raise DataError(f"{what} is missing, HDF5 would read zeros; restore it, or write the data again")
-            shape = tuple(found.shape)
+            shape = tuple(member.shape)
             if part.taken is None:
                 fits = math.prod(shape) == part.elements
             else:
@@ -323,8 +323,8 @@ class Storage:
                 raise DataError(
                     f"{what} has the shape {shape}, which does not fit the part that it maps; write the data again"
                 )
-            self._check_storage(found)
-            return _key(found)
+            self._check_storage(member)
+            return _key(member)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
         """Check that external files contain all elements of the dataset, because HDF5 reads zeros past their end."""
@@ -435,9 +435,9 @@ def _places(own: str, name: str, variable: str) -> Iterator[str]:
 
 def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
     """Return the dataset of this name, which must exist. Local."""
-    found = file[name]
-    assert isinstance(found, h5py.Dataset), f"{name!r} is no dataset"
-    return found
+    member = file[name]
+    assert isinstance(member, h5py.Dataset), f"{name!r} is no dataset"
+    return member
 
 
 Indices = tuple[int, ...]
@@ -522,7 +522,7 @@ def hyperslabs(space: h5s.SpaceID, shape: Indices) -> list[Hyperslab]:
         raise ValueError("a selection of points, which virtual datasets do not have")
     if space.is_regular_hyperslab():
         return [Hyperslab(*(tuple(map(int, numbers)) for numbers in space.get_regular_hyperslab()))]
-    found = []
+    slabs = []
     for low, high in space.get_select_hyper_blocklist().tolist():
-        found.append(Hyperslab(tuple(low), ones, ones, tuple(b - a + 1 for a, b in zip(low, high))))
-    return found
+        slabs.append(Hyperslab(tuple(low), ones, ones, tuple(b - a + 1 for a, b in zip(low, high))))
+    return slabs

@@ -159,20 +159,20 @@ def examine(
     """
     path = file.path
     with looking_into(path):
-        found = {name: file.find(dataset) for name, dataset in {**inputs, **targets}.items()}
-        first = found[next(iter(inputs))]
+        arrays = {name: file.find(dataset) for name, dataset in {**inputs, **targets}.items()}
+        first = arrays[next(iter(inputs))]
         kind = input_kind(first, path, layout)
         fields = {}
-        for name, dataset in found.items():
+        for name, dataset in arrays.items():
             static = "" if dataset is first else static_axes(dataset, first, kind)
             own = kind if dataset is first or static else field_kind(dataset, path, first, kind)
             shape = static_shape(dataset, static, len(shape_of(first, kind)) - 1) if static else shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
-            said = plain_attributes(dataset.attrs, OF_NUMBERS)
+            attributes = plain_attributes(dataset.attrs, OF_NUMBERS)
             packing = dataset.packing(f"{path}: {dataset.name!r}") if unpack else None
             source, rows = {**inputs, **targets}[name], 2 if own == "channels first" else 1
             chunks = None if static else dataset.chunks(rows)
-            fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks, static)
+            fields[name] = Field(source, own, shape, names, name in targets, attributes, packing, chunks, static)
         together, times = groups(file, path, len(first)), _times_of(file, first)
         check_files(path, file.files)
     return Structure(fields, len(first), together, file.files, plain_attributes(file.attrs), *times)
@@ -281,16 +281,16 @@ def static_axes(dataset: StoredArray, inputs: StoredArray, kind: Kind) -> str:
     letters = f"NC{spatial}" if kind == "channels first" else f"N{spatial}C"
     theirs, own = inputs.scales, dataset.scales
     if own and all(own) and theirs[0]:
-        by_scale = [next((a for a, some in zip(letters, theirs) if scales[0] in some), "") for scales in own]
+        by_scale = [next((a for a, labels in zip(letters, theirs) if scales[0] in labels), "") for scales in own]
         return "".join(by_scale) if all(by_scale) and "N" not in by_scale and dataset.ndim else ""
     if dataset.ndim == 0 or len(dataset) == len(inputs):
         return ""
     shape, axes = dataset.shape, letters[1:]
-    found = _axes_by_shape(shape, axes, grid)
-    if not found and shape[0] == 1 and len(shape) > 1:
+    letters_by_shape = _axes_by_shape(shape, axes, grid)
+    if not letters_by_shape and shape[0] == 1 and len(shape) > 1:
         rest = _axes_by_shape(shape[1:], axes, grid)
         return f"N{rest}" if rest else ""
-    return found
+    return letters_by_shape
 
 
 def _axes_by_shape(shape: Sequence[int], axes: str, grid: Sequence[int]) -> str:
@@ -322,14 +322,14 @@ def shape_of(dataset: StoredArray, kind: Kind) -> tuple[int, ...]:
 
 def channel_names(inputs: StoredArray, path: Path, channels: int) -> list[str]:
     """Return the names of channels from the attribute ``channel_names``, else numbered names."""
-    found = inputs.attrs.get("channel_names")
-    if found is None:
+    stored = inputs.attrs.get("channel_names")
+    if stored is None:
         return numbered(channels)
-    names = [_text(n) for n in found] if isinstance(found, np.ndarray) and found.ndim == 1 else []
+    names = [_text(n) for n in stored] if isinstance(stored, np.ndarray) and stored.ndim == 1 else []
     if len(names) != channels or not all(isinstance(n, str) for n in names):
         raise DataError(
             f"{path}: {inputs.name!r}: expected {channels} texts as attribute 'channel_names', one per channel, got "
-            f"{one_line(shown(found))}; correct or remove it"
+            f"{one_line(shown(stored))}; correct or remove it"
         )
     return names
 
@@ -341,16 +341,16 @@ def numbered(channels: int) -> list[str]:
 
 def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | None:
     """Return the dataset ``simulation`` or None. Samples of one simulation belong together."""
-    found = file.get("simulation")
-    if found is None:
+    dataset = file.get("simulation")
+    if dataset is None:
         return None
-    if found.shape != (samples,):
+    if dataset.shape != (samples,):
         _log.warning(
             "%s: dataset 'simulation' is not used, its shape is %s and not (%d,); samples are split one by one",
-            path, found.shape, samples,
+            path, dataset.shape, samples,
         )  # fmt: skip
         return None
-    packing, numbers = found.packing(f"{path}: 'simulation'"), found.numbers()
+    packing, numbers = dataset.packing(f"{path}: 'simulation'"), dataset.numbers()
     if packing is not None:
         absent = packing.absent(numbers.view(packing.dtype))
         if packing.scales or absent.any():
@@ -392,21 +392,21 @@ def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
     return all(0 < g <= f and f % g == 0 for g, f in zip(grid, fine))
 
 
-def plain_attributes(attrs: Mapping[str, Any], wanted: Collection[str] | None = None) -> dict[str, Any]:
+def plain_attributes(attrs: Mapping[str, Any], kept: Collection[str] | None = None) -> dict[str, Any]:
     """Return the attributes of a file or dataset that are texts, numbers or lists of them. Local.
 
     Parameters
     ----------
-    wanted
+    kept
         Names; None: all except those of other libraries (``_NCProperties``).
     """
     try:
         texts = [name for name in attrs if is_text(name)]
-        names = [name for name in texts if (name in wanted if wanted is not None else not name.startswith("_"))]
+        names = [name for name in texts if (name in kept if kept is not None else not name.startswith("_"))]
     except (OSError, RuntimeError, KeyError):
         return {}
-    found = {name: _attribute(attrs, name) for name in names[:_MOST]}
-    return {name: value for name, value in found.items() if value is not None}
+    attributes = {name: _attribute(attrs, name) for name in names[:_MOST]}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _attribute(attrs: Mapping[str, Any], name: str) -> Any:

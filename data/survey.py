@@ -161,8 +161,8 @@ def look_at_data(
         if name in weights:
             _look_at_weights(dataset, name)
         elif field.is_target:
-            found, known = _look_at_target(dataset, name, least), name in (statistics or {})
-            scale = max(scale, 1.0 if known else found)  # normalized numbers are of order one
+            own_scale, known = _look_at_target(dataset, name, least), name in (statistics or {})
+            scale = max(scale, 1.0 if known else own_scale)  # normalized numbers are of order one
         else:
             _look_at_input(dataset, name, (statistics or {}).get(name), sample)
     return scale
@@ -170,8 +170,8 @@ def look_at_data(
 
 def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | None, sample: int) -> None:
     if statistics is None:
-        found = look_at(dataset, name)
-        constant, where = found.constant, _looked_at(found.samples, len(dataset))
+        look = look_at(dataset, name)
+        constant, where = look.constant, _looked_at(look.samples, len(dataset))
     else:
         values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
@@ -184,24 +184,24 @@ def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | 
 
 
 def _look_at_weights(dataset: Dataset, name: str) -> None:
-    found = look_at(dataset, name, LOOKS)
-    if set(found.constant.values()) == {0.0} and len(found.constant) == dataset.fields[name].shape[-1]:
+    look = look_at(dataset, name, LOOKS)
+    if set(look.constant.values()) == {0.0} and len(look.constant) == dataset.fields[name].shape[-1]:
         _log.warning(
             "%s: the weights %s are 0 %s: no position has a loss; check the file and data.targets",
-            dataset.path, name, _looked_at(found.samples, len(dataset)),
+            dataset.path, name, _looked_at(look.samples, len(dataset)),
         )  # fmt: skip
 
 
 def _look_at_target(dataset: Dataset, name: str, least: int) -> float:
     """Warn of a target with a single value; return the scale of the target."""
-    found = look_at(dataset, name, least)
-    if len(found.constant) == dataset.fields[name].shape[-1]:
-        numbers = ", ".join(f"{v:g}" for v in sorted(set(found.constant.values())))
+    look = look_at(dataset, name, least)
+    if len(look.constant) == dataset.fields[name].shape[-1]:
+        numbers = ", ".join(f"{v:g}" for v in sorted(set(look.constant.values())))
         _log.warning(
             "%s: the targets are %s %s: a network learns only this value; check the file and data.targets",
-            _source(dataset, name, True), numbers, _looked_at(found.samples, len(dataset)),
+            _source(dataset, name, True), numbers, _looked_at(look.samples, len(dataset)),
         )  # fmt: skip
-    return found.scale
+    return look.scale
 
 
 def _source(dataset: Dataset, name: str, is_target: bool) -> str:
@@ -210,8 +210,8 @@ def _source(dataset: Dataset, name: str, is_target: bool) -> str:
     return f"{dataset.path}: {name}" if several else f"{dataset.path}"
 
 
-def _looked_at(some: int, samples: int) -> str:
-    return f"in all {samples} samples" if some == samples else f"in all {some} of {samples} samples that were checked"
+def _looked_at(count: int, samples: int) -> str:
+    return f"in all {samples} samples" if count == samples else f"in all {count} of {samples} samples that were checked"
 
 
 def _named(constant: dict[int, float], names: Sequence[str]) -> str:
@@ -246,10 +246,10 @@ def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: I
     try:
         rows = {name: SampleRows(dataset, name) for name in dataset.fields}
         limits = {name: ranges.get(name, TargetRange()) for name in dataset.fields}
-        found = {int(index): _first_invalid(dataset, int(index), rows, limits) for index in samples}
+        faults = {int(index): _first_invalid(dataset, int(index), rows, limits) for index in samples}
     finally:
         dataset.lenient = before
-    return {index: text for index, text in found.items() if text}
+    return {index: text for index, text in faults.items() if text}
 
 
 def _first_invalid(

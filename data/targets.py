@@ -135,7 +135,7 @@ def check_numbers(labels: Table) -> Table:
 
     Raises ValueError for anything else.
     """
-    tables = [given for given in labels.values() if isinstance(given, dict)]
+    tables = [entry for entry in labels.values() if isinstance(entry, dict)]
     if tables and len(tables) < len(labels):
         raise ValueError("expected a new number per number, or such a table per target, got both; use tables")
     keys = [key for table in tables for key in table] if tables else list(labels)
@@ -173,7 +173,7 @@ class LabelMap:
         self._to = np.array(list(self.numbers.values()), np.float64)
 
     def __str__(self) -> str:
-        return ", ".join(f"{have} is {made}" for have, made in self.numbers.items())
+        return ", ".join(f"{have} is {number}" for have, number in self.numbers.items())
 
     def apply(self, values: NDArray[Any]) -> None:
         """Replace labels in place; other values and NaN are unchanged. Local."""
@@ -190,14 +190,14 @@ class LabelMap:
         >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
         {'flag_values': [1, 0], 'flag_meanings': 'water land'}
         """
-        found = {key: value for key, value in attributes.items() if not key.startswith("flag_")}
-        given = attributes.get("flag_values")
-        if not isinstance(given, list) or any(isinstance(one, str) for one in given):
-            return found
-        values = np.array(given, np.float64)
+        described = {key: value for key, value in attributes.items() if not key.startswith("flag_")}
+        flags = attributes.get("flag_values")
+        if not isinstance(flags, list) or any(isinstance(one, str) for one in flags):
+            return described
+        values = np.array(flags, np.float64)
         self.apply(values)
         if len(np.unique(values)) < len(values):
-            return found
+            return described
         return {key: [int(one) for one in values] if key == "flag_values" else attributes[key] for key in attributes}
 
 
@@ -232,8 +232,8 @@ def _fraction(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDAr
 
 
 def _max(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
-    found = np.max(cells, axis=axes, where=there, initial=-np.inf)
-    return np.where(np.any(there, axis=axes), found, 0)
+    largest = np.max(cells, axis=axes, where=there, initial=-np.inf)
+    return np.where(np.any(there, axis=axes), largest, 0)
 
 
 RULES: dict[str, Callable[[NDArray[Any], NDArray[np.bool_], Axes], Any]] = {
@@ -388,10 +388,10 @@ def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: S
     whole factors. An element under finer weights has the weight 0 if all of them are 0. Weights on another grid are
     ignored.
     """
-    found = np.ones(box.shape, np.bool_)
+    mask = np.ones(box.shape, np.bool_)
     for one in weights:
-        found &= _is_zero(read, one, fields[name].shape, fields[one].shape, box)
-    return found
+        mask &= _is_zero(read, one, fields[name].shape, fields[one].shape, box)
+    return mask
 
 
 def _is_zero(read: Read, name: str, target: Sequence[int], own: Sequence[int], box: Box) -> NDArray[Any]:
@@ -399,16 +399,16 @@ def _is_zero(read: Read, name: str, target: Sequence[int], own: Sequence[int], b
     grid = (1,) * len(target) if per_sample else tuple(own)
     if len(grid) != len(target) or any(n % m and m % n for n, m in zip(target, grid)):
         return np.zeros(box.shape, np.bool_)
-    ranges, taken = [box.ranges[0]], list[NDArray[Any]]()
+    ranges, parts = [box.ranges[0]], list[NDArray[Any]]()
     for (low, high), n, m in zip(box.ranges[1:], target, grid):
         first, last = low * m // n, -(-high * m // n)
         ranges.append((first, last))
         # The index of the coarser weight that covers each element, or of the first finer weight under it.
-        taken.append(np.arange(low, high) * m // n - first)
+        parts.append(np.arange(low, high) * m // n - first)
     part = Box.of_ranges([ranges[0], (0, 1)] if per_sample else ranges)
     values = np.empty(part.shape, np.float32)
     read(name, part, values)
     zero = values.reshape([high - low for low, high in ranges]) == 0
-    for axis, (n, m, at) in enumerate(zip(target, grid, taken), 1):
+    for axis, (n, m, at) in enumerate(zip(target, grid, parts), 1):
         zero = np.logical_and.reduceat(zero, at, axis=axis) if m > n else np.take(zero, at, axis=axis)
     return zero

@@ -65,19 +65,19 @@ class Displacement:
     def at(self, positions: Sequence[Array]) -> list[Array]:
         """Return the displacement along each axis on the grid of `positions`, a vector of them per axis."""
         taps = [self._taps(u) for u in positions]
-        found: Array = self.points[(slice(None), *(slice(int(k.min()), int(k.max()) + 4) for k, _ in taps))]
+        values: Array = self.points[(slice(None), *(slice(int(k.min()), int(k.max()) + 4) for k, _ in taps))]
         # From the last axis to the first, so that the largest arrays are gathered by whole rows.
         for axis, (knot, weights) in reversed(list(enumerate(taps, 1))):
-            shape = [-1 if k == axis else 1 for k in range(found.ndim)]
+            shape = [-1 if k == axis else 1 for k in range(values.ndim)]
             at = knot - knot.min()
             # The sum of four terms has one order, whatever the block.
-            first, *others = [np.take(found, at + tap, axis) for tap in range(4)]
+            first, *others = [np.take(values, at + tap, axis) for tap in range(4)]
             first *= weights[0].reshape(shape)
             for term, weight in zip(others, weights[1:]):
                 term *= weight.reshape(shape)
                 first += term
-            found = first
-        return list(found)
+            values = first
+        return list(values)
 
     def _taps(self, u: Array) -> tuple[NDArray[np.intp], list[Array]]:
         """Return the first of the four control points around each position, and their weights."""
@@ -161,16 +161,16 @@ class SmoothMap:
         ]
         if self.displacement is not None:
             moved = [x + shift for x, shift in zip(moved, self.displacement.at(positions))]
-        found = []
+        coordinates = []
         for row, n in zip(self.matrix, self.extents):
             value: Any = (n - 1) / 2
             for factor, x in zip(row, moved):
                 value = value + factor * x if factor else value
-            found.append(np.asarray(value, np.float64).reshape((1,) * rank) if np.ndim(value) == 0 else value)
+            coordinates.append(np.asarray(value, np.float64).reshape((1,) * rank) if np.ndim(value) == 0 else value)
         if self.own is None:
-            return found
+            return coordinates
         shape = tuple(map(len, positions))
-        result = [np.asarray(c, np.float64) for c in self.own([np.broadcast_to(c, shape) for c in found])]
+        result = [np.asarray(c, np.float64) for c in self.own([np.broadcast_to(c, shape) for c in coordinates])]
         if [c.shape for c in result] != [shape] * rank:
             raise DataError(
                 f"data.augment.kind: expected {rank} arrays of positions of shape {shape} from `map`, got "
@@ -186,11 +186,11 @@ class SmoothMap:
         if self.displacement is not None:
             shifts = self.displacement.limits(ranges)
             moved = [(a + low, b + high) for (a, b), (low, high) in zip(moved, shifts)]
-        found = []
+        limits = []
         for row, n in zip(self.matrix, self.extents):
             products = [sorted((factor * a, factor * b)) for factor, (a, b) in zip(row, moved)]
-            found.append(((n - 1) / 2 + sum(p[0] for p in products), (n - 1) / 2 + sum(p[1] for p in products)))
-        return found
+            limits.append(((n - 1) / 2 + sum(p[0] for p in products), (n - 1) / 2 + sum(p[1] for p in products)))
+        return limits
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,11 @@ class GridMap:
     def at(self, ranges: Sequence[Range]) -> list[Array]:
         """Return the positions in the sample of a box of elements: an array per axis of the sample."""
         positions = [self._scaled(axis, np.arange(*one, dtype=np.float64)) for axis, one in enumerate(ranges)]
-        found = [
+        coordinates = [
             self._placed(axis, self._scaled(axis, value, back=True))
             for axis, value in enumerate(self.smooth.at(positions))
         ]
-        return [found[self.axes.index(axis)] for axis in range(len(found))]
+        return [coordinates[self.axes.index(axis)] for axis in range(len(coordinates))]
 
     def limits(self, ranges: Sequence[Range]) -> list[Range]:
         """Return, per axis of the sample, the first and the last element that interpolation in a box may need."""
@@ -242,18 +242,18 @@ class GridMap:
         bounds = self.smooth.limits(ends)
         if bounds is None:
             several = [[(float(c.min()), float(c.max())) for c in self.at(tile)] for tile in tiles(ranges)]
-            found = [(min(a for a, _ in one), max(b for _, b in one)) for one in zip(*several)]
+            limits = [(min(a for a, _ in one), max(b for _, b in one)) for one in zip(*several)]
         else:
             placed = [
                 sorted(self._placed(axis, self._scaled(axis, value, back=True)) for value in bounds[axis])
                 for axis in range(len(ranges))
             ]
-            found = [(placed[k][0], placed[k][1]) for k in map(self.axes.index, range(len(ranges)))]
-        if not np.isfinite(found).all():
-            raise DataError(f"data.augment.kind: expected finite positions from `map`, got {found}")
+            limits = [(placed[k][0], placed[k][1]) for k in map(self.axes.index, range(len(ranges)))]
+        if not np.isfinite(limits).all():
+            raise DataError(f"data.augment.kind: expected finite positions from `map`, got {limits}")
         # Rounding of the bounds is not that of the positions.
-        slack = [_SLACK * (1 + max(abs(a), abs(b))) for a, b in found]
-        return [(math.floor(a - s), math.floor(b + s) + 1) for (a, b), s in zip(found, slack)]
+        slack = [_SLACK * (1 + max(abs(a), abs(b))) for a, b in limits]
+        return [(math.floor(a - s), math.floor(b + s) + 1) for (a, b), s in zip(limits, slack)]
 
     def vectors(self) -> Array:
         """Return the matrix from the components of a vector in the sample to those in the window.
@@ -427,11 +427,11 @@ def _outside(
     positions: Sequence[Array], extents: Sequence[int], borders: Sequence[Border], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
     """Return which positions lie outside of all cells of the sample, along axes with the border ``"zero"``."""
-    found = np.zeros(shape, np.bool_)
+    outside = np.zeros(shape, np.bool_)
     for x, n, border in zip(positions, extents, borders):
         if border == "zero":
-            found |= (x < -0.5) | (x >= n - 0.5)
-    return found
+            outside |= (x < -0.5) | (x >= n - 0.5)
+    return outside
 
 
 def _sampler(

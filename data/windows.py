@@ -69,7 +69,7 @@ class SampleWindows:
     Parameters
     ----------
     dataset : Dataset
-    wanted : mapping of shapes, optional
+    extents : mapping of shapes, optional
         Shapes ``(*spatial, C)`` of the network's inputs, by name: the first one with spatial axes gives the window. By
         default, samples are read whole.
     seed : int
@@ -96,7 +96,7 @@ class SampleWindows:
     def __init__(
         self,
         dataset: Dataset,
-        wanted: Mapping[str, tuple[int, ...]] | None = None,
+        extents: Mapping[str, tuple[int, ...]] | None = None,
         seed: int = 0,
         key: str = "data.patches",
     ) -> None:
@@ -104,14 +104,14 @@ class SampleWindows:
         self.moved = [name for name, field in dataset.fields.items() if len(field.shape) > 1]
         self.outside = {name: 0.0 if field.is_target else math.nan for name, field in dataset.fields.items()}
         self.fields = dict(dataset.fields)
-        self.cut, self.foreground = wanted is not None, cast(Foreground | None, None)
+        self.cut, self.foreground = extents is not None, cast(Foreground | None, None)
         self._shifted: frozenset[int] = frozenset()
         self._before: tuple[int, ...] = ()
         self._last: tuple[Any, tuple[int, ...]] = None, ()
         self._steps: dict[str, tuple[int, ...]] = {}
-        if wanted is not None:
+        if extents is not None:
             self._find_grids(key)
-            self._window = self._units_of_window(wanted[self.moved[0]][:-1])
+            self._window = self._units_of_window(extents[self.moved[0]][:-1])
             self.fields |= {name: replace(self.fields[name], shape=self._cut_shape(name)) for name in self.moved}
 
     def over(self, dataset: Dataset) -> SampleWindows:
@@ -247,9 +247,9 @@ class SampleWindows:
         Samples of a batch that is not augmented have the middle window. A smaller sample is in the middle of its
         window, whose start is negative then.
         """
-        asked = (batch.augmented, batch.centered[k : k + 1], *batch.key(k))
-        if self._last[0] != asked:
-            self._last = asked, self._draw(batch, k)
+        key = (batch.augmented, batch.centered[k : k + 1], *batch.key(k))
+        if self._last[0] != key:
+            self._last = key, self._draw(batch, k)
         return self._last[1]
 
     def _draw(self, batch: Batch, k: int) -> tuple[int, ...]:
@@ -278,8 +278,8 @@ class SampleWindows:
         return [at // step if step else None for at, step in zip(position, steps)]
 
     def _units_of(self, index: int) -> list[int]:
-        found: list[int] = self._units[index if len(self._units) > 1 else 0].tolist()
-        return found
+        units: list[int] = self._units[index if len(self._units) > 1 else 0].tolist()
+        return units
 
     def starts(self, name: str, batch: Batch, k: int) -> tuple[int, ...]:
         """Return the start of the window in sample `k` of a batch, per axis in elements of a field."""
@@ -320,7 +320,7 @@ class SampleWindows:
             list(_pieces(low + start, high + start, n, axis in self._shifted and n > 1))
             for axis, ((low, high), start, n) in enumerate(zip(box.ranges, starts, shape[:-1]))
         ]
-        if any(sum(high - low for (low, high), _ in some) < n for some, n in zip(pieces, box.shape)):
+        if any(sum(high - low for (low, high), _ in along) < n for along, n in zip(pieces, box.shape)):
             out[...] = self.outside[name]
         for chosen in itertools.product(*pieces):
             part = Box.of_ranges([(0, 1), *(source for source, _ in chosen), box.ranges[-1]])
@@ -367,8 +367,8 @@ def weights_along(window: int) -> NDArray[np.float64]:
     no other window, keep their accuracy.
     """
     distance = np.abs(np.arange(window) - (window - 1) / 2)
-    found = np.exp(-0.5 * ((distance**2 - distance.min() ** 2) / (_SIGMA * window) ** 2))
-    return np.maximum(found, SMALLEST)
+    weights = np.exp(-0.5 * ((distance**2 - distance.min() ** 2) / (_SIGMA * window) ** 2))
+    return np.maximum(weights, SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -411,7 +411,7 @@ class SlidingWindows(SampleWindows):
     Parameters
     ----------
     dataset
-    wanted
+    extents
         Shapes of the network's inputs, as for `SampleWindows`.
     overlap
         Share of the window, in [0, 1), that the next one has too.
@@ -425,10 +425,10 @@ class SlidingWindows(SampleWindows):
     """
 
     def __init__(
-        self, dataset: Dataset, wanted: Mapping[str, tuple[int, ...]], overlap: float, multiples: Sequence[int]
+        self, dataset: Dataset, extents: Mapping[str, tuple[int, ...]], overlap: float, multiples: Sequence[int]
     ) -> None:
-        super().__init__(dataset, wanted, key=KEY)
-        self._wanted, self._overlap, self._asked = dict(wanted), overlap, tuple(multiples)
+        super().__init__(dataset, extents, key=KEY)
+        self._wanted, self._overlap, self._asked = dict(extents), overlap, tuple(multiples)
         steps = [max(1, step) for step in self._steps[self.moved[0]]]
         self._multiples = [math.lcm(step, n) // step for step, n in zip(steps, multiples)]
         wrong = np.flatnonzero((self._units % self._multiples != 0).any(axis=1))
@@ -475,8 +475,8 @@ class SlidingWindows(SampleWindows):
         first = self.longest(index)
         counts = [len(starts) for starts in self._starts_in_units(index)]
         order = [first, *(axis for axis in range(len(counts)) if axis != first)]
-        found = dict(zip(order, np.unravel_index(number, [counts[axis] for axis in order])))
-        return tuple(int(found[axis]) for axis in range(len(counts)))
+        numbers = dict(zip(order, np.unravel_index(number, [counts[axis] for axis in order])))
+        return tuple(int(numbers[axis]) for axis in range(len(counts)))
 
     def _draw(self, batch: Batch, k: int) -> tuple[int, ...]:
         index: Any = batch.indices[k]
@@ -523,7 +523,7 @@ class Foreground:
     @property
     def empty(self) -> list[int]:
         """Samples without foreground."""
-        return [sample for sample, found in self.positions.items() if not any(map(len, found.values()))]
+        return [sample for sample, positions in self.positions.items() if not any(map(len, positions.values()))]
 
 
 def find_foreground(

@@ -170,18 +170,18 @@ def copy_whole(source: Path, path: Path) -> None:
             if not (source.parent / name).exists():
                 raise DataError(f"cannot read {source.parent / name}, a part of {source}: no such file; apply again")
         for name in [name for name, one in new.items() if isinstance(one, h5py.Dataset) and one.is_virtual]:
-            before, made = new[name], new.create_dataset(f"{name} joined", old[name].shape, old[name].dtype)
+            before, joined = new[name], new.create_dataset(f"{name} joined", old[name].shape, old[name].dtype)
             for key in before.attrs.keys() - set(_SCALES):
-                made.attrs[key] = before.attrs[key]
-            for slab in _slabs(made):
-                made[slab] = old[name][slab]
-            for own, axis in zip(made.dims, before.dims):
+                joined.attrs[key] = before.attrs[key]
+            for slab in _slabs(joined):
+                joined[slab] = old[name][slab]
+            for own, axis in zip(joined.dims, before.dims):
                 own.label = axis.label
                 for scale in axis.values():
                     axis.detach_scale(scale)
                     own.attach_scale(scale)
             del new[name]
-            new.move(made.name, name)
+            new.move(joined.name, name)
         new.attrs.pop("needs", None)
 
 

@@ -186,5 +186,5 @@ def output_box(windows: Sequence[Window], box: Box, shape: Sequence[int]) -> Box
     if not box.size:
         return empty
     spatial = [w.output_range(a, b, m) for w, (a, b), m in zip(windows, box.ranges[1:-1], shape[1:-1])]
-    found = Box.of_ranges([box.ranges[0], *spatial, (0, shape[-1])])
-    return found if found.size else empty
+    outputs = Box.of_ranges([box.ranges[0], *spatial, (0, shape[-1])])
+    return outputs if outputs.size else empty

@@ -102,11 +102,11 @@ class Exchange:
         """
         if not many:
             return []
-        made: list[Exchange] = [cls.__new__(cls) for _ in many]
-        steps = [one._set_up(comm.rank, **arguments) for one, arguments in zip(made, many)]
+        exchanges: list[Exchange] = [cls.__new__(cls) for _ in many]
+        steps = [one._set_up(comm.rank, **arguments) for one, arguments in zip(exchanges, many)]
         with comm.agreement():
             side_by_side(steps, comm.channels)
-        return made
+        return exchanges
 
     def _set_up(
         self,

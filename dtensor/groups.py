@@ -158,10 +158,10 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
     """
     if groups.is_whole:
         return comm
-    made = _made.setdefault(comm, {})
-    if groups not in made:
-        made[groups] = comm.split(groups.color(comm.rank))
-    return made[groups]
+    groups_of_comm = _made.setdefault(comm, {})
+    if groups not in groups_of_comm:
+        groups_of_comm[groups] = comm.split(groups.color(comm.rank))
+    return groups_of_comm[groups]
 
 
 def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
@@ -199,12 +199,12 @@ def reductions_in_groups(comm: Communicator, specs: Sequence[tuple[Groups, Reduc
     by_groups: dict[Groups, list[int]] = {}
     for number, (groups, _) in enumerate(specs):
         by_groups.setdefault(groups, []).append(number)
-    found: dict[int, Reduction] = {}
+    reductions: dict[int, Reduction] = {}
     for groups, numbers in by_groups.items():
-        wanted = [specs[number][1] for number in numbers]
-        made = in_group(comm, groups, partial(_reductions, wanted))
-        found.update(zip(numbers, made or ()))
-    return [found.get(number) for number in range(len(specs))]
+        own_specs = [specs[number][1] for number in numbers]
+        created = in_group(comm, groups, partial(_reductions, own_specs))
+        reductions.update(zip(numbers, created or ()))
+    return [reductions.get(number) for number in range(len(specs))]
 
 
 def _reductions(specs: Sequence[ReductionSpec], group: Communicator) -> list[Reduction]:

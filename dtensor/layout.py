@@ -144,14 +144,14 @@ class Layout:
         return Layout(self.shape, self.boxes, partial=True)
 
 
-def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> Intervals:
-    if given is None:
+def _cuts(size: int, parts: int, boundaries: Sequence[int] | None, axis: int) -> Intervals:
+    if boundaries is None:
         return intervals(size, parts)
-    given = tuple(given)
-    rising = all(a <= b for a, b in itertools.pairwise(given))
-    if len(given) != parts + 1 or given[0] != 0 or given[-1] != size or not rising:
-        raise ValueError(f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {given}")
-    return tuple(itertools.pairwise(given))
+    boundaries = tuple(boundaries)
+    rising = all(a <= b for a, b in itertools.pairwise(boundaries))
+    if len(boundaries) != parts + 1 or boundaries[0] != 0 or boundaries[-1] != size or not rising:
+        raise ValueError(f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {boundaries}")
+    return tuple(itertools.pairwise(boundaries))
 
 
 Interval = tuple[int, int]
@@ -282,11 +282,11 @@ class Blocks(Sequence[Box]):
         """Return the coordinates of a rank in the grid; None for a rank outside it."""
         if rank >= self.placed:
             return None
-        found = []
+        coordinates = []
         for parts in reversed(self.grid):
             rank, at = divmod(rank, parts)
-            found.append(at)
-        return tuple(found[::-1])
+            coordinates.append(at)
+        return tuple(coordinates[::-1])
 
     @property
     def extents(self) -> tuple[np.ndarray, ...]:
@@ -418,6 +418,6 @@ def _clip(axis: Intervals, size: int) -> Intervals:
     return tuple((max(0, a), min(size, b)) for a, b in axis)
 
 
-def _hull(some: Sequence[Interval]) -> Interval:
-    full = [(a, b) for a, b in some if b > a] or [some[0]]
+def _hull(parts: Sequence[Interval]) -> Interval:
+    full = [(a, b) for a, b in parts if b > a] or [parts[0]]
     return min(a for a, _ in full), max(b for _, b in full)

@@ -88,8 +88,8 @@ def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
 def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
     """Return the parts of an axis that intersect an interval, each with the common interval."""
     start, stop = interval
-    found = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))
-    return tuple((k, (a, b)) for k, (a, b) in found if b > a)
+    overlaps = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))
+    return tuple((k, (a, b)) for k, (a, b) in overlaps if b > a)
 
 
 def owners(blocks: Blocks) -> Blocks:
@@ -105,7 +105,7 @@ def owners(blocks: Blocks) -> Blocks:
 @lru_cache(maxsize=16384)
 def _first(axis: Intervals) -> Intervals:
     covered: list[Interval] = []  # union of the intervals so far, in order; intervals that touch are joined
-    found = []
+    firsts = []
     for a, b in axis:
         first = last = bisect.bisect_left(covered, a, key=lambda interval: interval[1])
         rest, at = list[Interval](), a
@@ -118,8 +118,8 @@ def _first(axis: Intervals) -> Intervals:
             rest.append((at, b))
         if len(rest) > 1:
             raise ValueError(f"replicas: expected intervals that follow one another or are equal, got {axis[:8]}")
-        found.append(rest[0] if rest else (a, a))
+        firsts.append(rest[0] if rest else (a, a))
         if rest:
             joined = [(a, b), *covered[first:last]]
             covered[first:last] = [(min(c for c, _ in joined), max(d for _, d in joined))]
-    return tuple(found)
+    return tuple(firsts)

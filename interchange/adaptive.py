@@ -38,14 +38,14 @@ def translations() -> dict[Any, Callable[..., Any]]:
     for kind, outputs in _OPERATORS.values():
         if onnx.defs.has(kind, DOMAIN):
             continue
-        made = [schema.FormalParameter("y", "T"), schema.FormalParameter("positions", "tensor(int64)")]
+        results = [schema.FormalParameter("y", "T"), schema.FormalParameter("positions", "tensor(int64)")]
         onnx.defs.register_schema(
             schema(
                 kind,
                 DOMAIN,
                 1,
                 inputs=[schema.FormalParameter("x", "T")],
-                outputs=made[:outputs],
+                outputs=results[:outputs],
                 type_constraints=[("T", [f"tensor({t})" for t in ("float16", "bfloat16", "float", "double")], "")],
                 attributes=[schema.Attribute("size", schema.AttrType.INTS, "")],
             )
@@ -70,11 +70,11 @@ def symbolics() -> dict[str, Callable[..., Any]]:
             sizes = torch.onnx.symbolic_helper._maybe_get_const(size, "is")
             if not isinstance(sizes, list | tuple):
                 raise ValueError(f"{kind}: expected numbers of outputs, got one that follows the input")
-            made = graph.op(f"{DOMAIN}::{kind}", value, size_i=[int(n) for n in sizes], outputs=outputs)
+            op = graph.op(f"{DOMAIN}::{kind}", value, size_i=[int(n) for n in sizes], outputs=outputs)
             before = torch.onnx.symbolic_helper._get_tensor_sizes(value)
-            for one in [made] if outputs == 1 else made:  # without types, torch warns on the standard error
+            for one in [op] if outputs == 1 else op:  # without types, torch warns on the standard error
                 one.setType(value.type().with_sizes([*before[: len(before) - len(sizes)], *sizes]))
-            return made
+            return op
 
         return write
 

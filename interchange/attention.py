@@ -55,10 +55,10 @@ def attention(graph: Graph, op: OnnxNode) -> None:
         chain.append(after)
         after = graph.only_reader(after.outputs[0])
     sums = None if after is None else _product(graph, after, (chain[-1].outputs[0], perm))
-    found = _scores(graph, op, chain)
-    if after is None or sums is None or found is None:
+    scores = _scores(graph, op, chain)
+    if after is None or sums is None or scores is None:
         return
-    product, scale, added = found
+    product, scale, added = scores
     inputs, reader = [], chain[0]
     for name in product.inputs:
         before = graph.maker(name)
@@ -75,10 +75,10 @@ def attention(graph: Graph, op: OnnxNode) -> None:
 
 def _factor(op: OnnxNode) -> float | None:
     """Return the number by which an operation multiplies; None if it is another operation."""
-    given = op.attributes
-    if op.kind != "Affine" or given["axis"] is not None or given["shift"]:
+    attributes = op.attributes
+    if op.kind != "Affine" or attributes["axis"] is not None or attributes["shift"]:
         return None
-    return float(given["factor"])
+    return float(attributes["factor"])
 
 
 def _scores(
@@ -164,23 +164,23 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
             return None
         *shared, row, summed = (terms[0][perm.index(axis)] for axis in range(len(perm)))
         column = "".join(c for c in terms[1] if c not in terms[0])
-        wanted = [*shared, row, summed], [*shared, summed, column]
+        expected = [*shared, row, summed], [*shared, summed, column]
     else:
         *shared, row, column = list(made)
         summed = "".join(c for c in terms[0] if c not in made)
-        wanted = [*shared, row, summed], [*shared, column, summed]
+        expected = [*shared, row, summed], [*shared, column, summed]
     result = [*shared, row, column]
-    if any(sorted(term) != sorted(letters) for term, letters in zip((*terms, made), (*wanted, result))):
+    if any(sorted(term) != sorted(letters) for term, letters in zip((*terms, made), (*expected, result))):
         return None
-    first, second = (tuple(map(term.index, letters)) for term, letters in zip(terms, wanted))
+    first, second = (tuple(map(term.index, letters)) for term, letters in zip(terms, expected))
     return _Product((inputs[0], inputs[1]), (first, second), tuple(map(result.index, made)))
 
 
 def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
     """Convert ONNX's own operator for attention."""
-    names, given = list(op.inputs), op.attributes
+    names, settings = list(op.inputs), op.attributes
     rank = len(graph.shapes[names[0]])
-    plain = not any(given.get(key, 0) for key in ("is_causal", "softcap")) and not any(names[4:])
+    plain = not any(settings.get(key, 0) for key in ("is_causal", "softcap")) and not any(names[4:])
     if not plain or any(op.outputs[1:]) or rank != 4:
         return
     mask = names[3:4] if len(names) > 3 and names[3] else []
@@ -189,7 +189,7 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
     same = tuple(range(rank))
     scores = (*graph.shapes[names[0]][:-1], graph.shapes[names[1]][-2])
     attributes = {
-        "scale": given.get("scale"),
+        "scale": settings.get("scale"),
         "dropout": 0.0,
         "orders": (same,) * 4,
         "extents": (scores,) * len(mask),
@@ -205,7 +205,7 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
 
 def _weighted(build: Builder, op: OnnxNode) -> Activation:
     """Import attention whose inputs have heads and windows at axes of their own."""
-    given = op.attributes
+    attributes = op.attributes
     values = [_Operand.of(build, op, i) for i in range(3)]
     if any(not build.graph.constants[name].is_fixed for name in op.inputs[3:]):
         # One window is the whole map, which is then a sequence for torch.
@@ -222,7 +222,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     local = window != q.axes.shape[1:-1]
     if (local or op.inputs[3:]) and any(one != window for one in windows):
         raise build.refused(op, "queries and keys of the same extents", f"{windows[0]} and {windows[1]}")
-    scale = given["scale"]
+    scale = attributes["scale"]
     usual = scale is None or math.isclose(scale, 1 / math.sqrt(q.width), rel_tol=1e-6)
     tables = [_added(build, op, i, q, window) for i in range(3, len(op.inputs))]
     trained = [(constant, table) for constant, table in tables if not constant.is_fixed]
@@ -240,7 +240,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
         shift=shift if any(shift) else 0,
         bias="relative" if trained else None,
         scale=None if usual else scale,
-        dropout=given["dropout"],
+        dropout=attributes["dropout"],
     )
     weights = []
     if trained:
@@ -250,7 +250,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     node = build.add(op, layer, *(node for node in nodes if node is not None), weights=weights)
     if any(shift):
         node = Roll(tuple(-by for by in shift), build.name(op.part("roll")))(node)
-    order = given["orders"][3]
+    order = attributes["orders"][3]
     return in_form(build, op, node, q.summed(v.width).transposed(order), build.refused(op, "axes in order", "others"))
 
 
@@ -278,18 +278,18 @@ class _Operand:
         node, axes = build.axes(op.inputs[i])
         width = build.shape(op.inputs[i])[order[-1]]
         axes = axes.transposed(order)
-        found = cls(node, axes, width)
+        operand = cls(node, axes, width)
         channels = axes.shape[-1]
-        heads = [f for f in found.batch if f.axis == len(axes.shape) - 1]
+        heads = [f for f in operand.batch if f.axis == len(axes.shape) - 1]
         whole = [Factor(len(axes.shape) - 1, width, channels // width)] if channels > width else []
-        if axes.dims[-1] != found.digit(width) or heads != whole:
+        if axes.dims[-1] != operand.digit(width) or heads != whole:
             raise build.refused(
                 op,
                 "channels (head, channel of a head) as queries, keys and values",
                 f"others: {axes.dims} of {axes.shape[1:]}",
                 "reshape projections to (..., 3, heads, channels)",
             )
-        return found
+        return operand
 
     def on(self, build: Builder, op: OnnxNode, space: Shape) -> _Operand:
         """Return the operand with its sequence as a map of these extents."""
@@ -327,8 +327,8 @@ class _Operand:
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
         inside = [Factor(a, 1, n) for a, n in enumerate(extents, 1) if n > 1]
         outside = [Factor(a, n, whole // n) for a, (n, whole) in enumerate(zip(extents, space), 1) if whole > n]
-        found = sorted(f for f in self.batch if 0 < f.axis < len(self.axes.shape) - 1)
-        return extents if list(positions) == inside and found == outside else None
+        factors = sorted(f for f in self.batch if 0 < f.axis < len(self.axes.shape) - 1)
+        return extents if list(positions) == inside and factors == outside else None
 
     def summed(self, width: int) -> Axes:
         """Return the axes of the output, whose heads have this number of channels."""
@@ -388,11 +388,11 @@ class _Table:
         places = np.stack(np.unravel_index(np.arange(whole.shape[-1]), self.window))
         apart = places[:, :, None] - places[:, None, :] + np.array(self.window)[:, None, None] - 1
         index = np.ravel_multi_index(tuple(apart), self.relative_shape[1:])
-        found = np.zeros((whole.shape[0], math.prod(self.relative_shape[1:])), array.dtype)
-        found[:, index.reshape(-1)] = whole.reshape(whole.shape[0], -1)
-        if not np.array_equal(found[:, index], whole):
+        table = np.zeros((whole.shape[0], math.prod(self.relative_shape[1:])), array.dtype)
+        table[:, index.reshape(-1)] = whole.reshape(whole.shape[0], -1)
+        if not np.array_equal(table[:, index], whole):
             raise self.refused("another array")
-        return found.reshape(self.relative_shape)
+        return table.reshape(self.relative_shape)
 
     @property
     def queries_shape(self) -> Shape:
@@ -428,12 +428,12 @@ def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequ
         return none
     total = total.reshape(*counts, q.heads if total.shape[-3] == q.heads else 1, *total.shape[-2:])
     same = total[..., :1, :, :]
-    found = _shift_of(q.node)
+    shift = _shift_of(q.node)
     fits = (total == same).all() and ((same == 0) | (same < _MASKED)).all()
-    if found is None or not fits or not np.array_equal(same[..., 0, :, :] == 0, _allowed(found, window, counts)):
+    if shift is None or not fits or not np.array_equal(same[..., 0, :, :] == 0, _allowed(shift, window, counts)):
         remedy = "masks of shifted windows (torch.roll before them) are read, no others"
         raise build.refused(op, "scores without a mask, or the mask of shifted windows", "another mask", remedy)
-    return found
+    return shift
 
 
 def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
@@ -463,10 +463,10 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
     if chosen is None:
         raise refusal
     shift = tuple(by if a == chosen else 0 for a in range(1, last))
-    made = _moved(node, shift, {})
-    if made is None:
-        made = build.add(op, Roll(shift), node)
-    return in_form(build, op, made, axes, refusal)
+    rolled = _moved(node, shift, {})
+    if rolled is None:
+        rolled = build.add(op, Roll(shift), node)
+    return in_form(build, op, rolled, axes, refusal)
 
 
 def _is_of_positions(node: Node) -> bool:
@@ -487,24 +487,24 @@ def _map_of(node: Node) -> Shape | None:
     return before[:-1] if fits else None
 
 
-def _moved(node: Node, shift: Shape, made: dict[Node, Node | None]) -> Node | None:
+def _moved(node: Node, shift: Shape, known: dict[Node, Node | None]) -> Node | None:
     """Return a shifted node: the shift is added to a Roll before it; None if there is none.
 
-    Layers of single positions after that Roll are called again, each once per node of `made`; the former calls are no
+    Layers of single positions after that Roll are called again, each once per node of `known`; the former calls are no
     longer read.
     """
-    if node in made:
-        return made[node]
-    found: Node | None = None
+    if node in known:
+        return known[node]
+    moved: Node | None = None
     if isinstance(node.layer, Roll):
         source = node.inputs[0]
         total = tuple((a + b) % n for a, b, n in zip(node.layer.shifts(source.shape), shift, source.shape))
-        found = Roll(total, node.layer.name)(source) if any(total) else source
+        moved = Roll(total, node.layer.name)(source) if any(total) else source
     elif _is_of_positions(node):
-        before = _moved(node.inputs[0], shift, made)
-        found = None if before is None else node.layer(before)
-    made[node] = found
-    return found
+        before = _moved(node.inputs[0], shift, known)
+        moved = None if before is None else node.layer(before)
+    known[node] = moved
+    return moved
 
 
 def _shift_of(node: Node) -> Shape | None:

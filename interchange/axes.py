@@ -68,7 +68,7 @@ class Axes:
         (True, None)
         """
         left = list(itertools.chain(*self.dims))
-        found: list[Dimension] = []
+        dimensions: list[Dimension] = []
         for extent in extents:
             own = []
             while extent > 1 and left:
@@ -84,8 +84,8 @@ class Axes:
                     return None
             if extent != 1:
                 return None
-            found.append(_merged(own))
-        return None if left else Axes(self.shape, tuple(found))
+            dimensions.append(_merged(own))
+        return None if left else Axes(self.shape, tuple(dimensions))
 
     def chosen(self, dim: int, first: int, last: int) -> tuple[int, int, int, Axes] | None:
         """Return the axis of the node and its interval that a range of a dimension consists of, and the dimensions of
@@ -139,15 +139,15 @@ class Axes:
         (((4, 6, 3), False), ((24, 3), True))
         >>> image.transposed((0, 1, 3, 2)).sample
         """
-        found = []
+        extents = []
         for last in (False, True):
             shape = self.with_channels_at(last)
             if shape is not None:
                 pure = all(factor.axis == len(self.shape) - 1 for factor in self.dims[-1 if last else 1])
-                found.append((pure, shape[-1] * pure, not last, shape))
-        if not found:
+                extents.append((pure, shape[-1] * pure, not last, shape))
+        if not extents:
             return None
-        _, _, first, shape = max(found)
+        _, _, first, shape = max(extents)
         return shape, not first
 
     def with_channels_at(self, last: bool) -> Shape | None:
@@ -170,9 +170,9 @@ def _digits(shape: Shape, axes: Iterable[int]) -> Dimension:
 
 def _merged(factors: Iterable[Factor]) -> Dimension:
     """Return the factors with adjacent digits of one axis joined."""
-    found: list[Factor] = []
+    merged: list[Factor] = []
     for factor in factors:
-        if found and found[-1].axis == factor.axis and found[-1].stride == factor.stride * factor.extent:
-            factor = Factor(factor.axis, factor.stride, found.pop().extent * factor.extent)
-        found.append(factor)
-    return tuple(found)
+        if merged and merged[-1].axis == factor.axis and merged[-1].stride == factor.stride * factor.extent:
+            factor = Factor(factor.axis, factor.stride, merged.pop().extent * factor.extent)
+        merged.append(factor)
+    return tuple(merged)

@@ -98,8 +98,8 @@ def _weights(w: OnnxWriter, node: Node, order: Callable[[np.ndarray], np.ndarray
         rows = np.asarray(weights, np.float64).reshape(len(weights), -1)
         scale = np.asarray(lengths, np.float64) / np.sqrt(np.square(rows).sum(axis=1))
         weights = (rows * scale[:, None]).reshape(weights.shape)
-    found = [w.weight(node, "weight", order(weights))]
-    return found if bias is None else [*found, w.weight(node, "bias", bias)]
+    names = [w.weight(node, "weight", order(weights))]
+    return names if bias is None else [*names, w.weight(node, "bias", bias)]
 
 
 def _channels_second(array: np.ndarray) -> np.ndarray:
@@ -108,8 +108,10 @@ def _channels_second(array: np.ndarray) -> np.ndarray:
 
 def _activated(w: OnnxWriter, layer: Any, value: str) -> str:
     """Apply the fused activation of a layer."""
-    made = inside(layer)
-    return value if made is None else _FUNCTIONS[type(made)](w, made, value, f"{value} {layer.activation}")
+    activation = inside(layer)
+    if activation is None:
+        return value
+    return _FUNCTIONS[type(activation)](w, activation, value, f"{value} {layer.activation}")
 
 
 def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
@@ -126,21 +128,21 @@ def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
 
 def _conv(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    given = _window(layer.windows(node.inputs[0].shape))
+    attributes = _window(layer.windows(node.inputs[0].shape))
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
-    return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}::y", group=layer.groups, **given))
+    return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}::y", group=layer.groups, **attributes))
 
 
 def _conv_transpose(w: OnnxWriter, node: Node) -> str:
     """Export a transposed convolution; padding beyond the result becomes output padding in ONNX."""
     layer: Any = node.layer
     windows = layer.windows(node.inputs[0].shape)
-    given = _window(windows)
-    given["pads"] = [*(one.pad_lo for one in windows), *(max(one.pad_hi, 0) for one in windows)]
+    attributes = _window(windows)
+    attributes["pads"] = [*(one.pad_lo for one in windows), *(max(one.pad_hi, 0) for one in windows)]
     more = [max(-one.pad_hi, 0) for one in windows]
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
     output = f"{w.name(node)}::y"
-    return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **given)
+    return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **attributes)
 
 
 def _max_pool(w: OnnxWriter, node: Node) -> str:
@@ -149,9 +151,9 @@ def _max_pool(w: OnnxWriter, node: Node) -> str:
 
 def _average_pool(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    given: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
-    given["count_include_pad"] = int(layer.count_include_pad)
-    return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **given)
+    attributes: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
+    attributes["count_include_pad"] = int(layer.count_include_pad)
+    return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **attributes)
 
 
 def _global_pool(kind: str) -> Callable[[OnnxWriter, Node], str]:
@@ -170,17 +172,17 @@ def _means(w: OnnxWriter, node: Node) -> str:
     for axis, one in zip(axes, layer.resamplings(shape)):
         ranges = [one.input_range(o, o + 1) for o in range(one.outputs)]
         matrix = [[(a <= i < b) / (b - a) for i in range(one.size)] for a, b in ranges]
-        given = w.numbers(f"{name}::{axis}", matrix)
+        weights = w.numbers(f"{name}::{axis}", matrix)
         equation = f"nc{axes},o{axis}->nc{axes.replace(axis, 'o')}"
-        value = w.add("Einsum", [value, given], f"{name}::by {axis}", equation=equation)
+        value = w.add("Einsum", [value, weights], f"{name}::by {axis}", equation=equation)
     return value
 
 
 def _over_channels(kind: str) -> Callable[[OnnxWriter, Node], str]:
     def write(w: OnnxWriter, node: Node) -> str:
         name, (value,) = w.name(node), w.inputs(node)
-        given = [value, w.numbers(f"{name}::axes", [1], np.int64)]
-        return w.add(kind, given, f"{name}::y", keepdims=1)
+        inputs = [value, w.numbers(f"{name}::axes", [1], np.int64)]
+        return w.add(kind, inputs, f"{name}::y", keepdims=1)
 
     return write
 
@@ -198,15 +200,15 @@ def _flip(w: OnnxWriter, node: Node) -> str:
     name, (value,), channel = w.name(node), w.inputs(node), len(node.shape) - 1
     axes = [1 if axis == channel else axis + 2 for axis in layer.places(node.shape)]
     rows = {"starts": [-1] * len(axes), "ends": [-(2**31)] * len(axes), "axes": axes, "steps": [-1] * len(axes)}
-    given = [w.numbers(f"{name}::{key}", numbers, np.int64) for key, numbers in rows.items()]
-    return w.add("Slice", [value, *given], f"{name}::y")
+    inputs = [w.numbers(f"{name}::{key}", numbers, np.int64) for key, numbers in rows.items()]
+    return w.add("Slice", [value, *inputs], f"{name}::y")
 
 
 def _adaptive_max(w: OnnxWriter, node: Node) -> str:
-    whole, made = node.inputs[0].shape[:-1], node.shape[:-1]
-    if any(n % m for n, m in zip(whole, made)):
-        raise w.refused(node, f"a number of outputs that divides {whole}", f"{made}")
-    kernel = [n // m for n, m in zip(whole, made)]
+    whole, outputs = node.inputs[0].shape[:-1], node.shape[:-1]
+    if any(n % m for n, m in zip(whole, outputs)):
+        raise w.refused(node, f"a number of outputs that divides {whole}", f"{outputs}")
+    kernel = [n // m for n, m in zip(whole, outputs)]
     return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", kernel_shape=kernel, strides=kernel)
 
 
@@ -226,14 +228,14 @@ def _resize(w: OnnxWriter, node: Node) -> str:
     mode = next((one for one in ("linear", "cubic") if layer.mode.endswith(one)), layer.mode)
     if mode == "area":
         return _means(w, node)
-    given: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
+    attributes: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
     if layer.align_corners:
-        given["coordinate_transformation_mode"] = "align_corners"
+        attributes["coordinate_transformation_mode"] = "align_corners"
     if layer.align_corners or all(one.ratio * one.outputs == one.size for one in resamplings):
         sizes = w.numbers(f"{name}::sizes", [one.outputs for one in resamplings], np.int64)
-        return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **given)
+        return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **attributes)
     scales = w.numbers(f"{name}::scales", [float(1 / one.ratio) for one in resamplings], np.float32)
-    return w.add("Resize", [*w.inputs(node), "", scales], f"{name}::y", **given)
+    return w.add("Resize", [*w.inputs(node), "", scales], f"{name}::y", **attributes)
 
 
 # -- dense layers, norms ---------------------------------------------------------------------------
@@ -245,14 +247,14 @@ def _dense(w: OnnxWriter, node: Node) -> str:
 
 def _affine(w: OnnxWriter, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
     """Write the factor and summand of each channel; ones and zeros for a layer without them."""
-    name, found = w.name(node), []
+    name, names = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
         if array is None:
-            found.append(w.numbers(f"{name}::{label}", np.full(shape, number)))
+            names.append(w.numbers(f"{name}::{label}", np.full(shape, number)))
         else:
-            found.append(w.weight(node, label, np.reshape(array, shape)))
-    return found
+            names.append(w.weight(node, label, np.reshape(array, shape)))
+    return names
 
 
 def _batch_norm(w: OnnxWriter, node: Node) -> str:
@@ -261,10 +263,10 @@ def _batch_norm(w: OnnxWriter, node: Node) -> str:
     inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
     for key in ("mean", "var"):
         inputs.append(w.weight(node, f"running_{key}", w.parameter(node, key)))
-    made = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
+    y = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
     if len(node.inputs) > 1:
-        made = w.add("Add", [made, w.inputs(node)[1]], f"{name}::sum")
-    return made if layer.fused(len(node.inputs)) is None else _activated(w, layer, made)
+        y = w.add("Add", [y, w.inputs(node)[1]], f"{name}::sum")
+    return y if layer.fused(len(node.inputs)) is None else _activated(w, layer, y)
 
 
 def _group_norm(w: OnnxWriter, node: Node) -> str:
@@ -278,12 +280,12 @@ def _group_norm(w: OnnxWriter, node: Node) -> str:
     plain = [w.numbers(f"{name}::{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
     normed = w.add("InstanceNormalization", [apart, *plain], f"{name}::normed", epsilon=layer.eps)
     whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
-    made = w.add("Reshape", [normed, whole], f"{name}::whole")
+    y = w.add("Reshape", [normed, whole], f"{name}::whole")
     if layer.affine:
         scale, shift = _affine(w, node, channels, (channels, *(1 for _ in spatial)))
-        made = w.add("Mul", [made, scale], f"{name}::scaled")
-        made = w.add("Add", [made, shift], f"{name}::y")
-    return _activated(w, layer, made)
+        y = w.add("Mul", [y, scale], f"{name}::scaled")
+        y = w.add("Add", [y, shift], f"{name}::y")
+    return _activated(w, layer, y)
 
 
 def _layer_norm(w: OnnxWriter, node: Node) -> str:
@@ -308,19 +310,19 @@ def _rms_norm(w: OnnxWriter, node: Node) -> str:
     square = w.add("Mul", [value, value], f"{name}::square")
     mean = w.add("ReduceMean", [square, w.numbers(f"{name}::axes", [1], np.int64)], f"{name}::mean", keepdims=1)
     shifted = w.add("Add", [mean, w.numbers(f"{name}::eps", layer.eps_of(w.dtype))], f"{name}::shifted")
-    made = w.add("Div", [value, w.add("Sqrt", [shifted], f"{name}::root")], f"{name}::normed")
+    y = w.add("Div", [value, w.add("Sqrt", [shifted], f"{name}::root")], f"{name}::normed")
     if layer.affine:
         gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), (-1, *(1 for _ in node.shape[:-1]))))
-        made = w.add("Mul", [made, gamma], f"{name}::y")
-    return _activated(w, layer, made)
+        y = w.add("Mul", [y, gamma], f"{name}::y")
+    return _activated(w, layer, y)
 
 
 def _local_response_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     if layer.size % 2 == 0:
         raise w.refused(node, "windows of an odd number of channels", f"{layer.size}")
-    given = {"size": layer.size, "alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
-    return w.add("LRN", w.inputs(node), f"{w.name(node)}::y", **given)
+    attributes = {"size": layer.size, "alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
+    return w.add("LRN", w.inputs(node), f"{w.name(node)}::y", **attributes)
 
 
 # -- pointwise layers ------------------------------------------------------------------------------
@@ -334,8 +336,8 @@ def _pointwise(kind: str, **attributes: str | float) -> _Function:
     """Return the exporter of an operator. The text of an attribute names the attribute of the layer."""
 
     def write(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
-        given = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
-        return w.add(kind, [value], f"{name}::y", **given)
+        numbers = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
+        return w.add(kind, [value], f"{name}::y", **numbers)
 
     return write
 
@@ -361,8 +363,8 @@ def _numbers(w: OnnxWriter, node: Node) -> str:
 def _scale(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     label = "weight" if layer.bias or layer.axes == ("channel",) else ""
-    made = w.add("Mul", [*w.inputs(node), _along(w, node, "gamma", label)], f"{w.name(node)}::y")
-    return w.add("Add", [made, _along(w, node, "beta", "bias")], f"{w.name(node)}::shifted") if layer.bias else made
+    y = w.add("Mul", [*w.inputs(node), _along(w, node, "gamma", label)], f"{w.name(node)}::y")
+    return w.add("Add", [y, _along(w, node, "beta", "bias")], f"{w.name(node)}::shifted") if layer.bias else y
 
 
 def _embedding(w: OnnxWriter, node: Node) -> str:
@@ -414,10 +416,10 @@ def _same(w: OnnxWriter, node: Node) -> str:
 
 
 def _add(w: OnnxWriter, node: Node) -> str:
-    made, *others = w.inputs(node)
+    total, *others = w.inputs(node)
     for i, other in enumerate(others):
-        made = w.add("Add", [made, other], f"{w.name(node)}::{i}")
-    return _activated(w, node.layer, made)
+        total = w.add("Add", [total, other], f"{w.name(node)}::{i}")
+    return _activated(w, node.layer, total)
 
 
 def _of_two(kind: str, w: OnnxWriter, node: Node) -> str:
@@ -515,14 +517,14 @@ def _pad_pole(w: OnnxWriter, node: Node) -> str:
     for label, span in (("north", north), ("south", south)):
         if span.rows[0] == span.rows[1]:
             continue
-        (first, last), made = span.source(*span.rows), f"{name}::{label}"
-        rows = _rows(w, value, made, axis, last - 1, first - 1 if first else -(2**31), -1)
+        (first, last), output = span.source(*span.rows), f"{name}::{label}"
+        rows = _rows(w, value, output, axis, last - 1, first - 1 if first else -(2**31), -1)
         rows = _rolled(
-            w, rows, f"{made} turned", layer.longitude + 2, shape[layer.longitude], shape[layer.longitude] // 2
+            w, rows, f"{output} turned", layer.longitude + 2, shape[layer.longitude], shape[layer.longitude] // 2
         )
         if np.any(np.asarray(layer.sign) != 1):
             sign = np.reshape(layer.sign, (-1, *(1 for _ in shape[:-1])))
-            rows = w.add("Mul", [rows, w.numbers(f"{made} sign", sign)], f"{made} signed")
+            rows = w.add("Mul", [rows, w.numbers(f"{output} sign", sign)], f"{output} signed")
         parts.append((label, rows))
     values = {"within": value, **dict(parts)}
     return w.add("Concat", [values[k] for k in ("north", "within", "south") if k in values], f"{name}::y", axis=axis)
@@ -547,8 +549,8 @@ def _rolled(w: OnnxWriter, value: str, name: str, axis: int, extent: int, shift:
 def _rows(w: OnnxWriter, value: str, name: str, axis: int, first: int, last: int, step: int = 1) -> str:
     """Export a slice along one axis."""
     numbers = (("first", first), ("last", last), ("axis", axis), ("step", step))
-    given = [w.numbers(f"{name} {key}", [n], np.int64) for key, n in numbers if key != "step" or n != 1]
-    return w.add("Slice", [value, *given], name)
+    inputs = [w.numbers(f"{name} {key}", [n], np.int64) for key, n in numbers if key != "step" or n != 1]
+    return w.add("Slice", [value, *inputs], name)
 
 
 def _slice(w: OnnxWriter, node: Node) -> str:

@@ -49,8 +49,8 @@ def numbers_along(build: Builder, op: OnnxNode, value: Activation, key: str, axi
     shape = (*(1 for _ in extents[:axis]), numbers.size, *(1 for _ in extents[axis + 1 :]))
     if numbers.size == 1:
         number = float(numbers.reshape(()))
-        made = Affine(number) if key == "factor" else Affine(1.0, number)
-        return value.of(build.add(op.part(key), made, value.node))
+        layer = Affine(number) if key == "factor" else Affine(1.0, number)
+        return value.of(build.add(op.part(key), layer, value.node))
     kind = "Mul" if key == "factor" else "Add"
     constant = OnnxConstant.of(numbers.reshape(shape), origin="buffer")
     return along(build, op.part(key).changed(kind=kind), value, op.inputs[0], constant)
@@ -94,8 +94,8 @@ def along(
         key, layer = "w", Embedding(axes, trained=not constant.is_fixed)
     if constant.is_fixed:
         constant = replace(constant, name="")  # its numbers may be changed, so it is not the array of that name
-    given = build.given(constant, lambda array: order(array).reshape(ours), ours)
-    return value.of(build.array(op, layer.initialized(**{key: given}), value.node, constant))
+    initial = build.given(constant, lambda array: order(array).reshape(ours), ours)
+    return value.of(build.array(op, layer.initialized(**{key: initial}), value.node, constant))
 
 
 def with_tokens(build: Builder, op: OnnxNode) -> Activation:

@@ -42,16 +42,16 @@ def pieces(*shapes: tuple[int, ...]) -> Order:
     >>> pieces((2, 3, 4), (5,), (1, 1, 6)), pieces((7, 1))
     (((2, 3, 4), (11,)), ((7,),))
     """
-    found: list[tuple[int, ...]] = []
+    runs: list[tuple[int, ...]] = []
     for shape in shapes:
         size = math.prod(shape)
         if shape[-1] not in (1, size):
-            found.append(shape)
-        elif found and len(found[-1]) == 1:
-            found[-1] = (found[-1][0] + size,)
+            runs.append(shape)
+        elif runs and len(runs[-1]) == 1:
+            runs[-1] = (runs[-1][0] + size,)
         else:
-            found.append((size,))
-    return tuple(found)
+            runs.append((size,))
+    return tuple(runs)
 
 
 def is_plain(order: Order) -> bool:
@@ -65,12 +65,12 @@ def torch_of_ours(order: Order) -> np.ndarray:
     >>> torch_of_ours(((2, 3), (2,))).tolist()  # two positions of three channels, then two plain features
     [0, 3, 1, 4, 2, 5, 6, 7]
     """
-    found, first = [], 0
+    indices, first = [], 0
     for piece in order:
         numbers = np.arange(first, first + math.prod(piece)).reshape(piece)
-        found.append(np.moveaxis(numbers, -1, 0).reshape(-1))
+        indices.append(np.moveaxis(numbers, -1, 0).reshape(-1))
         first += numbers.size
-    return np.concatenate(found)
+    return np.concatenate(indices)
 
 
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
@@ -144,12 +144,12 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
 
 def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
     """Return the order of a layer's output from those of its inputs; None if it mixes features by position."""
-    given = [orders[one] for one in node.inputs]
+    orders_of_inputs = [orders[one] for one in node.inputs]
     if isinstance(node.layer, Concat):
-        return pieces(*(piece for order in given for piece in order))
+        return pieces(*(piece for order in orders_of_inputs for piece in order))
     if isinstance(node.layer, Slice):
-        return _part(given[0], node.layer.first, node.layer.last)
-    return _plain(node) if all(map(is_plain, given)) else None
+        return _part(orders_of_inputs[0], node.layer.first, node.layer.last)
+    return _plain(node) if all(map(is_plain, orders_of_inputs)) else None
 
 
 def _part(order: Order, low: int, high: int) -> Order | None:
@@ -158,16 +158,16 @@ def _part(order: Order, low: int, high: int) -> Order | None:
     >>> _part(((2, 3), (4,)), 0, 8), _part(((2, 3), (4,)), 6, 9), _part(((2, 3), (4,)), 1, 9)
     (((2, 3), (2,)), ((3,),), None)
     """
-    found, first = [], 0
+    parts, first = [], 0
     for piece in order:
         last = first + math.prod(piece)
         start, stop = max(low, first), min(high, last)
         if start < stop and len(piece) > 1 and (start, stop) != (first, last):
             return None
         if start < stop:
-            found.append(piece if len(piece) > 1 else (stop - start,))
+            parts.append(piece if len(piece) > 1 else (stop - start,))
         first = last
-    return pieces(*found)
+    return pieces(*parts)
 
 
 def _backwards(node: Node, orders: dict[Node, Order]) -> None:

@@ -200,8 +200,8 @@ class Graph:
 
     def only_reader(self, value: str) -> OnnxNode | None:
         """Return the operation that reads a value, if there is exactly one and the value is not an output."""
-        found = self.readers(value)
-        return found[0] if len(found) == 1 and value not in self.outputs else None
+        readers = self.readers(value)
+        return readers[0] if len(readers) == 1 and value not in self.outputs else None
 
     def maker(self, value: str) -> OnnxNode | None:
         """Return the operation that computes a value; None for inputs and constants."""
@@ -223,11 +223,11 @@ class Graph:
     def leave_out(self, op: OnnxNode, value: str) -> None:
         """Remove an operation without effect: its readers read `value` instead."""
         self.operations = [other for other in self.operations if other is not op]
-        made = op.outputs[0]
-        if made in self.outputs and value not in (*self.inputs, *self.outputs):
-            self.rename(value, made)
-        elif made not in self.outputs:
-            self.rename(made, value)
+        output = op.outputs[0]
+        if output in self.outputs and value not in (*self.inputs, *self.outputs):
+            self.rename(value, output)
+        elif output not in self.outputs:
+            self.rename(output, value)
         else:
             self.operations.append(op.changed(kind="Identity", inputs=(value,)))
 
@@ -356,10 +356,10 @@ class Builder:
 
     def value(self, op: OnnxNode, i: int = 0) -> Activation:
         """Return input `i`, which must be an activation."""
-        found = self.arranged(op, i)
-        if found.refusal is not None:
-            raise found.refusal
-        return found
+        arranged = self.arranged(op, i)
+        if arranged.refusal is not None:
+            raise arranged.refusal
+        return arranged
 
     def arranged(self, op: OnnxNode, i: int = 0) -> Activation:
         """Return input `i`, which must be an activation, but may have its axes in any order: see `refusal`."""
@@ -368,13 +368,13 @@ class Builder:
             raise self.refused(op, f"input {i} to depend on the data", "a constant")
         return self.values[name]
 
-    def axes(self, name: str, made: bool = False) -> tuple[Node, Axes]:
+    def axes(self, name: str, computed: bool = False) -> tuple[Node, Axes]:
         """Return the node with the elements of a value, and the axes of the value in ONNX.
 
-        With `made`, the node is that of the value itself, if there is one, and not the one that it was reshaped from.
+        With `computed`, the node is that of the value itself, if there is one, not the one that it was reshaped from.
         """
         value = self.values[name]
-        if value.source is not None and value.axes is not None and (value.refusal is not None or not made):
+        if value.source is not None and value.axes is not None and (value.refusal is not None or not computed):
             return value.source, value.axes
         shape, dims = (self.graph.batch, *value.node.shape), len(self.shape(name))
         inner: list[int | None] = list(range(1, len(shape) - 1))
@@ -411,8 +411,8 @@ class Builder:
 
     def refused_array(self, op: OnnxNode) -> UserError:
         """Return the error for a sum or product with an array that may be a parameter or a buffer."""
-        found = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
-        name = next((one.name for one in found if one.origin == "unknown"), "")
+        arrays = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
+        name = next((one.name for one in arrays if one.origin == "unknown"), "")
         array = repr(name) if name else "an array without a name"
         return self.refused(op, "an array that is trained or not", f"{array}, a parameter or a buffer", TELL_BUFFERS)
 
@@ -539,9 +539,9 @@ class Builder:
         """Return a unique name: that of the weights, else of the module, else of the node."""
         named = [one.name for one in weights if one is not None and "." in one.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
-        wanted = _module_of(named[0]) if named and _module_of(named[0]) else scope
-        first = [] if wanted in self._owned and not named else [wanted]
-        candidates = itertools.chain(first, (f"{wanted}_{i}" for i in itertools.count(2)))
+        stem = _module_of(named[0]) if named and _module_of(named[0]) else scope
+        first = [] if stem in self._owned and not named else [stem]
+        candidates = itertools.chain(first, (f"{stem}_{i}" for i in itertools.count(2)))
         name = next(name for name in candidates if name not in self._names)
         self._names.add(name)
         return name

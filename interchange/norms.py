@@ -46,13 +46,13 @@ def _made(
     """
     channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
-    given = [build.given(one, np.ravel, (channels,)) for one in affine]
+    initial = [build.given(one, np.ravel, (channels,)) for one in affine]
     if len(affine) != 1:
         layer = make(bool(affine), activation)
-        layer = layer.initialized(gamma=given[0], beta=given[1]) if affine else layer
+        layer = layer.initialized(gamma=initial[0], beta=initial[1]) if affine else layer
         return value.of(build.add(op, layer, value.node, weights=affine))
     node = build.add(op.part("normed"), make(False, None), value.node)
-    node = build.add(op, Scale().initialized(gamma=given[0]), node, weights=affine)
+    node = build.add(op, Scale().initialized(gamma=initial[0]), node, weights=affine)
     if activation is not None:
         node = build.add(op.part("activation"), activation, node)
     return value.of(node)
@@ -81,9 +81,9 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
         return permuted(array.reshape(-1), value.spatial) if value.spatial else array.reshape(-1)
 
     constants = dict(zip(("mean", "var"), statistics)) | dict(zip(("gamma", "beta"), affine))
-    given = {key: build.given(one, order, (channels,)) for key, one in constants.items() if one is not None}
+    initial = {key: build.given(one, order, (channels,)) for key, one in constants.items() if one is not None}
     nodes = [value.node] + ([build.value(op, 5).node] if len(op.inputs) > 5 else [])
-    return value.of(build.add(op, layer.initialized(**given), *nodes, weights=affine, states=statistics))
+    return value.of(build.add(op, layer.initialized(**initial), *nodes, weights=affine, states=statistics))
 
 
 def _group_norm(build: Builder, op: OnnxNode) -> Activation:

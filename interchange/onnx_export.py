@@ -92,22 +92,22 @@ def _needed(network: Network) -> list[Node]:
     predictions = [node for node in network.outputs.values() if node is not loss]
     if not predictions:
         raise UserError(f"network {network.name!r}: expected an output besides the loss, got none; name a prediction")
-    wanted: set[Node] = set()
+    needed: set[Node] = set()
     stack = list(predictions)
     while stack:
         node = stack.pop()
-        if node not in wanted:
-            wanted.add(node)
+        if node not in needed:
+            needed.add(node)
             stack += node.inputs
-    return [node for node in network.nodes if node in wanted]
+    return [node for node in network.nodes if node in needed]
 
 
 def _check(network: Network, arrays: Mapping[str, Any]) -> None:
     for name, spec in {**network.parameters(), **network.state()}.items():
-        found = np.shape(arrays[name]) if name in arrays else "none"
-        if found != spec.shape:
+        shape = np.shape(arrays[name]) if name in arrays else "none"
+        if shape != spec.shape:
             raise UserError(
-                f"parameters of network {network.name!r}: expected {name} of shape {spec.shape}, got {found}; give "
+                f"parameters of network {network.name!r}: expected {name} of shape {spec.shape}, got {shape}; give "
                 "whole arrays of this network"
             )
 
@@ -155,16 +155,16 @@ def _of_some(
     w: OnnxWriter, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
     """Apply a rule to the channels of a mask; other channels are unchanged."""
-    made = value
+    output = value
     for kind in kinds:
         if kind == "Clip":
             limits = [w.numbers(f"{title}::{what}", n) for what, n in (("low", -limit), ("high", limit))]
-            made = w.add("Clip", [made, *limits], f"{title}::limited")
+            output = w.add("Clip", [output, *limits], f"{title}::limited")
         elif kind == "log":
-            size = w.add("Abs", [made], f"{title}::size")
+            size = w.add("Abs", [output], f"{title}::size")
             size = w.add("Add", [size, w.numbers(f"{title}::one", 1.0)], f"{title}::more")
             size = w.add("Log", [size], f"{title}::log")
-            made = w.add("Mul", [size, w.add("Sign", [made], f"{title}::sign")], f"{title}::signed")
+            output = w.add("Mul", [size, w.add("Sign", [output], f"{title}::sign")], f"{title}::signed")
         else:
-            made = w.add(kind, [made], f"{title}::made")
-    return w.add("Where", [w.numbers(f"{title}::mask", mask, bool), made, value], f"{title}::some")
+            output = w.add(kind, [output], f"{title}::made")
+    return w.add("Where", [w.numbers(f"{title}::mask", mask, bool), output, value], f"{title}::some")

@@ -18,7 +18,7 @@ from halograd.errors import UserError
 
 from ..data.disk import reason_of, regular_size
 from .adaptive import DOMAIN, pooled_shape
-from .files import Buffer, library
+from .files import Buffer, library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
@@ -69,7 +69,7 @@ def read_onnx(
             regular_size(path)
         content = path.read_bytes() if contents is None else bytes(contents[path.name])
         model = onnx.load_model_from_string(content)
-        offsets = _raw_offsets(content, model)
+        places = tensor_places(content)
     except OSError as error:
         raise UserError(f"{path}: expected an ONNX file, got none: {reason_of(error)}") from error
     except Exception as error:  # the decoder's errors differ between versions
@@ -88,7 +88,7 @@ def read_onnx(
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     try:
-        make = partial(_Folding, path, model, offsets, source, buffers, contents)
+        make = partial(_Folding, path, model, places, source, buffers, contents)
         own = _own_shapes(model, shapes)
         if own == shapes:
             return make().graph(shapes)
@@ -104,29 +104,15 @@ def read_onnx(
         ) from error
 
 
-def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
-    """Return the offsets in a file of the data of its large weights, so that each is read when needed.
-
-    The weights are in the file in their order in the model. One that is not found at its first 64 bytes is left out.
-    """
-    offsets, end = dict[str, int](), 0
-    for tensor in model.graph.initializer:
-        raw = tensor.raw_data
-        start = content.find(raw[:64], end) if len(raw) > 8 * _LARGE else -1
-        if start >= 0 and content.startswith(raw, start):
-            offsets[tensor.name], end = start, start + len(raw)
-    return offsets
-
-
 def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of inputs with the file's own extents in place of the given ones."""
-    found = {name: tuple(given) for name, given in shapes.items()}
+    own_shapes = {name: tuple(given) for name, given in shapes.items()}
     for one in model.graph.input:
         extents = [dim.dim_value for dim in one.type.tensor_type.shape.dim][1:]
-        if len(extents) == len(found.get(one.name, ())):
+        if len(extents) == len(own_shapes.get(one.name, ())):
             own = [*extents[1:], extents[0]]
-            found[one.name] = tuple(n or given for n, given in zip(own, found[one.name]))
-    return found
+            own_shapes[one.name] = tuple(n or given for n, given in zip(own, own_shapes[one.name]))
+    return own_shapes
 
 
 def _line(error: BaseException) -> str:
@@ -140,7 +126,7 @@ class _Folding:
         self,
         path: Path,
         model: Any,
-        offsets: Mapping[str, int],
+        places: Mapping[str, tuple[int, int]],
         source: str,
         buffers: Collection[str] | None,
         contents: Mapping[str, Buffer] | None = None,
@@ -151,7 +137,7 @@ class _Folding:
         #: Axes of the inputs whose extents differ, and the operations seen so far, by output.
         self.moved: set[int] = set()
         self.runs: dict[str, SizedOperation] = {}
-        self.path, self.model, self.offsets, self.source, self.contents = path, model, offsets, source, contents
+        self.path, self.model, self.places, self.source, self.contents = path, model, places, source, contents
         self.onnx = library("onnx")
         self.origins = Origins(model, buffers)
         self.constants: dict[str, OnnxConstant] = {}
@@ -184,10 +170,10 @@ class _Folding:
         self.inputs = frozenset(inputs)
         self._walk(file.node)
         self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
-        known = {name: found for name, kind in self.types.items() if (found := _shape_of(kind)) is not None}
+        known = {name: shape for name, kind in self.types.items() if (shape := _shape_of(kind)) is not None}
         outputs = [one.name for one in file.output]
-        made = {name for op in self.operations for name in op.outputs} | set(inputs)
-        outputs = [name for name in outputs if self.aliases.get(name, name) in made]
+        computed = {name for op in self.operations for name in op.outputs} | set(inputs)
+        outputs = [name for name in outputs if self.aliases.get(name, name) in computed]
         by_torch = self.model.producer_name == "pytorch"
         graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch)
         _without_aliases(graph, self.aliases)
@@ -207,19 +193,19 @@ class _Folding:
             self._input(one, shapes.get(one.name), batch)
         return names, batch
 
-    def _input(self, value: Any, given: Sequence[int] | None, batch: int) -> None:
+    def _input(self, value: Any, shape: Sequence[int] | None, batch: int) -> None:
         """Fix the extents of an input: the given ones (channels last), else those of the file."""
-        found = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        if len(found) < 2:
-            raise UserError(f"{self.path}: expected inputs (N, C, *spatial), got {value.name!r} with {len(found)} axes")
-        if given is not None:
-            if len(given) != len(found) - 1:
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if len(dims) < 2:
+            raise UserError(f"{self.path}: expected inputs (N, C, *spatial), got {value.name!r} with {len(dims)} axes")
+        if shape is not None:
+            if len(shape) != len(dims) - 1:
                 raise UserError(
-                    f"{self.path}: expected {len(found) - 1} extents (*spatial, C) of input {value.name!r}, got "
-                    f"{tuple(given)}"
+                    f"{self.path}: expected {len(dims) - 1} extents (*spatial, C) of input {value.name!r}, got "
+                    f"{tuple(shape)}"
                 )
-            found[1:] = [given[-1], *given[:-1]]
-        if not all(found[1:]):
+            dims[1:] = [shape[-1], *shape[:-1]]
+        if not all(dims[1:]):
             raise UserError(
                 f"{self.path}: expected fixed extents of input {value.name!r} (N, C, *spatial), got some that the file "
                 f"leaves open; give them: load(path, shapes={{{value.name!r}: (*spatial, C)}})"
@@ -227,10 +213,10 @@ class _Folding:
         kind = value.type.tensor_type.elem_type
         if self.onnx.helper.tensor_dtype_to_np_dtype(kind).kind != "f":
             raise UserError(f"{self.path}: expected floating-point inputs, got {value.name!r} of integers")
-        self.types[value.name] = self.onnx.helper.make_tensor_type_proto(kind, [batch, *found[1:]])
+        self.types[value.name] = self.onnx.helper.make_tensor_type_proto(kind, [batch, *dims[1:]])
         if self.traced is not None:
             own = _shape_of(self.traced.types[value.name]) or ()
-            self.moved |= {axis for axis, (a, b) in enumerate(zip(own, (batch, *found[1:]))) if a != b}
+            self.moved |= {axis for axis, (a, b) in enumerate(zip(own, (batch, *dims[1:]))) if a != b}
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -244,8 +230,8 @@ class _Folding:
         if tensor.data_location == self.onnx.TensorProto.EXTERNAL:
             place = {entry.key: entry.value for entry in tensor.external_data}
             file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
-        elif tensor.name in self.offsets and len(tensor.raw_data) == size:
-            file, offset = self._beside(self.path.name), self.offsets[tensor.name]
+        elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
+            file, offset = self._beside(self.path.name), self.places[tensor.name][0]
         else:
             return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), **origin)
         constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), **origin)
@@ -274,8 +260,8 @@ class _Folding:
             elif node.op_type == "SplitToSequence":
                 self.sequences[node.output[0]] = node
             elif node.op_type == "SequenceAt" and node.input[0] in self.sequences:
-                made = self._element(node, self.sequences[node.input[0]])
-                (self._constant if made.input[0] in self.constants else self._operation)(made)
+                element = self._element(node, self.sequences[node.input[0]])
+                (self._constant if element.input[0] in self.constants else self._operation)(element)
             elif all(name in self.constants or not name for name in node.input):
                 self._constant(node)
             elif node.op_type in ("Identity", "Cast", "CastLike"):
@@ -303,8 +289,8 @@ class _Folding:
         """Process the branch that a constant selects."""
         if node.input[0] not in self.constants:
             raise self._refused(node, "a branch that depends on the data")
-        taken = "then_branch" if bool(self.constants[node.input[0]].read()) else "else_branch"
-        (branch,) = (a.g for a in node.attribute if a.name == taken)
+        name = "then_branch" if bool(self.constants[node.input[0]].read()) else "else_branch"
+        (branch,) = (a.g for a in node.attribute if a.name == name)
         for tensor in branch.initializer:
             self._keep(tensor.name, self._weight(tensor))
         self._walk(branch.node)
@@ -335,16 +321,16 @@ class _Folding:
         names = [f"{node.output[0]} {what}" for what in ("first", "last", "axis")]
         for name, number in zip(names, (first, last, axis)):
             self._keep(name, OnnxConstant.of(np.array([number], np.int64)))
-        made = self.onnx.helper.make_node("Slice", [split.input[0], *names], list(node.output), node.name)
-        made.metadata_props.extend(node.metadata_props)
-        return made
+        slice_node = self.onnx.helper.make_node("Slice", [split.input[0], *names], list(node.output), node.name)
+        slice_node.metadata_props.extend(node.metadata_props)
+        return slice_node
 
     def _shape(self, node: Any) -> None:
         shape = _shape_of(self.types[node.input[0]])
         if shape is None:
             raise self._refused(node, "a shape that is not known")
-        given = {a.name: a.i for a in node.attribute}
-        part = shape[given.get("start", 0) : given.get("end", len(shape))]
+        attributes = {a.name: a.i for a in node.attribute}
+        part = shape[attributes.get("start", 0) : attributes.get("end", len(shape))]
         self._keep(node.output[0], OnnxConstant.of(np.array(part, np.int64)))
 
     def _constant(self, node: Any) -> None:
@@ -386,9 +372,9 @@ class _Folding:
 
     def _repeats_samples(self, node: Any, shape: tuple[int, ...]) -> bool:
         """Return whether an Expand of an array of this shape only repeats it for every sample."""
-        (made,) = self._inferred(node).values()
-        found = _shape_of(made) or ()
-        return len(shape) > 1 and shape[0] == 1 and (len(found), found[1:]) == (len(shape), shape[1:])
+        (kind,) = self._inferred(node).values()
+        inferred = _shape_of(kind) or ()
+        return len(shape) > 1 and shape[0] == 1 and (len(inferred), inferred[1:]) == (len(shape), shape[1:])
 
     def _check_computable(self, node: Any) -> None:
         """Raise UserError for a node with random results, or with results that need too much time or memory for this
@@ -422,9 +408,10 @@ class _Folding:
         if node.op_type not in ("Conv", "Gemm", "MatMul"):
             return None
         moved = node.op_type != "Conv" and not any(one.name == "transB" and one.i for one in node.attribute)
-        found = {_LENGTHS.get(one.rpartition(".")[2]): self.constants.get(one) for one in self.constants[name].made_of}
-        v, g = found.get("v"), found.get("g")
-        if len(found) != 2 or v is None or g is None or g.shape != (v.shape[0], *(1 for _ in v.shape[1:])):
+        origins = self.constants[name].made_of
+        factors = {_LENGTHS.get(one.rpartition(".")[2]): self.constants.get(one) for one in origins}
+        v, g = factors.get("v"), factors.get("g")
+        if len(factors) != 2 or v is None or g is None or g.shape != (v.shape[0], *(1 for _ in v.shape[1:])):
             return None
         draw = np.random.default_rng(0)
         tried = {one.name: draw.uniform(0.5, 2, one.shape).astype(one.dtype) for one in (v, g)}
@@ -434,9 +421,9 @@ class _Folding:
             weights = self._replayed(name, dict(tried))
         except (KeyError, UserError):
             return None
-        wanted = lengths * directions / norms
-        wanted = wanted.T if moved else wanted
-        if weights.shape != wanted.shape or not np.allclose(weights, wanted, rtol=1e-4, atol=0):
+        expected = lengths * directions / norms
+        expected = expected.T if moved else expected
+        if weights.shape != expected.shape or not np.allclose(weights, expected, rtol=1e-4, atol=0):
             return None
         if not moved:
             return replace(v, lengths=g)
@@ -462,9 +449,9 @@ class _Folding:
         inputs = {name: self.constants[name].read() for name in node.input if name and name not in (others or {})}
         inputs |= others or {}
         kinds = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
-        given = [helper.make_tensor_value_info(name, kinds[name], list(array.shape)) for name, array in inputs.items()]
+        described = [helper.make_tensor_value_info(name, kinds[name], list(a.shape)) for name, a in inputs.items()]
         outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
-        graph = helper.make_graph([node], "constant", given, outputs)
+        graph = helper.make_graph([node], "constant", described, outputs)
         model = helper.make_model(graph, opset_imports=list(self.model.opset_import))
         try:
             return list(reference.ReferenceEvaluator(model).run(None, inputs))
@@ -618,13 +605,13 @@ def _scope(node: Any) -> str:
         parts = [part for part in re.findall(r"'([^']*)'", scopes[0]) if part]
         return parts[-2] if len(parts) > 1 else ""
     parts = [part for part in node.name.split("/")[:-1] if part] if node.name.startswith("/") else []
-    found: list[str] = []
+    names: list[str] = []
     for part in parts:
-        if found and part.startswith(f"{found[-1]}."):
-            found[-1] = part
+        if names and part.startswith(f"{names[-1]}."):
+            names[-1] = part
         else:
-            found.append(part)
-    return ".".join(found)
+            names.append(part)
+    return ".".join(names)
 
 
 def _plain(value: Any) -> Any:

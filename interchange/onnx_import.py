@@ -130,8 +130,8 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
                     build.value(op.changed(inputs=(name,)))
             raise build.refused(op, "an operator that has a layer", op.kind)
         with following(path, op):
-            made = OPERATORS[op.kind](build, op)
-            build.values |= dict(zip(op.outputs, [made] if isinstance(made, Activation) else made))
+            nodes = OPERATORS[op.kind](build, op)
+            build.values |= dict(zip(op.outputs, [nodes] if isinstance(nodes, Activation) else nodes))
     for name in graph.outputs:
         refusal = build.values[name].refusal
         if refusal is not None:
@@ -251,8 +251,8 @@ def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
 def _clip(build: Builder, op: OnnxNode) -> Activation:
     """Import Clip. The largest numbers of float32 count as no limits."""
     most = float(np.finfo(np.float32).max)
-    given = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
-    low, high = (n if one is None else one for n, one in zip(given, (_number(build, op, i) for i in (1, 2))))
+    limits = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
+    low, high = (n if one is None else one for n, one in zip(limits, (_number(build, op, i) for i in (1, 2))))
     if low == 0 and high >= most:
         return _activation("Relu")(build, op)
     return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
@@ -260,16 +260,16 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
 
 def _affine(build: Builder, op: OnnxNode) -> Activation:
     """Import products and sums with constants that are not trained."""
-    given = [op.attributes[key] for key in ("factor", "shift")]
-    value = build.arranged(op) if all(isinstance(n, float) for n in given) else build.value(op)
+    numbers = [op.attributes[key] for key in ("factor", "shift")]
+    value = build.arranged(op) if all(isinstance(n, float) for n in numbers) else build.value(op)
     axis = op.attributes["axis"]
     if axis not in (None, build.channels_at(op, value)):
         for key, neutral in (("factor", 1.0), ("shift", 0.0)):
             value = value if op.attributes[key] == neutral else numbers_along(build, op, value, key, axis)
         return value
     if value.spatial:
-        given = [n if isinstance(n, float) else permuted(np.asarray(n), value.spatial).tolist() for n in given]
-    return value.of(build.add(op, Affine(*given), value.node))
+        numbers = [n if isinstance(n, float) else permuted(np.asarray(n), value.spatial).tolist() for n in numbers]
+    return value.of(build.add(op, Affine(*numbers), value.node))
 
 
 def _number(build: Builder, op: OnnxNode, i: int) -> float | None:
@@ -304,8 +304,8 @@ def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
     size = op.attributes["size"]
     if size % 2 == 0:
         raise build.refused(op, "windows of an odd number of channels", f"{size}")
-    given = {name: op.attributes.get(key, default) for name, key, default in _LRN}
-    return value.of(build.add(op, LocalResponseNorm(size, **given), value.node))
+    settings = {name: op.attributes.get(key, default) for name, key, default in _LRN}
+    return value.of(build.add(op, LocalResponseNorm(size, **settings), value.node))
 
 
 def _torch_response_norm(build: Builder, op: OnnxNode) -> Activation:
@@ -491,17 +491,17 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     if len(value.node.shape) > 1:
         ones = (1,) * (len(value.node.shape) - 1)
         layer = Conv(units, ones, bias=bias is not None, weight_norm=normed)
-        given = {
+        initial = {
             "w": build.given(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
         }
     else:
-        given = {"w": build.given(weights, order, (units, features))}
+        initial = {"w": build.given(weights, order, (units, features))}
     if weights.lengths is not None:
-        given["g"] = build.given(weights.lengths, np.ravel, (units,))
+        initial["g"] = build.given(weights.lengths, np.ravel, (units,))
     if bias is not None:
-        given["b"] = build.given(bias, np.ravel, (units,))
+        initial["b"] = build.given(bias, np.ravel, (units,))
     arrays = (weights, weights.lengths, bias)
-    node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=arrays)
+    node = build.add(_flattened_as(op, value), layer.initialized(**initial), value.node, weights=arrays)
     if arranged is not None:
         return Activation(node, source=node, axes=arranged, refusal=value.refusal)
     return Activation(node, value.last, value.pooled, value.pool)

@@ -91,10 +91,10 @@ class OnnxWriter:
         outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
         for key, node in outputs.items():
             self.add("Identity", [self.values[node]], key)
-        given = [self._described(key, node) for key, node in self.network.inputs.items() if node in self.values]
+        inputs = [self._described(key, node) for key, node in self.network.inputs.items() if node in self.values]
         weights = [numpy_helper.from_array(array, key) for key, array in self.weights.items()]
-        made = [self._described(key, node) for key, node in outputs.items()]
-        graph = helper.make_graph(self.nodes, name, given, made, weights)
+        described = [self._described(key, node) for key, node in outputs.items()]
+        graph = helper.make_graph(self.nodes, name, inputs, described, weights)
         version = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, opset_imports=[version], producer_name=PRODUCER, ir_version=10)
 

@@ -50,8 +50,8 @@ _FUSE = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "La
 
 def activation_of(op: OnnxNode) -> Layer | None:
     """Return a new layer of the activation that is fused into an operation, or None."""
-    kind, given = op.attributes.get("activation", (None, {}))
-    return None if kind is None else ACTIVATIONS[kind](given)
+    kind, attributes = op.attributes.get("activation", (None, {}))
+    return None if kind is None else ACTIVATIONS[kind](attributes)
 
 
 def recognize(graph: Graph, path: Path) -> None:
@@ -106,12 +106,12 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
     factor = fine[2] // coarse[2]
     cells = tuple(n for extent in coarse[2:] for n in (extent, factor))
     if kind == "PixelUnshuffle":
-        wanted = (*fine[:2], *cells), (0, 1, *range(3, 2 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
+        expected = (*fine[:2], *cells), (0, 1, *range(3, 2 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
     else:
         places = (i for a in range(2, 2 + axes) for i in (axes + a, a))
-        wanted = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *places)
+        expected = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *places)
     fits = coarse[1] == fine[1] * factor**axes and fine[2:] == tuple(n * factor for n in coarse[2:])
-    if fits and (apart, order) == wanted:
+    if fits and (apart, order) == expected:
         graph.replace([op, moved, whole], whole.changed(kind=kind, inputs=op.inputs[:1], attributes={"factor": factor}))
 
 
@@ -146,13 +146,13 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
         return
     chain, affine = [op, norm, back], ["", ""]
     for i, kind in enumerate(("Mul", "Add")):
-        found = graph.only_reader(chain[-1].outputs[0])
-        if found is None or found.kind != kind:
+        reader = graph.only_reader(chain[-1].outputs[0])
+        if reader is None or reader.kind != kind:
             break
-        (other,) = [name for name in found.inputs if name != chain[-1].outputs[0]] or [""]
+        (other,) = [name for name in reader.inputs if name != chain[-1].outputs[0]] or [""]
         if not per_channel(graph, other, len(graph.shapes[x]), channels) or graph.constants[other].origin == "buffer":
             break
-        chain.append(found)
+        chain.append(reader)
         affine[i] = other
     attributes = {"num_groups": groups, "epsilon": norm.attributes.get("epsilon", 1e-5)}
     last = chain[-1]
@@ -189,9 +189,9 @@ def _gelu(graph: Graph, op: OnnxNode) -> None:
         return
     divisor = graph.constants.get(before.inputs[1])
     number = None if divisor is None else divisor.scalar()
-    wanted = math.sqrt(2) if before.kind == "Div" else math.sqrt(0.5)
+    root = math.sqrt(2) if before.kind == "Div" else math.sqrt(0.5)
     one_more = graph.only_reader(op.outputs[0])
-    if number is None or not math.isclose(number, wanted, rel_tol=1e-6) or one_more is None or one_more.kind != "Add":
+    if number is None or not math.isclose(number, root, rel_tol=1e-6) or one_more is None or one_more.kind != "Add":
         return
     if not _has_number(graph, one_more, 1.0):
         return
@@ -300,9 +300,9 @@ def _axis_of(graph: Graph, name: str, value: str) -> int | None:
     return axes[0] if len(axes) == 1 and len(shape) == len(extents) and shape[axes[0]] == extents[axes[0]] else 0
 
 
-def _numbers(given: float | np.ndarray) -> float | tuple[float, ...]:
+def _numbers(value: float | np.ndarray) -> float | tuple[float, ...]:
     """Return an array as a number if it has one element, else as a tuple."""
-    array = np.ravel(given)
+    array = np.ravel(value)
     return float(array[0]) if array.size == 1 else tuple(array.tolist())
 
 
@@ -358,13 +358,13 @@ def _activation(graph: Graph, op: OnnxNode) -> None:
     """Fuse an activation into the layer before it."""
     if op.kind not in _FUSE or "activation" in op.attributes or (op.kind == "Add" and not _are_alike(graph, op)):
         return
-    found = _activation_behind(graph, op)
-    if found is None or any(_activation_behind(graph, one) != found for one in _calls(graph, op)):
+    activation = _activation_behind(graph, op)
+    if activation is None or any(_activation_behind(graph, one) != activation for one in _calls(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
     assert after is not None
     outputs = (after.outputs[0], *op.outputs[1:])
-    graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "activation": found}))
+    graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "activation": activation}))
 
 
 def _are_alike(graph: Graph, op: OnnxNode) -> bool:
@@ -428,11 +428,11 @@ def _operands(graph: Graph, op: OnnxNode) -> tuple[str, float | None]:
 
 def _axes(graph: Graph, op: OnnxNode) -> list[int]:
     """Return the axes that an operation reduces or inserts, counted from the front."""
-    given = op.attributes.get("axes", ())
+    axes = op.attributes.get("axes", ())
     if len(op.inputs) > 1 and op.inputs[1] in graph.constants:
-        given = graph.constants[op.inputs[1]].read().reshape(-1).tolist()
-    rank = len(graph.shapes[op.inputs[0]]) + (len(given) if op.kind == "Unsqueeze" else 0)
-    return [int(axis) % rank for axis in given]
+        axes = graph.constants[op.inputs[1]].read().reshape(-1).tolist()
+    rank = len(graph.shapes[op.inputs[0]]) + (len(axes) if op.kind == "Unsqueeze" else 0)
+    return [int(axis) % rank for axis in axes]
 
 
 def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
@@ -477,9 +477,9 @@ def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) ->
         elif op.kind == kind == "Pad":
             pads = graph.constants[op.inputs[1]].read().reshape(-1).tolist() if op.inputs[1] in graph.constants else []
             rank = len(graph.shapes[op.inputs[0]])
-            wanted = [0] * (2 * rank)
-            wanted[2], wanted[2 + rank] = size // 2, (size - 1) // 2
-            if pads != wanted or op.attributes.get("mode", "constant") != "constant":
+            no_padding = [0] * (2 * rank)
+            no_padding[2], no_padding[2 + rank] = size // 2, (size - 1) // 2
+            if pads != no_padding or op.attributes.get("mode", "constant") != "constant":
                 return None
         elif op.kind == kind == "Mul":
             return (op.inputs[0], size) if op.inputs[0] == op.inputs[1] else None
@@ -567,13 +567,13 @@ def _expanded(graph: Graph, op: OnnxNode) -> None:
     """Remove an Expand whose reader (a product or a sum with a value of the full extents) broadcasts itself."""
     if op.kind != "Expand" or op.outputs[0] in graph.outputs:
         return
-    made, value = op.outputs[0], op.inputs[0]
-    if len(graph.shapes[value]) != len(graph.shapes[made]):
+    output, value = op.outputs[0], op.inputs[0]
+    if len(graph.shapes[value]) != len(graph.shapes[output]):
         return
-    readers = graph.readers(made)
-    others = [[name for name in one.inputs if name != made] for one in readers]
+    readers = graph.readers(output)
+    others = [[name for name in one.inputs if name != output] for one in readers]
     fits = all(
-        one.kind in ("Mul", "Add", "Sub", "Div") and len(rest) == 1 and graph.shapes[rest[0]] == graph.shapes[made]
+        one.kind in ("Mul", "Add", "Sub", "Div") and len(rest) == 1 and graph.shapes[rest[0]] == graph.shapes[output]
         for one, rest in zip(readers, others)
     )
     if fits and readers:
@@ -602,9 +602,9 @@ def _softplus_by_parts(graph: Graph, op: OnnxNode) -> None:
 
 def _only_read_within(graph: Graph, chain: Sequence[OnnxNode]) -> bool:
     """Return whether no other operation, and no output, reads the values before the last of these operations."""
-    made = {name for op in chain[:-1] for name in op.outputs}
-    readers = [op for op in graph.operations if made & set(op.inputs)]
-    return not made & set(graph.outputs) and all(any(op is one for one in chain) for op in readers)
+    outputs = {name for op in chain[:-1] for name in op.outputs}
+    readers = [op for op in graph.operations if outputs & set(op.inputs)]
+    return not outputs & set(graph.outputs) and all(any(op is one for one in chain) for op in readers)
 
 
 class _NormByParts:

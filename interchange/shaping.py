@@ -49,8 +49,8 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
     refusal = build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
     if value.spatial:
         raise refusal
-    node, found = build.axes(op.inputs[0])
-    return in_form(build, op, node, found.transposed(order), refusal, value.pool)
+    node, source = build.axes(op.inputs[0])
+    return in_form(build, op, node, source.transposed(order), refusal, value.pool)
 
 
 def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
@@ -98,11 +98,11 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
     node, axes = build.axes(op.inputs[0])
     if len(before) == 2 and set(after[2:]) == {1} and node.shape[-1] != after[1]:
         # Features become the channels of one position, also if they were positions before.
-        node, axes = build.axes(op.inputs[0], made=True)
-    found = axes.reshaped(after)
-    if found is None:
+        node, axes = build.axes(op.inputs[0], computed=True)
+    reshaped = axes.reshaped(after)
+    if reshaped is None:
         raise refusal
-    return in_form(build, op, node, found, refusal)
+    return in_form(build, op, node, reshaped, refusal)
 
 
 def _flatten(build: Builder, op: OnnxNode) -> Activation:
@@ -185,15 +185,15 @@ def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: 
         value = build.with_positions(op)
     if ranges[0] != (0, shape[0]) and value.refusal is None:
         raise build.refused(op, "all samples", f"those from {ranges[0][0]} to {ranges[0][1]}")
-    node, axes = build.axes(op.inputs[0], made=True)
+    node, axes = build.axes(op.inputs[0], computed=True)
     amounts, channels = [(0, 0)] * len(node.shape), (0, node.shape[-1])
     for dim, (first, last) in enumerate(ranges):
         if (first, last) == (0, shape[dim]):
             continue
-        found = axes.chosen(dim, first, last)
-        if found is None:
+        chosen = axes.chosen(dim, first, last)
+        if chosen is None:
             raise value.refusal or build.refused(op, "a part of one axis", f"{first} to {last} of {shape[dim]}")
-        axis, low, high, axes = found
+        axis, low, high, axes = chosen
         if axis == len(node.shape):
             channels = low, high
         else:
@@ -211,14 +211,14 @@ def _split(build: Builder, op: OnnxNode) -> list[Activation]:
     """Import a split into ranges of one axis."""
     shape = build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
-    found, first = [], 0
+    parts, first = [], 0
     for output in op.outputs:
         last = first + build.shape(output)[axis]
         ranges = [(0, n) for n in shape]
         ranges[axis] = first, last
-        found.append(_part(build, op.changed(outputs=(output,)), ranges))
+        parts.append(_part(build, op.changed(outputs=(output,)), ranges))
         first = last
-    return found
+    return parts
 
 
 def _depth_to_space(build: Builder, op: OnnxNode) -> Activation:
@@ -414,8 +414,8 @@ def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
         new = back.changed(kind="Gather", inputs=(x, name), attributes={"axis": 1})
     elif rounding := _nearest(graph.shapes[x], chosen):
         graph.constants[name] = OnnxConstant.of(np.array(graph.shapes[back.outputs[0]], np.int64))
-        given = {"coordinate_transformation_mode": rounding[0], "nearest_mode": rounding[1], "mode": "nearest"}
-        new = back.changed(kind="Resize", inputs=(x, "", "", name), attributes=given)
+        attributes = {"coordinate_transformation_mode": rounding[0], "nearest_mode": rounding[1], "mode": "nearest"}
+        new = back.changed(kind="Resize", inputs=(x, "", "", name), attributes=attributes)
     else:
         new = back.changed(kind="Indexed", inputs=(x,), attributes={"chosen": chosen})
     graph.replace([op, picked, back], new)
@@ -455,8 +455,8 @@ def _linear_resize(graph: Graph, op: OnnxNode) -> None:
             continue
         name = f"{op.outputs[0]}::sizes"
         graph.constants[name] = OnnxConstant.of(np.array(graph.shapes[op.outputs[0]], np.int64))
-        given = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if aligned else "half_pixel"}
-        graph.replace(chain, op.changed(kind="Resize", inputs=(x, "", "", name), attributes=given))
+        attributes = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if aligned else "half_pixel"}
+        graph.replace(chain, op.changed(kind="Resize", inputs=(x, "", "", name), attributes=attributes))
         return
 
 
@@ -514,16 +514,16 @@ def _behind(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
     picked = graph.only_reader(op.outputs[0])
     if picked is None or picked.kind != "GatherND":
         return []
-    chain, made = [op], set(op.outputs)
+    chain, outputs = [op], set(op.outputs)
     for other in graph.operations:
-        if other is op or not made & set(other.inputs):
+        if other is op or not outputs & set(other.inputs):
             continue
-        if other.kind not in _PARTS or any(n not in made and n not in graph.constants for n in other.inputs):
+        if other.kind not in _PARTS or any(n not in outputs and n not in graph.constants for n in other.inputs):
             return []
         chain.append(other)
-        made |= set(other.outputs)
+        outputs |= set(other.outputs)
         if other.kind == "Div":
-            inner = made - set(other.outputs)
+            inner = outputs - set(other.outputs)
             within = all(any(r is one for one in chain) for name in inner for r in graph.readers(name))
             fixed = all(graph.constants[n].is_fixed for one in chain for n in one.inputs if n in graph.constants)
             return chain if within and fixed and not inner & set(graph.outputs) else []
@@ -534,18 +534,18 @@ def _computed(graph: Graph, chain: Sequence[OnnxNode], x: str, array: np.ndarray
     """Return the last value of the operations for an array in the place of `x`."""
     values = {x: array}
     for op in chain:
-        given = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]
+        inputs = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]
         if op.kind == "Transpose":
-            made = given[0].transpose(op.attributes["perm"])
+            result = inputs[0].transpose(op.attributes["perm"])
         elif op.kind == "GatherND":
-            made = given[0][tuple(np.moveaxis(given[1], -1, 0))]
+            result = inputs[0][tuple(np.moveaxis(inputs[1], -1, 0))]
         elif op.kind == "Gather":
-            made = np.take(given[0], given[1], axis=op.attributes.get("axis", 0))
+            result = np.take(inputs[0], inputs[1], axis=op.attributes.get("axis", 0))
         elif op.kind == "Where":
-            made = np.where(*given)
+            result = np.where(*inputs)
         else:
-            made = given[0] + given[1] if op.kind == "Add" else given[0] / given[1]
-        values[op.outputs[0]] = made
+            result = inputs[0] + inputs[1] if op.kind == "Add" else inputs[0] / inputs[1]
+        values[op.outputs[0]] = result
     return values[chain[-1].outputs[0]]
 
 

@@ -40,16 +40,16 @@ Pads = tuple[tuple[int, int], ...]
 
 def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
     """Return kernel, stride, dilation and padding of an operator, for `axes` spatial axes."""
-    given = op.attributes
-    kernel = tuple(given["kernel_shape"])
-    found: dict[str, Any] = {"kernel": kernel, "stride": tuple(given.get("strides", (1,) * axes))}
-    found["dilation"] = tuple(given.get("dilations", (1,) * axes))
-    auto = given.get("auto_pad", "NOTSET")
+    attributes = op.attributes
+    kernel = tuple(attributes["kernel_shape"])
+    window: dict[str, Any] = {"kernel": kernel, "stride": tuple(attributes.get("strides", (1,) * axes))}
+    window["dilation"] = tuple(attributes.get("dilations", (1,) * axes))
+    auto = attributes.get("auto_pad", "NOTSET")
     if auto == "SAME_LOWER":
         raise build.refused(op, "auto_pad SAME_UPPER or numbers", auto, "give the padding in numbers")
-    pads = given.get("pads") or (0,) * (2 * axes)
-    found["padding"] = "same" if auto == "SAME_UPPER" else tuple(zip(pads[:axes], pads[axes:]))
-    return found
+    pads = attributes.get("pads") or (0,) * (2 * axes)
+    window["padding"] = "same" if auto == "SAME_UPPER" else tuple(zip(pads[:axes], pads[axes:]))
+    return window
 
 
 def _weights_first(array: np.ndarray) -> np.ndarray:
@@ -62,12 +62,12 @@ def _weights_first(array: np.ndarray) -> np.ndarray:
 
 def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | None) -> dict[str, GivenValues]:
     first, inner, *kernel = weights.shape
-    given = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
+    initial = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
     if weights.lengths is not None:
-        given["g"] = build.given(weights.lengths, np.ravel, (first,))
+        initial["g"] = build.given(weights.lengths, np.ravel, (first,))
     if bias is not None:
-        given["b"] = build.given(bias, np.ravel, (math.prod(bias.shape),))
-    return given
+        initial["b"] = build.given(bias, np.ravel, (math.prod(bias.shape),))
+    return initial
 
 
 def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant | None]:
@@ -106,12 +106,12 @@ def _conv_of_vectors(
     if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
-    given = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
+    initial = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
     if weights.lengths is not None:
-        given["g"] = build.given(weights.lengths, np.ravel, (units,))
+        initial["g"] = build.given(weights.lengths, np.ravel, (units,))
     if bias is not None:
-        given["b"] = build.given(bias, np.ravel, (units,))
-    layer = Dense(units, bias=bias is not None, weight_norm=weights.lengths is not None).initialized(**given)
+        initial["b"] = build.given(bias, np.ravel, (units,))
+    layer = Dense(units, bias=bias is not None, weight_norm=weights.lengths is not None).initialized(**initial)
     node = build.add(op, layer, value.node, weights=(weights, weights.lengths, bias))
     activation = activation_of(op)
     if activation is not None:
@@ -158,12 +158,12 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
         layer.frozen = frozen
         return value.of(build.add(_named_after(op, scale), layer, value.node))
     shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
-    given = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
+    initial = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
     if shift is not None:
-        given["b"] = build.given(shift, np.ravel, (channels,))
-    made = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**given)
-    made.frozen = frozen
-    return value.of(build.add(_named_after(op, scale), made, value.node))
+        initial["b"] = build.given(shift, np.ravel, (channels,))
+    conv = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**initial)
+    conv.frozen = frozen
+    return value.of(build.add(_named_after(op, scale), conv, value.node))
 
 
 def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
@@ -205,9 +205,9 @@ def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: A
     window = _window(build, op, len(value.node.shape) - 1)
     if window["kernel"] == value.node.shape[:-1] and not any(op.attributes.get("pads") or ()):
         return global_pool(build, op, GlobalMaxPool if make is MaxPool else GlobalAveragePool, make)
-    given = window["padding"]
+    padding = window["padding"]
     window["padding"] = _rounded_up(build, op, window, value.node.shape[:-1])
-    if options.get("count_include_pad") and window["padding"] != given:
+    if options.get("count_include_pad") and window["padding"] != padding:
         raise build.refused(op, "sizes rounded down where padding counts", "ceil_mode", "export without ceil_mode")
     return value.of(build.add(op, make(**window, **options), value.node))
 
@@ -300,8 +300,8 @@ def _reduced(
         value, name = build.value(op), f"{op.outputs[0]}::parts"
         build.values[name] = value.of(build.add(op.part("parts"), before(), value.node))
         build.graph.shapes[name] = build.shape(op.inputs[0])
-        made = reduce(build, op.part("reduced").changed(inputs=(name, *op.inputs[1:])))
-        return made if after is None else made.of(build.add(op, after(), made.node))
+        reduced = reduce(build, op.part("reduced").changed(inputs=(name, *op.inputs[1:])))
+        return reduced if after is None else reduced.of(build.add(op, after(), reduced.node))
 
     return operator
 
@@ -341,13 +341,13 @@ _RESIZES = {
 
 def _resize(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
-    given = op.attributes
-    mode, rounding = given.get("mode", "nearest"), given.get("nearest_mode", "round_prefer_floor")
-    key = mode, given.get("coordinate_transformation_mode", "half_pixel"), rounding if mode == "nearest" else ""
-    axes = [axis % (len(value.node.shape) + 1) for axis in given.get("axes") or ()]
+    attributes = op.attributes
+    mode, rounding = attributes.get("mode", "nearest"), attributes.get("nearest_mode", "round_prefer_floor")
+    key = mode, attributes.get("coordinate_transformation_mode", "half_pixel"), rounding if mode == "nearest" else ""
+    axes = [axis % (len(value.node.shape) + 1) for axis in attributes.get("axes") or ()]
     spatial = list(range(2, len(value.node.shape) + 1))
-    others = [name for name in ("antialias", "exclude_outside") if given.get(name)]
-    others += ["another cubic"] if mode == "cubic" and abs(given.get("cubic_coeff_a", -0.75) + 0.75) > 1e-6 else []
+    others = [name for name in ("antialias", "exclude_outside") if attributes.get(name)]
+    others += ["another cubic"] if mode == "cubic" and abs(attributes.get("cubic_coeff_a", -0.75) + 0.75) > 1e-6 else []
     if key not in _RESIZES or others or axes not in ([], spatial):
         raise build.refused(
             op,

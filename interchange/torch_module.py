@@ -99,16 +99,16 @@ class _Call:
 
         def forward(*tensors: Any) -> tuple[Any, ...]:
             named = dict(zip(self.tensors, tensors))
-            for key, given in self.bound.arguments.items():
-                if isinstance(given, tuple):
-                    self.bound.arguments[key] = tuple(named[f"{key}_{i}"] for i in range(len(given)))
-                elif isinstance(given, Mapping):
-                    self.bound.arguments[key] = {inner: named[inner] for inner in given}
+            for key, argument in self.bound.arguments.items():
+                if isinstance(argument, tuple):
+                    self.bound.arguments[key] = tuple(named[f"{key}_{i}"] for i in range(len(argument)))
+                elif isinstance(argument, Mapping):
+                    self.bound.arguments[key] = {inner: named[inner] for inner in argument}
                 else:
                     self.bound.arguments[key] = named[key]
-            found = dict(_tensors(original(*self.bound.args, **self.bound.kwargs), ""))
-            self.outputs = [f"{name}_output" if name in self.tensors else name for name in found]
-            return tuple(found.values())
+            results = dict(_tensors(original(*self.bound.args, **self.bound.kwargs), ""))
+            self.outputs = [f"{name}_output" if name in self.tensors else name for name in results]
+            return tuple(results.values())
 
         return forward
 
@@ -135,13 +135,13 @@ def export(
             with tempfile.TemporaryDirectory() as folder:
                 with _traced(call):
                     exporter(call, Path(folder), shapes or {})
-                made = ExportedModule(type(module).__name__, _finished(Path(folder), call))
+                exported = ExportedModule(type(module).__name__, _finished(Path(folder), call))
         except UserError:
             raise
         except Exception as error:  # exporters raise errors of all types
             refused.append(f"by {title}: {_reason(error)}")
         else:
-            return made, made.network(shapes)
+            return exported, exported.network(shapes)
     raise UserError(
         f"from_torch(): {type(module).__name__}: expected a module that torch can export to ONNX, got errors: "
         f"{'; '.join(refused)}"
@@ -160,10 +160,10 @@ def _call_of(module: Any, example_inputs: Any) -> _Call:
     import inspect
 
     torch = library("torch")
-    given = example_inputs
-    args = () if isinstance(given, Mapping) else tuple(given) if isinstance(given, tuple | list) else (given,)
+    inputs = example_inputs
+    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     try:
-        bound = inspect.signature(module.forward).bind(*args, **(given if isinstance(given, Mapping) else {}))
+        bound = inspect.signature(module.forward).bind(*args, **(inputs if isinstance(inputs, Mapping) else {}))
     except TypeError as error:
         raise UserError(f"from_torch(): example_inputs: expected arguments of forward(), got others: {error}") from None
     tensors: dict[str, Any] = {}
@@ -368,8 +368,8 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
     model = onnx.load(str(folder / "model.onnx"), load_external_data=False)
     graph = model.graph
     _rename(graph, _first_names(call.module, graph))
-    taken = {one.name for one in graph.output}
-    _rename(graph, {n: f"inner {n}" for n in _values(graph) if n in call.outputs and n not in taken})
+    outputs = {one.name for one in graph.output}
+    _rename(graph, {n: f"inner {n}" for n in _values(graph) if n in call.outputs and n not in outputs})
     for name, output in zip(call.outputs, list(graph.output)):
         if name != output.name:
             graph.node.append(onnx.helper.make_node("Identity", [output.name], [name], f"output {name}"))
@@ -464,16 +464,16 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
         for name, spec in specs.items()
         if isinstance(spec.init, GivenValues) and spec.init.foreign is not None
     }
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    state: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if len(foreign) < len(specs):
         fresh = {name.rpartition("/")[0] for name in foreign}
         for name, one in arrangements(network, fresh).items():
             array = one.to_torch(np.asarray(arrays[name]))
-            found[one.names[0]] = array, np.ones(array.shape, bool)
+            state[one.names[0]] = array, np.ones(array.shape, bool)
     for name, source in foreign.items():
         numbers, positions = np.asarray(arrays[name]).reshape(-1), source.positions().reshape(-1)
         empty = np.zeros(source.shape, numbers.dtype), np.zeros(source.shape, bool)
-        whole, filled = found.setdefault(source.name, empty)
+        whole, filled = state.setdefault(source.name, empty)
         flat, there = whole.reshape(-1), filled.reshape(-1)
         before = there[positions]
         if not np.array_equal(flat[positions][before], numbers[before]):
@@ -481,7 +481,7 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
                 f"to_torch(): {name}: expected the numbers of {source.name!r} in all layers that use it, got others"
             )
         flat[positions], there[positions] = numbers, True
-    return found
+    return state
 
 
 def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]], strict: bool = True) -> None:

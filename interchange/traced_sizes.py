@@ -51,54 +51,55 @@ def stride_of(op: OnnxNode, x: Shape, y: Shape) -> float:
     return 1 / step if op.kind == "ConvTranspose" and step else step
 
 
-def frozen_size(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+def frozen_size(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return a description of the sizes of an operation that do not follow the inputs; empty if all do.
 
     Parameters
     ----------
-    traced, asked
+    traced, requested
         The operation at the extents of the file, and at the requested extents.
     moved
         Axes of the network's inputs whose extents differ.
     """
     check = _CHECKS.get(op.kind)
-    return "" if check is None else check(op, traced, asked, moved)
+    return "" if check is None else check(op, traced, requested, moved)
 
 
-def _resized(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+def _resized(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return the fixed output size of a Resize or Expand along an axis of the inputs that changes; else ""."""
-    if (3 if op.kind == "Resize" else 1) not in asked.numbers or len(asked.x) != len(asked.y):
+    if (3 if op.kind == "Resize" else 1) not in requested.numbers or len(requested.x) != len(requested.y):
         return ""
-    for axis in {*moved, *traced.moved(asked)} & set(range(len(asked.x))):
-        if asked.y[axis] == traced.y[axis] and (axis in traced.moved(asked) or asked.x[axis] != asked.y[axis]):
-            return f"the size {asked.y[2:]}"
+    for axis in {*moved, *traced.moved(requested)} & set(range(len(requested.x))):
+        resized = axis in traced.moved(requested) or requested.x[axis] != requested.y[axis]
+        if requested.y[axis] == traced.y[axis] and resized:
+            return f"the size {requested.y[2:]}"
     return ""
 
 
-def _reshaped(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
-    return f"the shape {asked.y}" if math.prod(asked.x) != math.prod(asked.y) else ""
+def _reshaped(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
+    return f"the shape {requested.y}" if math.prod(requested.x) != math.prod(requested.y) else ""
 
 
-def _cut(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+def _cut(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return the rows of a slice whose fixed bounds count from the wrong end after a change of extents; else "".
 
     Fixed bounds are an end, or a start after the middle.
     """
-    ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (asked, traced))
-    for axis, (start, end), own in zip(asked.numbers.get(3, range(len(ranges))), ranges, before):
-        axis %= len(asked.x)
+    ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (requested, traced))
+    for axis, (start, end), own in zip(requested.numbers.get(3, range(len(ranges))), ranges, before):
+        axis %= len(requested.x)
         frozen = (0 < end == own[1] and end < _LAST) or (start == own[0] and 2 * start >= traced.x[axis])
-        if axis in traced.moved(asked) and frozen:
+        if axis in traced.moved(requested) and frozen:
             return f"rows {start} to {min(end, traced.x[axis])}"
     return ""
 
 
-def _pooled(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+def _pooled(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return the window of a pooling that covers all of the traced extents but not all of the requested ones; else "".
     """
     kernel = tuple(op.attributes.get("kernel_shape", ()))
     whole = kernel == traced.x[2:] and math.prod(traced.y[2:]) == 1
-    return f"a window of {kernel}, all of the example" if whole and traced.moved(asked) else ""
+    return f"a window of {kernel}, all of the example" if whole and traced.moved(requested) else ""
 
 
 _CHECKS: dict[str, Callable[[OnnxNode, SizedOperation, SizedOperation, Sequence[int]], str]] = {

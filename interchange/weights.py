@@ -105,10 +105,10 @@ def _resnet(layer: str) -> str | None:
     """Return torchvision's name of a layer of a ResNet: ``conv3_2b`` is ``layer2.1.conv2``."""
     if layer == "dense":
         return "fc"
-    found = re.fullmatch(r"(conv|bn)(\d+)_(\d+)([abcs])", layer)
-    if found is None:
+    match = re.fullmatch(r"(conv|bn)(\d+)_(\d+)([abcs])", layer)
+    if match is None:
         return None
-    kind, stage, block, part = found.groups()
+    kind, stage, block, part = match.groups()
     module = f"layer{int(stage) - 1}.{int(block) - 1}"
     if part == "s":
         return f"{module}.downsample.{0 if kind == 'conv' else 1}"
@@ -130,13 +130,13 @@ def _vgg(network: Network) -> Callable[[str], str | None]:
 
 def _inception(layer: str) -> str | None:
     heads = {"dense": "fc", "dense_aux": "AuxLogits.fc"}
-    found = re.fullmatch(r"(conv|bn)(\w+)", layer)
-    if found is None:
+    match = re.fullmatch(r"(conv|bn)(\w+)", layer)
+    if match is None:
         return heads.get(layer)
     for pattern, module in _INCEPTION:
-        matched = re.fullmatch(pattern, found[2])
+        matched = re.fullmatch(pattern, match[2])
         if matched is not None:
-            return f"{matched.expand(module)}.{found[1]}"
+            return f"{matched.expand(module)}.{match[1]}"
     return None
 
 
@@ -192,9 +192,9 @@ class Arrangement:
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Return our whole array in torch's order."""
         if self.foreign is not None:
-            found = np.empty(array.size, array.dtype)
-            found[self.foreign.positions().reshape(-1)] = array.reshape(-1)
-            return found.reshape(self.foreign.shape)
+            flat = np.empty(array.size, array.dtype)
+            flat[self.foreign.positions().reshape(-1)] = array.reshape(-1)
+            return flat.reshape(self.foreign.shape)
         for axis, order in self.orders.items():
             array = array.take(torch_of_ours(order), axis)
         if self.stored is not None:
@@ -293,7 +293,7 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
     UserError
         A layer with parameters follows one that mixes flattened features by position, which torch cannot express.
     """
-    modules, found = module_names(network), {}
+    modules, result = module_names(network), {}
     orders, mixed = feature_orders(network)
     calls: dict[str, list[Node]] = {}
     for name, node in network.layers.items():
@@ -305,7 +305,7 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
         if layer in fresh or _is_constant(network.layers[layer]):
             continue
         if own is not None:
-            found[name] = own
+            result[name] = own
         else:
             every = [_orders_of(call, key, spec.shape, orders) for call in calls[layer]]
             _check_features(network, calls[layer], every, mixed)
@@ -317,8 +317,8 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             fits = foreign is not None and math.prod(foreign.shape) == spec.size
             if foreign is not None and fits and (stored is not None or foreign.shape != one.torch_shape):
                 one = replace(one, names=tuple(dict.fromkeys((foreign.name, *names))), foreign=foreign)
-            found[name] = one
-    return found
+            result[name] = one
+    return result
 
 
 def _is_constant(node: Node) -> bool:
@@ -411,14 +411,14 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
         The file cannot be written.
     """
     arrays = network.initial_values() if parameters is None else parameters
-    wanted = arrangements(network)
-    missing = sorted(set(wanted) - set(arrays))
+    arranged = arrangements(network)
+    missing = sorted(set(arranged) - set(arrays))
     if missing:
         raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
     parts: dict[str, list[np.ndarray]] = {}
-    for name, one in wanted.items():  # queries, keys, values in this order
+    for name, one in arranged.items():  # queries, keys, values in this order
         parts.setdefault(one.names[0], []).append(one.to_torch(np.asarray(arrays[name])))
-    tensors = {name: np.concatenate(some) if len(some) > 1 else some[0] for name, some in parts.items()}
+    tensors = {name: np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
     writer = library("safetensors.numpy")
     needed = sum(array.nbytes for array in tensors.values())
     with atomic_path(path, needed, parents=True) as partial:
@@ -516,11 +516,11 @@ class WeightsFile:
 
     def checksum(self) -> int:
         """Compute the CRC-32 of the bytes of the file."""
-        found = 0
+        checksum = 0
         with open(self.path, "rb") as file:
             while block := file.read(1 << 22):
-                found = zlib.crc32(block, found)
-        return found
+                checksum = zlib.crc32(block, checksum)
+        return checksum
 
 
 def check_weights_place(path: Path) -> None:

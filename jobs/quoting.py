@@ -138,11 +138,11 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
 
 def _sweep_values(key: str, text: str) -> list[str]:
     if text.startswith("["):
-        found = [to_toml(value) for value in parse_option("--sweep", key, text)]
+        values = [to_toml(value) for value in parse_option("--sweep", key, text)]
     else:
-        found = [value.strip() for value in text.split(",")]
-    if not found or not all(found):
+        values = [value.strip() for value in text.split(",")]
+    if not values or not all(values):
         raise UserError(f"--sweep {key}: expected values separated by commas, got {text!a}")
-    if len(set(found)) != len(found):
+    if len(set(values)) != len(values):
         raise UserError(f"--sweep {key}: expected every value once, got {text!a}")
-    return found
+    return values

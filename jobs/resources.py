@@ -166,7 +166,7 @@ def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ..
     >>> parse_directives(["mem=64G", "exclusive"])
     (('mem', '64G'), ('exclusive', None))
     """
-    found = []
+    directives = []
     for option in options:
         key, equals, value = checked_line("--sbatch", option).partition("=")
         key = key.strip().removeprefix("--")
@@ -176,8 +176,8 @@ def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ..
             )
         if key in OWN:
             raise UserError(f"--sbatch {key}: expected another option, this one is set by {OWN[key]}")
-        found.append((key, value.strip() if equals else None))
-    return tuple(found)
+        directives.append((key, value.strip() if equals else None))
+    return tuple(directives)
 
 
 LAUNCHERS = ("srun", "mpirun")
@@ -298,12 +298,12 @@ class Software:
 
 def parse_environment(options: Sequence[str]) -> dict[str, str]:
     """Parse variables given as ``KEY=VALUE``."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for option in options:
         key, value = parse_pair("--env", option, "KEY=VALUE, such as NCCL_DEBUG=INFO")
         _check_variable(key, value)
-        found[key] = value
-    return found
+        variables[key] = value
+    return variables
 
 
 def _check_variable(key: str, value: str) -> None:

@@ -222,19 +222,19 @@ def _options(profiling: Profiling) -> list[str]:
 def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
     """Return the options of sbatch, in readable order; options of the user override the library's."""
     resources = job.resources
-    found: dict[str, Any] = {"job-name": job.name}
+    directives: dict[str, Any] = {"job-name": job.name}
     if array is not None:
-        found["array"] = array
-    found["output"] = "%x-%j.out" if array is None else "%x-%A_%a.out"
-    found |= {"open-mode": "append", "nodes": resources.nodes, "ntasks-per-node": resources.ranks_per_node}
-    found["cpus-per-task"] = resources.cpus_per_rank
+        directives["array"] = array
+    directives["output"] = "%x-%j.out" if array is None else "%x-%A_%a.out"
+    directives |= {"open-mode": "append", "nodes": resources.nodes, "ntasks-per-node": resources.ranks_per_node}
+    directives["cpus-per-task"] = resources.cpus_per_rank
     if resources.gpus_per_node:
-        found["gpus-per-node"] = resources.gpus_per_node
-    found |= {k: v for k in ("time", "partition", "account") if (v := getattr(resources, k)) is not None}
+        directives["gpus-per-node"] = resources.gpus_per_node
+    directives |= {k: v for k in ("time", "partition", "account") if (v := getattr(resources, k)) is not None}
     if signal:
-        found["signal"] = f"B:USR1@{resources.warning}"
-    found["no-requeue" if job.links > 1 else "requeue"] = None
-    return list({**found, **dict(resources.directives)}.items())
+        directives["signal"] = f"B:USR1@{resources.warning}"
+    directives["no-requeue" if job.links > 1 else "requeue"] = None
+    return list({**directives, **dict(resources.directives)}.items())
 
 
 def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) -> str:
@@ -322,6 +322,6 @@ def _call(command: list[str]) -> str:
     """Run a command and return its output; raise UserError with its message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UserError(f"expected {command[0]} {command[-1]} to submit a job, got: {said}")
+        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"expected {command[0]} {command[-1]} to submit a job, got: {message}")
     return done.stdout.strip()

@@ -140,18 +140,18 @@ def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
     while isinstance(make, partial):
         make = make.func
     if isinstance(make, type):
-        found = getattr(make, method or "__call__", None)
+        access = getattr(make, method or "__call__", None)
     elif method is None:
-        found = make if hasattr(make, "__name__") else type(make).__call__
+        access = make if hasattr(make, "__name__") else type(make).__call__
     else:
-        made = getattr(make, "makes", {})
-        found = getattr(made, method, None) if isinstance(made, type) else made.get(method)
-    return found if isinstance(found, Access) else getattr(found, "access", ANY)
+        methods = getattr(make, "makes", {})
+        access = getattr(methods, method, None) if isinstance(methods, type) else methods.get(method)
+    return access if isinstance(access, Access) else getattr(access, "access", ANY)
 
 
 def _own(run: Any) -> Access:
-    found: Access = run.__dict__.get("access", Access())
-    return found
+    access: Access = run.__dict__.get("access", Access())
+    return access
 
 
 def _set(run: Any, access: Access) -> None:

@@ -492,7 +492,7 @@ class TileRun:
 
 def runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
     """Return the tiles of :meth:`Reach.tiles` as runs."""
-    found: list[TileRun] = []
+    runs_of_tiles: list[TileRun] = []
     tiles = [(q, k, reach.allowed(q, k)) for q, k in reach.tiles(queries, keys)]
     for _, group in groupby(tiles, key=lambda t: (len(t[0]), len(t[1]), t[0].start - t[1].start, t[2].tobytes())):
         pending = list(group)
@@ -502,9 +502,9 @@ def runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
             count = 1
             while count < len(pending) and pending[count][0].start == q.start + count * step:
                 count += 1
-            found.append(TileRun(q, k, count, step, None if allowed.all() else allowed))
+            runs_of_tiles.append(TileRun(q, k, count, step, None if allowed.all() else allowed))
             pending = pending[count:]
-    return found
+    return runs_of_tiles
 
 
 Box = tuple[slice, ...]
@@ -639,13 +639,13 @@ class TileGroup:
 
         Each is bool, broadcast to ``(*queries, *keys)``.
         """
-        found, ndim = [], len(self._axes)
+        blocked, ndim = [], len(self._axes)
         for i, axis in enumerate(self._axes):
             if axis.allowed is not None:
                 shape = [1] * (2 * ndim)
                 shape[i], shape[ndim + i] = axis.allowed.shape
-                found.append(np.broadcast_to(~axis.allowed.reshape(shape), (*self.queries, *self.keys)))
-        return found
+                blocked.append(np.broadcast_to(~axis.allowed.reshape(shape), (*self.queries, *self.keys)))
+        return blocked
 
 
 def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tuple[list[TileGroup], bool]:
@@ -661,11 +661,11 @@ def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tupl
     axes = [runs(*axis) for axis in zip(reaches, queries, keys)]
     starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
     parts = [
-        TileGroup(samples, some, starts, reaches, heads)
+        TileGroup(samples, parts_of_axis, starts, reaches, heads)
         for heads in g.head_groups()
-        for some in itertools.product(*axes)
+        for parts_of_axis in itertools.product(*axes)
     ]
-    return parts, all(_covers(some, interval) for some, interval in zip(axes, queries))
+    return parts, all(_covers(parts_of_axis, interval) for parts_of_axis, interval in zip(axes, queries))
 
 
 def _covers(tiles: Sequence[TileRun], interval: Interval) -> bool:

@@ -97,17 +97,17 @@ class Base(ABC):
         self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
     ) -> tuple[Kernel, Kernel | None]: ...
 
-    def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
-        """Return kernel `made`, which writes `y`, followed by ``y = f(y)``. It is used for kernels that cannot fuse
+    def activated(self, kernel: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
+        """Return `kernel`, which writes `y`, followed by ``y = f(y)``. It is used for kernels that cannot fuse
         `f`.
         """
         if activation is None:
-            return made
-        return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
+            return kernel
+        return chain(kernel, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
-    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
-        """Return kernel `made`, which writes `y` and may run again, followed by ``y = f(y + residual)``."""
-        return chain(made, self.add([y, residual], y, activation))
+    def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
+        """Return `kernel`, which writes `y` and may run again, followed by ``y = f(y + residual)``."""
+        return chain(kernel, self.add([y, residual], y, activation))
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

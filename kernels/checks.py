@@ -49,23 +49,23 @@ def check_packed(what: str, **arrays: Any) -> None:
 
 def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) -> None:
     """Check that all given arrays have the same dtype, one of `allowed`."""
-    found = {name: np.dtype(a.dtype).name for name, a in arrays.items() if a is not None}
-    if len(set(found.values())) > 1:
-        text = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+    dtypes = {name: np.dtype(a.dtype).name for name, a in arrays.items() if a is not None}
+    if len(set(dtypes.values())) > 1:
+        text = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise KernelError(f"{what}: expected arrays of one dtype, got {text}; convert them to one")
-    dtype = next(iter(found.values()))
+    dtype = next(iter(dtypes.values()))
     if dtype not in allowed:
         raise KernelError(f"{what}: expected dtype {' or '.join(allowed)}, got {dtype}; {remedy}")
 
 
 def check_beside(what: str, x: Any, **arrays: Any) -> None:
     """Check that all given arrays have the dtype of `x`, or float32 if `x` has 16 bits."""
-    found = np.dtype(x.dtype).name
-    allowed = (found, "float32") if is_low(x.dtype) else (found,)
+    dtype = np.dtype(x.dtype).name
+    allowed = (dtype, "float32") if is_low(x.dtype) else (dtype,)
     for name, a in arrays.items():
         if a is not None and np.dtype(a.dtype).name not in allowed:
             raise KernelError(
-                f"{what}: expected {name} of dtype {' or '.join(allowed)} with arrays of {found}, got "
+                f"{what}: expected {name} of dtype {' or '.join(allowed)} with arrays of {dtype}, got "
                 f"{np.dtype(a.dtype).name}; convert them"
             )
 
@@ -174,11 +174,11 @@ def check_residual(a: BatchNormArrays) -> None:
             f"batch_norm: expected an activation whose derivative follows from its output with a residual, got "
             f"{a.activation.kind}; apply it after the batch norm"
         )
-    wanted = a.residual is not None and a.activation is not None and a.dx is not None
-    if wanted != (a.dresidual is not None):
+    needed = a.residual is not None and a.activation is not None and a.dx is not None
+    if needed != (a.dresidual is not None):
         raise KernelError(
-            f"batch_norm: expected dresidual {'with' if wanted else 'only with'} a residual, an activation and dx, "
-            f"got {'none' if wanted else 'one'}; without activation the residual's gradient is dy"
+            f"batch_norm: expected dresidual {'with' if needed else 'only with'} a residual, an activation and dx, "
+            f"got {'none' if needed else 'one'}; without activation the residual's gradient is dy"
         )
 
 
@@ -192,8 +192,8 @@ def check_scalars(what: str, **arrays: Any) -> None:
     """Check that scalars in device memory are float64 (1,), or None."""
     for name, a in arrays.items():
         if a is not None and (tuple(a.shape) != (1,) or np.dtype(a.dtype) != np.float64):
-            found = f"{np.dtype(a.dtype).name} {tuple(a.shape)}"
-            raise KernelError(f"{what}: expected {name} float64 (1,), got {found}; sums of many terms need it")
+            described = f"{np.dtype(a.dtype).name} {tuple(a.shape)}"
+            raise KernelError(f"{what}: expected {name} float64 (1,), got {described}; sums of many terms need it")
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:

@@ -149,11 +149,11 @@ class Resampling:
             if first >= last or not weight:
                 return ((min(first, last), 1.0),)
             return ((first, float(1 - weight)), (first + 1, float(weight)))
-        found: dict[int, Fraction] = {}
+        weights: dict[int, Fraction] = {}
         for i, own in enumerate(_cubic(weight), first - 1):
             inside = min(max(i, 0), last)
-            found[inside] = found.get(inside, Fraction(0)) + own
-        return tuple((i, float(own)) for i, own in found.items())
+            weights[inside] = weights.get(inside, Fraction(0)) + own
+        return tuple((i, float(own)) for i, own in weights.items())
 
     def input_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the inputs that the outputs ``[start, stop)`` read, as a half-open range inside the array."""
@@ -165,7 +165,7 @@ class Resampling:
         """Return the outputs ``[start, stop)`` as strided runs; each output is in exactly one run."""
         # If all outputs read one input, every run has one output.
         step, input_step = self.ratio.denominator, max(1, self.ratio.numerator)
-        found = []
+        runs = []
         for phase in range(start, min(stop, start + step)):
             run: StridedRun | None = None
             for o in range(phase, stop, step):
@@ -174,11 +174,11 @@ class Resampling:
                     run = StridedRun(run.start, step, run.count + 1, input_step, run.taps)
                     continue
                 if run is not None:
-                    found.append(run)
+                    runs.append(run)
                 run = StridedRun(o, step, 1, input_step, taps)
             if run is not None:
-                found.append(run)
-        return found
+                runs.append(run)
+        return runs
 
 
 _HALF = Fraction(1, 2)
@@ -234,10 +234,10 @@ class Resampled:
         Missing weights are 0. Host arrays.
         """
         taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
-        weights = np.zeros((len(taps), max((len(some) for some in taps), default=1)))
-        for row, some in zip(weights, taps):
-            row[: len(some)] = [weight for _, weight in some]
-        return np.array([some[0][0] - self.origin for some in taps], np.int32), weights
+        weights = np.zeros((len(taps), max((len(pairs) for pairs in taps), default=1)))
+        for row, pairs in zip(weights, taps):
+            row[: len(pairs)] = [weight for _, weight in pairs]
+        return np.array([pairs[0][0] - self.origin for pairs in taps], np.int32), weights
 
 
 @dataclass(frozen=True)

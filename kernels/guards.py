@@ -120,10 +120,10 @@ class Guards:
             If guard bytes were changed. The message names the kernel and its implementation.
         """
         self.look("a kernel or a copy")
-        found, self._found = self._found, []
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise GuardError(f"{found[0]}{more}; report it with the version of the library, and use another backend")
+        faults, self._found = self._found, []
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise GuardError(f"{faults[0]}{more}; report it with the version of the library, and use another backend")
 
     # ------------------------------------------------------------------ kernels
     def watched(

@@ -244,11 +244,11 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
     return whole
 
 
-def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked: Kernel) -> Kernel:
+def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *conditions: Kernel) -> Kernel:
     """Return a kernel that runs `second` if `otherwise` returns True, else `first`. It closes both and the kernels
-    `asked`.
+    `conditions`.
     """
-    both = chain(first, second, *asked)
+    both = chain(first, second, *conditions)
     whole = Kernel(lambda: second() if otherwise() else first(), first.impl, both.workspace_bytes, both.close)
     whole.scratch_bytes = both.scratch_bytes
     return whole
@@ -256,15 +256,15 @@ def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked:
 
 def deferred(make: Callable[[], Kernel]) -> Kernel:
     """Return a kernel that is built at its first run. A kernel that rarely runs takes no memory until then."""
-    made: list[Kernel] = []
+    kernels: list[Kernel] = []
 
     def run() -> None:
-        if not made:
-            made.append(make())
-        made[0]()
+        if not kernels:
+            kernels.append(make())
+        kernels[0]()
 
     def close() -> None:
-        for kernel in made:
+        for kernel in kernels:
             kernel.close()
 
     return Kernel(run, "deferred", 0, close)

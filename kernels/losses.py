@@ -138,16 +138,16 @@ class Losses(Base):
         if arrays.weights is None:
             return
         self._check_target(arrays.weights)
-        shape, found = tuple(arrays.x.shape), tuple(arrays.weights.shape)
+        shape, weights_shape = tuple(arrays.x.shape), tuple(arrays.weights.shape)
         legal = [(*shape[:-1], 1), *([shape] if elementwise else [])]
-        if found not in legal:
-            raise KernelError(f"{what}: expected weights of shape {' or '.join(map(str, legal))}, got {found}")
+        if weights_shape not in legal:
+            raise KernelError(f"{what}: expected weights of shape {' or '.join(map(str, legal))}, got {weights_shape}")
 
     @staticmethod
     def _check_target(target: Any) -> None:
-        found = np.dtype(target.dtype).name
-        if found not in TARGETS:
-            raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {found}; convert them")
+        dtype = np.dtype(target.dtype).name
+        if dtype not in TARGETS:
+            raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {dtype}; convert them")
 
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
         """Return the kernel on packed arrays; strided arrays are copied at each call."""
@@ -159,11 +159,11 @@ class Losses(Base):
             if array is not None and not array.flags.c_contiguous:
                 packed[name] = self.empty(array.shape, np.dtype(array.dtype))
                 pairs.append((packed[name], array))
-        made: LossKernel = make(replace(arrays, **packed))
+        kernel: LossKernel = make(replace(arrays, **packed))
         if not pairs:
-            return made
+            return kernel
         copy = Kernel(self.device.copies(pairs), "copy")
-        return _Packed(copy, made, sum(int(target.nbytes) for target, _ in pairs))
+        return _Packed(copy, kernel, sum(int(target.nbytes) for target, _ in pairs))
 
     @abstractmethod
     def _softmax_cross_entropy(

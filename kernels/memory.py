@@ -58,10 +58,10 @@ def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
 
 def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> Any:
     """Return a constant array of `work`. `values` is called the first time only."""
-    found = work.get(name)
-    if found is None:
-        found = work[name] = getattr(work, "device", HOST).array(values(), dtype)
-    return found
+    array = work.get(name)
+    if array is None:
+        array = work[name] = getattr(work, "device", HOST).array(values(), dtype)
+    return array
 
 
 def rows(array: Any, work: dict, name: str) -> Any:
@@ -108,8 +108,8 @@ def masked(array: Any, none: Any, work: dict, name: str) -> Any:
 
 def total(array: Any) -> Any:
     """Return the sum of all elements in float64: a number, or for a device array a 0-d array on that device."""
-    found = np.sum(array, dtype=np.float64)
-    return float(found) if on_host(array) else found
+    total_of_array = np.sum(array, dtype=np.float64)
+    return float(total_of_array) if on_host(array) else total_of_array
 
 
 def take(array: Any, index: Any, out: Any) -> None:

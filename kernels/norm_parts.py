@@ -46,8 +46,8 @@ __all__ = [
 class Elementwise(Protocol):
     """Elementwise kernels that follow a norm; see :class:`halograd.kernels.Backend`."""
 
-    def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
-    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel: ...
+    def activated(self, kernel: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
+    def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel: ...
     def activation(
         self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
     ) -> tuple[Kernel, Kernel | None]: ...
@@ -91,12 +91,12 @@ def differentiated(f: FusedActivation, z: Any, dy: Any, kernels: Elementwise) ->
     return backward if f.by_input else chain(forward, backward)
 
 
-def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) -> BatchNormKernels:
-    """Add the work of `a.training` to the kernels `made`, by NumPy functions on per-channel vectors on `device`."""
+def with_training(a: BatchNormArrays, kernels: BatchNormKernels, device: Device) -> BatchNormKernels:
+    """Add the work of `a.training` to `kernels`, by NumPy functions on per-channel vectors on `device`."""
     t = a.training
     if t is None:
-        return made
-    forward, sums, data = made.forward, made.backward_sums, made.backward_data
+        return kernels
+    forward, sums, data = kernels.forward, kernels.backward_sums, kernels.backward_data
     if t.from_sums and not a.local:
         forward = chain(_kernel(mean_and_variance(a, t.count, device), "mean and variance"), forward)
     if t.running_mean is not None:
@@ -105,7 +105,7 @@ def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) ->
         sums = chain(sums, _kernel(_gradients(a, t), "gradients of the parameters"))
     if data is not None and not a.local:
         data = chain(Kernel(lambda: np.divide(a.sums, t.count, out=a.means), "numpy:means"), data)
-    return BatchNormKernels(made.statistics, forward, sums, data)
+    return BatchNormKernels(kernels.statistics, forward, sums, data)
 
 
 def _kernel(run: Callable[[], None], what: str) -> Kernel:
@@ -243,8 +243,8 @@ class GroupNormKernels:
         self._gradient = device.empty((self._channels,), np.float64)
         self._grouped = (self._samples, 2, self._groups, self._channels // self._groups)
         # A rank outside of the layer's ranks holds no parameters.
-        given = ((0, arrays.dbeta), (1, arrays.dgamma))
-        self._grads = [(i, array) for i, array in given if array is not None and array.size]
+        gradients = ((0, arrays.dbeta), (1, arrays.dgamma))
+        self._grads = [(i, array) for i, array in gradients if array is not None and array.size]
 
     @reads("x")
     @writes("sums", "totals", work=("y",))

@@ -89,10 +89,11 @@ class Norms(Base):
         shapes = {"gamma": (channels,), "beta": (channels,), "mean": (samples, channels), "var": (samples, channels)}
         shapes |= dict.fromkeys(("sums", "means"), (samples, 2, channels)) | {"totals": (samples, 2, groups)}
         for name, shape in shapes.items():
-            found = tuple(getattr(a, name).shape)
-            if found != shape:
+            sums_shape = tuple(getattr(a, name).shape)
+            if sums_shape != shape:
                 raise KernelError(
-                    f"group_norm: expected {name} of shape {shape}, got {found}; each sample has its own statistics"
+                    f"group_norm: expected {name} of shape {shape}, got {sums_shape}; each sample has its "
+                    "own statistics"
                 )
         return self._group_norm(arrays)
 

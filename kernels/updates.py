@@ -174,9 +174,9 @@ class Updates(Base):
         others["rounded"] = a.rounded
         checks.check_packed("optimizer", p=a.p, **others)
         if np.dtype(a.p.dtype).name not in ("float32", "float64"):
-            found = np.dtype(a.p.dtype).name
+            described = np.dtype(a.p.dtype).name
             raise KernelError(
-                f"optimizer: expected parameters of float32 or float64, got {found}; keep a float32 master copy"
+                f"optimizer: expected parameters of float32 or float64, got {described}; keep a float32 master copy"
             )
         for array in others.values():
             if array is not None and array.size != a.p.size:
@@ -184,8 +184,8 @@ class Updates(Base):
                     f"optimizer: expected arrays of {a.p.size} elements, got {array.size}; pass one bucket's"
                 )
         if tuple(a.scalars.shape) != (5,) or np.dtype(a.scalars.dtype) != np.float64:
-            found = f"{np.dtype(a.scalars.dtype).name} {tuple(a.scalars.shape)}"
-            raise KernelError(f"optimizer: expected scalars float64 (5,), got {found}")
+            described = f"{np.dtype(a.scalars.dtype).name} {tuple(a.scalars.shape)}"
+            raise KernelError(f"optimizer: expected scalars float64 (5,), got {described}")
         return bool(a.p.size)
 
     # ------------------------------------------------------------------ norms and scales

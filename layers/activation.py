@@ -69,15 +69,15 @@ class _Activation(Layer):
         context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
-            made, y = kernel, context.y if by_input else context.y_again()
+            gradient_kernel, y = kernel, context.y if by_input else context.y_again()
             box = context.inputs[0].held_gradient[context.rank]
             if box != context.box:
                 x = context.packed(Region(context.read(0) if by_input else y, context.box).part(box))
-                made = context.kernel(make, x=x, y=context.scratch(box.shape) if by_input else x)
+                gradient_kernel = context.kernel(make, x=x, y=context.scratch(box.shape) if by_input else x)
             elif y != kernel.views["y"]:
-                made = context.kernel(make, x=y, y=y)
-            made.add(dy=context.gradient_for(0), dx=context.gradient(0))
-            context.run(made, "backward", timing=context.timing("backward_data"))
+                gradient_kernel = context.kernel(make, x=y, y=y)
+            gradient_kernel.add(dy=context.gradient_for(0), dx=context.gradient(0))
+            context.run(gradient_kernel, "backward", timing=context.timing("backward_data"))
 
         return Lowered(backward)
 
@@ -242,9 +242,9 @@ class Affine(Layer):
         return Lowered(backward)
 
 
-def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
+def _numbers(numbers: float | Sequence[float]) -> float | tuple[float, ...]:
     """Return coefficients as a float, or as a tuple of floats, one per channel."""
-    array = np.asarray(given, np.float64)
+    array = np.asarray(numbers, np.float64)
     return tuple(array.tolist()) if array.ndim == 1 else float(array)
 
 
@@ -687,16 +687,16 @@ def activated(layer: Layer, activation: str | Layer | None, by_input: bool | Non
             raise ValueError(
                 f"activation: expected None, one of {', '.join(_KINDS)}, or a layer, got {activation!r}; choose one"
             )
-        made, name = _KINDS[activation](), layer.name and f"{layer.name}_{activation}"
+        layer_of, name = _KINDS[activation](), layer.name and f"{layer.name}_{activation}"
     else:
-        made, name = activation, activation.name
-    if type(made) in _FUSED and (made is not activation or name is None) and by_input is not None:
-        assert isinstance(made, _Activation)
-        if by_input or not reads_input(made.function, made.alpha):
-            layer.activation_alpha = made.alpha
-            return made.function
-    made.name = name
-    layer.behind = made
+        layer_of, name = activation, activation.name
+    if type(layer_of) in _FUSED and (layer_of is not activation or name is None) and by_input is not None:
+        assert isinstance(layer_of, _Activation)
+        if by_input or not reads_input(layer_of.function, layer_of.alpha):
+            layer.activation_alpha = layer_of.alpha
+            return layer_of.function
+    layer_of.name = name
+    layer.behind = layer_of
     return None
 
 
@@ -711,6 +711,6 @@ def inside(layer: Layer) -> Layer | None:
     f = fused(layer)
     if f is None:
         return None
-    made: Any = GELU("tanh") if f.kind == "gelu_tanh" else _KINDS[f.kind]()
-    made.alpha = f.alpha
-    return made
+    activation: Any = GELU("tanh") if f.kind == "gelu_tanh" else _KINDS[f.kind]()
+    activation.alpha = f.alpha
+    return activation

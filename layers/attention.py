@@ -146,16 +146,16 @@ class Attention(Layer):
 
     def _continued(self, axes: int) -> list[tuple[int, int]]:
         """Return the rows of the other end that are before and after every spatial axis: none unless it is periodic."""
-        found = [(0, 0)] * axes
+        margins = [(0, 0)] * axes
         if self.window is not None:
             extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
-            found = [(-shift % extent, shift % extent) for extent, shift in zip(extents, shifts)]
+            margins = [(-shift % extent, shift % extent) for extent, shift in zip(extents, shifts)]
         elif self.neighborhood is not None:
             extents = spread("neighborhood", self.neighborhood, axes)
             dilations = spread("dilation", self.dilation, axes)
-            found = [(n // 2 * by, (n - 1 - n // 2) * by) for n, by in zip(extents, dilations)]
+            margins = [(n // 2 * by, (n - 1 - n // 2) * by) for n, by in zip(extents, dilations)]
         return [
-            pair if continues else (0, 0) for pair, continues in zip(found, spread("periodic", self.periodic, axes))
+            pair if continues else (0, 0) for pair, continues in zip(margins, spread("periodic", self.periodic, axes))
         ]
 
     def _check_periodic(self, space: Sequence[int]) -> None:
@@ -267,8 +267,8 @@ class Attention(Layer):
 
     def lower(self, context: Context) -> Lowered:
         split = any(context.parts[axis] > 1 for axis in ("depth", "height", "width"))
-        wanted = context.options.get("attention", "auto")
-        rings = wanted == "ring" or (wanted == "auto" and context.overlaps_halo)
+        travel = context.options.get("attention", "auto")
+        rings = travel == "ring" or (travel == "auto" and context.overlaps_halo)
         return (_Ring if self.everywhere and split and rings else _Gathering)(self, context).lower()
 
 
@@ -329,14 +329,14 @@ class _Lowering:
 
     def kernel(self, make: Callable[..., Any], keys: Box, merge: bool, **views: View | None) -> KernelSpec:
         """Return a kernel for the keys in a box; with `merge` it adds to the results for other keys."""
-        given = self.layer.scale
+        scale = self.layer.scale
         geometry = AttentionGeometry(
             reaches=self.reaches,
             queries=tuple(self.q.box.ranges[1:-1]),
             keys=tuple(keys.ranges[1:-1]),
             heads=self.range,
             groups=self.heads.each,
-            scale=1 / math.sqrt(self.heads.widths[0]) if given is None else given,
+            scale=1 / math.sqrt(self.heads.widths[0]) if scale is None else scale,
             merge=merge,
         )
         dropout = self._dropout(keys) if self.layer.dropout and self.box.size else None
@@ -383,10 +383,10 @@ class _Gathering(_Lowering):
         context, layer = self.context, self.layer
         boxes = [layer.read(i, self.shapes, context.output.layout) for i in range(3)]
         k, v = (context.gather(i, boxes[i]) for i in (1, 2))
-        given = (self.q, k, v)
-        for gathered in given:
+        operands = (self.q, k, v)
+        for gathered in operands:
             gathered.start()
-        for gathered in given:
+        for gathered in operands:
             gathered.finish()
         views = {"k": k.view, "v": v.view, "bias": self.bias, "y": self.y, "lse": self.lse}
         kernel = self.kernel(_forward, k.box, False, **views)
@@ -396,7 +396,7 @@ class _Gathering(_Lowering):
         def backward() -> None:
             dy = self.gradient()
             returned = [context.return_gradient(i, boxes[i]) if context.needs_gradient(i) else None for i in range(3)]
-            grads = [context.scratch(given[i].box.shape) if one is None else one.view for i, one in enumerate(returned)]
+            grads = [context.scratch(x.box.shape) if one is None else one.view for x, one in zip(operands, returned)]
             arrays = dict(zip(_GRADIENTS, grads), dy=dy, dbias=context.grads.get("bias"), **views)
             kernel = self.kernel(_backward, k.box, False, **arrays)
             context.run(kernel, timing=self.timing("backward_data", boxes[1]))
@@ -432,11 +432,11 @@ class _Ring(_Lowering):
         self.finish_output()
 
         def backward() -> None:
-            dy, wanted = self.gradient(), [context.needs_gradient(i) for i in range(3)]
-            dq = context.return_gradient(0, context.clipped(0)) if wanted[0] else None
+            dy, needed = self.gradient(), [context.needs_gradient(i) for i in range(3)]
+            dq = context.return_gradient(0, context.clipped(0)) if needed[0] else None
             views = {"bias": self.bias, "y": self.y, "lse": self.lse, "dy": dy, "dbias": context.grads.get("bias")}
             views["dq"] = context.scratch(self.q.box.shape) if dq is None else dq.view
-            sums = {i: _ReturnedSum(context, i) for i in (1, 2) if wanted[i]}
+            sums = {i: _ReturnedSum(context, i) for i in (1, 2) if needed[i]}
             for number, ((k, v), box) in self._travelling(steps):
                 grads = [context.scratch(view.shape, view.dtype) for view in (k, v)]
                 arrays = {"k": k, "v": v, "dk": grads[0], "dv": grads[1], **views}
@@ -459,7 +459,7 @@ class _Ring(_Lowering):
         """Return the boxes of keys and values per step: those of the rank that is as far in all of the grid."""
         context, output = self.context, self.context.output.layout.boxes
         grid = context.inputs[1].layout.boxes.grid[1:-1]
-        found = []
+        steps = []
         for shifts in np.ndindex(*grid):
             pair = []
             for i in (1, 2):
@@ -470,8 +470,8 @@ class _Ring(_Lowering):
                     rolled = keys[shift:] + keys[:shift]
                     axes.append(tuple(key if b > a else (0, 0) for (a, b), key in zip(queries, rolled)))
                 pair.append(Blocks([*axes, channels], output.size))
-            found.append((pair[0], pair[1]))
-        return found
+            steps.append((pair[0], pair[1]))
+        return steps
 
     def _travelling(self, steps: Sequence[tuple[Blocks, Blocks]]) -> Iterator[tuple[int, tuple[list[View], Box]]]:
         """Yield the number of each step with keys, values and their box, after the next ones were started."""
@@ -514,16 +514,16 @@ class _ReturnedSum:
         """Start the return of the gradient of a block."""
         value = self.value
         received = self.target if self._first else self.context.scratch(value.box.shape, value.dtype)
-        made = self.context.exchange(boxes, value.layout.boxes, gradient, received, combine="sum")
-        self.context.start(made)
-        self._arriving = received, made
+        exchange = self.context.exchange(boxes, value.layout.boxes, gradient, received, combine="sum")
+        self.context.start(exchange)
+        self._arriving = received, exchange
 
     def finish(self) -> None:
         """Finish the last return, and add it to the sum."""
         if self._arriving is None:
             return
-        received, made = self._arriving
-        self.context.finish(made)
+        received, exchange = self._arriving
+        self.context.finish(exchange)
         if not self._first:
             self.context.run(self.context.kernel(_adding, x=received, y=self.target))
         self._first, self._arriving = False, None
@@ -583,10 +583,10 @@ _GRADIENTS = ("dq", "dk", "dv")
 @reads("q", "k", "v", "bias", "y", "lse", "dy")
 @writes(*_GRADIENTS, "dbias")
 def _backward(geometry: AttentionGeometry, mask: DropoutMask | None, environment: Any, **a: Any) -> _AttentionKernel:
-    given = [a[name] for name in ("dy", "q", "k", "v")], [a["y"], a["lse"], *(a[name] for name in _GRADIENTS)]
+    arrays = [a[name] for name in ("dy", "q", "k", "v")], [a["y"], a["lse"], *(a[name] for name in _GRADIENTS)]
     bias, make = _held(a.get("bias")), environment.kernels.attention_backward
     dbias = None if bias is None else _held(a.get("dbias"))
-    return _AttentionKernel(lambda g: make(*given[0], bias, *given[1], dbias, g), geometry, mask, environment)
+    return _AttentionKernel(lambda g: make(*arrays[0], bias, *arrays[1], dbias, g), geometry, mask, environment)
 
 
 @reads("q", "k", "v", "bias", "y", "lse", "dy", "dq", "dbias")

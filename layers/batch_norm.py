@@ -117,8 +117,8 @@ class BatchNorm(Layer):
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if len(shapes) not in (1, 2) or len(set(shapes)) > 1:
-            found = ", ".join(map(str, shapes)) or "none"
-            raise ValueError(f"BatchNorm: expected one input, or a second of the same shape to add, got {found}")
+            texts = ", ".join(map(str, shapes)) or "none"
+            raise ValueError(f"BatchNorm: expected one input, or a second of the same shape to add, got {texts}")
         return shapes[0]
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
@@ -213,8 +213,8 @@ class BatchNorm(Layer):
             dy, dx = margin.gradients(self, f, numbers.count)
             kernel.add(dy=dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
             if len(inputs) > 1 and f is not None:
-                wanted = context.needs_gradient(1)
-                kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
+                needed = context.needs_gradient(1)
+                kernel.add(dresidual=context.gradient(1) if needed else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
             settle()
@@ -300,24 +300,24 @@ class _BatchNormKernel:
         self.normalized = self._kernels(environment, (self.mean, self.var), None) if numbers.again else None
 
     def _training(self) -> BatchNormTraining:
-        given: dict[str, Any] = {name: self.arrays.get(name) for name in ("dgamma", "dbeta") if "dx" in self.arrays}
+        fields: dict[str, Any] = {name: self.arrays.get(name) for name in ("dgamma", "dbeta") if "dx" in self.arrays}
         if not self.n.averaged:
-            given |= {"running_mean": self.running[0], "running_var": self.running[1]}
-        return BatchNormTraining(self.n.count, not self.n.looks, self.layer.momentum, **given)
+            fields |= {"running_mean": self.running[0], "running_var": self.running[1]}
+        return BatchNormTraining(self.n.count, not self.n.looks, self.layer.momentum, **fields)
 
     def _kernels(self, environment: Any, moments: Any, training: BatchNormTraining | None) -> BatchNormKernels:
         names = ("x", "y", "dy", "dx", "residual", "dresidual")
-        given = {name: block(self.arrays.get(name), len(self.mean)) for name in names}
+        blocks = {name: block(self.arrays.get(name), len(self.mean)) for name in names}
         if training is None:
-            given |= {"dy": None, "dx": None, "dresidual": None}
-        given |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
+            blocks |= {"dy": None, "dx": None, "dresidual": None}
+        blocks |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
         mean, var = moments
         numbers: dict[str, Any] = {"eps": self.layer.eps, "activation": self.n.activation}
         numbers |= {"training": training, "local": training is not None and self.n.alone, "of_x": mean is self.mean}
         numbers["summed"] = "dy" in self.n.summed
-        arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
-        made: BatchNormKernels = environment.kernels.batch_norm(arrays)
-        return made
+        arrays = BatchNormArrays(**blocks, **numbers, mean=mean, var=var)
+        kernels: BatchNormKernels = environment.kernels.batch_norm(arrays)
+        return kernels
 
     @reads("moments", "running_*")
     @writes("moments", "running_*")

@@ -123,7 +123,7 @@ class Crop:
     def _to_extent(node: Node, like: Node) -> Sequence[tuple[int, int]]:
         if len(like.shape) != len(node.shape):
             raise ValueError(f"Crop: expected two nodes of as many axes, got {node.shape} and {like.shape}")
-        more = [n - wanted for n, wanted in zip(node.shape[:-1], like.shape[:-1])]
+        more = [n - smaller for n, smaller in zip(node.shape[:-1], like.shape[:-1])]
         return [(n // 2, n - n // 2) for n in more]
 
 

@@ -113,8 +113,8 @@ class Conv(Layer):
         fan_in = math.prod(kernel) * shape[-1] // self.groups
         shape_w = (self.filters, *kernel, shape[-1] // self.groups)
         w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1, rounded=True)
-        found = {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
-        return with_lengths(found) if self.weight_norm else found
+        parameters = {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        return with_lengths(parameters) if self.weight_norm else parameters
 
     def flops(self, *shapes: Shape) -> int:
         kernel, channels = math.prod(w.kernel for w in self.windows(shapes[0])), shapes[0][-1] // self.groups
@@ -480,11 +480,11 @@ class ConvTranspose(Layer):
         if all(fits):
             return self, shape
         spatial, pads, more = [], [], []
-        for w, n, wanted, fit in zip(windows, shape, outputs, fits):
+        for w, n, count, fit in zip(windows, shape, outputs, fits):
             lo, hi = w.pad_lo, w.pad_hi
             if not fit:  # all inputs that reach a block in the middle; outputs around it are removed
-                n = max((wanted + w.extent - 2) // w.stride + 1, -(-(wanted - w.extent) // w.stride) + 1)
-                around = (n - 1) * w.stride + w.extent - wanted
+                n = max((count + w.extent - 2) // w.stride + 1, -(-(count - w.extent) // w.stride) + 1)
+                around = (n - 1) * w.stride + w.extent - count
                 lo, hi = around // 2, around - around // 2
             spatial.append(n)
             pads.append((lo, max(0, hi)))

@@ -87,8 +87,8 @@ class Dense(Layer):
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
         (features,) = shapes[0]
         w = Parameter((self.units, features), "he", features, channel_axis=0, input_axis=1)
-        found = {"w": w, "b": Parameter((self.units,), decay=False, channel_axis=0)} if self.bias else {"w": w}
-        return with_lengths(found) if self.weight_norm else found
+        parameters = {"w": w, "b": Parameter((self.units,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        return with_lengths(parameters) if self.weight_norm else parameters
 
     def flops(self, *shapes: Shape) -> int:
         return 2 * self.units * shapes[0][0]

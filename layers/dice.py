@@ -229,13 +229,13 @@ class _DiceKernel(LocalLoss):
             p = buffer(work, "p", x[part].shape[::-1], x.dtype)
             targets = buffer(work, "t", p.shape, x.dtype)
             np.copyto(p, x[part].T)
-            some, w = t[part], None if weights is None else weights[part]
+            compared, w = t[part], None if weights is None else weights[part]
             if self.layer.ignore_index is not None:
-                w = self._counted(some, w)
+                w = self._counted(compared, w)
             if w is not None:
-                some, w = self._without(w, p, some), w.T
+                compared, w = self._without(w, p, compared), w.T
             self._probabilities(p)
-            self._targets(some, targets)
+            self._targets(compared, targets)
             if gradient:
                 assert self.dx is not None
                 self._gradient(p, targets, sums, w)
@@ -246,9 +246,9 @@ class _DiceKernel(LocalLoss):
     def _counted(self, t: Any, weights: Any | None) -> Any:
         """Return the weights, or ones ``(positions, 1)``, with 0 at ignored positions."""
         counts = np.not_equal(t, self.layer.ignore_index, out=buffer(self.work, "counts", t.shape, np.bool_))
-        found = buffer(self.work, "counted", t.shape if weights is None else weights.shape, self.prediction.dtype)
-        np.copyto(found, 1 if weights is None else weights)
-        return np.multiply(found, counts, out=found)
+        counted = buffer(self.work, "counted", t.shape if weights is None else weights.shape, self.prediction.dtype)
+        np.copyto(counted, 1 if weights is None else weights)
+        return np.multiply(counted, counts, out=counted)
 
     def _without(self, weights: Any, p: Any, t: Any) -> Any:
         """Write zeros to `p` where the weight is 0, and return a copy of `t` with the same zeros."""

@@ -204,9 +204,9 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
 
 @makes(GroupNormKernels)
 def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> Any:
-    given = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
-    made = GroupNormArrays(**given, count=count, eps=layer.eps, activation=fused(layer))
-    return environment.kernels.group_norm(made)
+    fields = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
+    norm_arrays = GroupNormArrays(**fields, count=count, eps=layer.eps, activation=fused(layer))
+    return environment.kernels.group_norm(norm_arrays)
 
 
 def _lower_channel_norm(layer: GroupNorm, context: Context, eps: float, centered: bool = True) -> Lowered:
@@ -236,7 +236,7 @@ def _lower_channel_norm(layer: GroupNorm, context: Context, eps: float, centered
 def _channel_norm(layer: GroupNorm, eps: float, centered: bool, environment: Any, **arrays: Any) -> Pair:
     names = ("x", "y", "dy", "dx", "gamma", "beta", "dgamma", "dbeta")
     # A rank that the layer does not use holds none of its parameters.
-    given = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
-    given |= {name: arrays.get(name) for name in names[:4]}
-    some = ChannelNormArrays(**given, eps=eps, activation=fused(layer), centered=centered)
-    return Pair(*environment.kernels.channel_norm(some))
+    fields = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
+    fields |= {name: arrays.get(name) for name in names[:4]}
+    norm_arrays = ChannelNormArrays(**fields, eps=eps, activation=fused(layer), centered=centered)
+    return Pair(*environment.kernels.channel_norm(norm_arrays))

@@ -345,11 +345,11 @@ class Layer(TargetReader):
         if self.stencil is None:
             return self, shape
         windows = self.windows(shape)
-        fits = [w.output_size(n) == wanted for w, n, wanted in zip(windows, shape, outputs)]
+        fits = [w.output_size(n) == count for w, n, count in zip(windows, shape, outputs)]
         if all(fits):
             return self, shape
         spatial = [
-            n if fit else (wanted - 1) * w.stride + w.extent for w, n, wanted, fit in zip(windows, shape, outputs, fits)
+            n if fit else (count - 1) * w.stride + w.extent for w, n, count, fit in zip(windows, shape, outputs, fits)
         ]
         pads = tuple((w.pad_lo, w.pad_hi) if fit else (0, 0) for w, fit in zip(windows, fits))
         axes = {name: tuple(getattr(w, name) for w in windows) for name in ("kernel", "stride", "dilation")}
@@ -390,10 +390,10 @@ class Layer(TargetReader):
 
     def changed(self: Some, **settings: Any) -> Some:
         """Return a copy with other settings."""
-        made = copy.copy(self)
+        changed = copy.copy(self)
         for name, value in settings.items():
-            setattr(made, name, value)
-        return made
+            setattr(changed, name, value)
+        return changed
 
     def lower(self, context: Context) -> Lowered:
         """Add the operations of the forward pass of one rank to the program. Local.

@@ -173,8 +173,8 @@ class Loss(Layer):
         if len(shapes) == 2:
             return
         if len(shapes) != 3 or not self.takes_weights:
-            some = "a prediction, a target and perhaps weights" if self.takes_weights else "a prediction and a target"
-            raise ValueError(f"{self.kind}: expected {some}, got {len(shapes)} inputs")
+            inputs = "a prediction, a target and perhaps weights" if self.takes_weights else "a prediction and a target"
+            raise ValueError(f"{self.kind}: expected {inputs}, got {len(shapes)} inputs")
         prediction, _, weights = shapes
         channels = (1, prediction[-1]) if self.weighs_channels else (1,)
         if weights[-1] not in channels or not (len(weights) == 1 or is_broadcast(weights, prediction)):
@@ -310,9 +310,9 @@ class Loss(Layer):
         if term.weights is None:
             return {}
         shape = term.weights.shape
-        found = {"there t": context.scratch(term.t.shape, term.t.dtype), "none": context.scratch(shape, "bool")}
-        found |= {name: context.scratch(shape, context.wide) for name in ("windows", "least")}
-        return found if low else found | {"there x": context.scratch(term.x.shape, context.wide)}
+        views = {"there t": context.scratch(term.t.shape, term.t.dtype), "none": context.scratch(shape, "bool")}
+        views |= {name: context.scratch(shape, context.wide) for name in ("windows", "least")}
+        return views if low else views | {"there x": context.scratch(term.x.shape, context.wide)}
 
     def block_type(self) -> type[LossBlock]:
         """Return the class that computes the loss of a block, by default :class:`LocalLoss`, and with a stencil
@@ -371,11 +371,11 @@ def check_counts(option: str, counts: Sequence[int], ignored: int | None = None)
     return tuple(counts)
 
 
-def check_normalization(given: str) -> str:
+def check_normalization(name: str) -> str:
     """Return the name of a normalization. Raises ValueError for an unknown name."""
-    if given not in NORMALIZATIONS:
-        raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {given!r}")
-    return given
+    if name not in NORMALIZATIONS:
+        raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {name!r}")
+    return name
 
 
 def loss_timing(context: Context) -> Timing:
@@ -634,37 +634,37 @@ class WindowLoss(LocalLoss):
         if not self.count:
             self.divisor.fill(0)
             return
-        found = self._weigh_windows(self.count)
-        np.sum(found, dtype=np.float64, out=self.divisor.reshape(()))
-        self.divisor /= found.shape[-1]
+        weights = self._weigh_windows(self.count)
+        np.sum(weights, dtype=np.float64, out=self.divisor.reshape(()))
+        self.divisor /= weights.shape[-1]
 
     def arrays(self, count: int) -> tuple[Any, Any, Any]:
-        given = super().arrays(count)
+        whole = super().arrays(count)
         if self.weights is None:
-            return given
+            return whole
         none = np.equal(self.weights[:count], 0, out=self.none[:count])
-        found = [array[:count] for array in self.there]
-        for array, copy in zip(given, found):
+        packed = [array[:count] for array in self.there]
+        for array, copy in zip(whole, packed):
             if copy is not array:
                 np.copyto(copy, array)
             np.copyto(copy, 0, where=none if none.shape[-1] in (1, array.shape[-1]) else none.any(-1, keepdims=True))
-        return (*found, self._weigh_windows(count))
+        return (*packed, self._weigh_windows(count))
 
     def _weigh_windows(self, count: int) -> Any:
         """Return the weights of the windows of the first samples: that of the middle, 0 if any element has weight 0."""
-        found = self.weights[:count]
+        weights = self.weights[:count]
         for axis, (taps, n) in enumerate(zip(self.taps, self.fits), 1):
-            shape = (*found.shape[:axis], n, *found.shape[axis + 1 :])
+            shape = (*weights.shape[:axis], n, *weights.shape[axis + 1 :])
             least = self.work_arrays[axis % 2].reshape(-1)[: math.prod(shape)].reshape(shape)
-            np.copyto(least, _along(found, axis, 0, n))
+            np.copyto(least, _along(weights, axis, 0, n))
             for tap in taps[1:]:
-                np.minimum(least, _along(found, axis, tap, n), out=least)
-            found = least
-        np.sign(found, out=found)
+                np.minimum(least, _along(weights, axis, tap, n), out=least)
+            weights = least
+        np.sign(weights, out=weights)
         middle = self.weights[:count]
         for axis, (first, n) in enumerate(zip(self.before, self.fits), 1):
             middle = _along(middle, axis, first, n)
-        return np.multiply(found, middle, out=found)
+        return np.multiply(weights, middle, out=weights)
 
 
 def _along(array: Any, axis: int, first: int, count: int) -> Any:

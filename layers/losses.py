@@ -144,17 +144,17 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
         return (1.0, self._counts[0] / self._counts[1]) if i == 1 and self._counts else ()
 
 
-def _pos_weight(given: float | Sequence[float] | str) -> Any:
+def _pos_weight(weight: float | Sequence[float] | str) -> Any:
     """Return a number, an array with one number per channel, or ``"balanced"``. Raises ValueError."""
-    if isinstance(given, str) and given == BALANCED:
-        return given
+    if isinstance(weight, str) and weight == BALANCED:
+        return weight
     try:
-        found = np.asarray(given, np.float64)
+        array = np.asarray(weight, np.float64)
     except ValueError:
-        found = np.zeros(())
-    if found.ndim > 1 or not np.all(found > 0):
-        raise ValueError(f'pos_weight: expected a number > 0, one per channel, or "{BALANCED}", got {given!r}')
-    return found
+        array = np.zeros(())
+    if array.ndim > 1 or not np.all(array > 0):
+        raise ValueError(f'pos_weight: expected a number > 0, one per channel, or "{BALANCED}", got {weight!r}')
+    return array
 
 
 class _Pointwise(_ElementwiseLoss):
@@ -181,12 +181,13 @@ class _Pointwise(_ElementwiseLoss):
     ) -> Any:
         scale /= prediction.shape[-1]
         factors = None if weights is None else rows(weights, work, "weights")
-        given, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
-        gradient = None if dx is None else dx.reshape(given.shape)
-        found: Any = 0.0
-        for part in chunks(len(given), given.shape[1], work):
-            x, t, slope = (buffer(work, name, given[part].shape, given.dtype) for name in ("x", "t", "slope"))
-            np.copyto(x, given[part])
+        predictions, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
+        gradient = None if dx is None else dx.reshape(predictions.shape)
+        loss: Any = 0.0
+        for part in chunks(len(predictions), predictions.shape[1], work):
+            shape, dtype = predictions[part].shape, predictions.dtype
+            x, t, slope = (buffer(work, name, shape, dtype) for name in ("x", "t", "slope"))
+            np.copyto(x, predictions[part])
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
                 none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
@@ -196,10 +197,10 @@ class _Pointwise(_ElementwiseLoss):
             if factors is not None:
                 x *= factors[part]
                 slope *= factors[part]
-            found = found + total(x)
+            loss = loss + total(x)
             if gradient is not None:
                 np.multiply(slope, scale, out=gradient[part])
-        return found * scale
+        return loss * scale
 
 
 class AbsoluteError(_Pointwise):
@@ -400,15 +401,16 @@ class CRPS(Loss):
         places = [slice(m * channels, (m + 1) * channels) for m in range(members)]
         scale /= channels
         factors = None if weights is None else rows(weights, work, "weights")
-        given, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
-        gradient = None if dx is None else dx.reshape(given.shape)
-        found: Any = 0.0
-        for part in chunks(len(given), given.shape[1], work):
+        predictions, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
+        gradient = None if dx is None else dx.reshape(predictions.shape)
+        loss_sum: Any = 0.0
+        for part in chunks(len(predictions), predictions.shape[1], work):
             shape = (members, len(targets[part]), channels)
-            x, slope = (buffer(work, name, shape, given.dtype) for name in ("x", "slope"))
-            t, loss, difference = (buffer(work, name, shape[1:], given.dtype) for name in ("t", "loss", "difference"))
+            x, slope = (buffer(work, name, shape, predictions.dtype) for name in ("x", "slope"))
+            names = "t", "loss", "difference"
+            t, loss, difference = (buffer(work, name, shape[1:], predictions.dtype) for name in names)
             for one, at in zip(x, places):
-                np.copyto(one, given[part, at])
+                np.copyto(one, predictions[part, at])
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
                 none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
@@ -433,12 +435,12 @@ class CRPS(Loss):
             if factors is not None:
                 loss *= factors[part]
                 slope *= factors[part]
-            found = found + total(loss)
+            loss_sum = loss_sum + total(loss)
             if gradient is not None:
                 slope *= scale
                 for own, at in zip(slope, places):
                     np.copyto(gradient[part, at], own)
-        return found * scale
+        return loss_sum * scale
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -555,17 +557,17 @@ class SoftmaxCrossEntropy(Loss):
         return None if self.class_weights is None else balanced(self._counts)
 
 
-def _class_weights(given: Sequence[float] | str | None) -> Any:
+def _class_weights(weights: Sequence[float] | str | None) -> Any:
     """Return None, an array, or ``"balanced"``. Raises ValueError."""
-    if given is None or (isinstance(given, str) and given == BALANCED):
-        return given
+    if weights is None or (isinstance(weights, str) and weights == BALANCED):
+        return weights
     try:
-        found = np.asarray(given, np.float64)
+        array = np.asarray(weights, np.float64)
     except ValueError:
-        found = np.zeros(())
-    if found.ndim != 1 or not np.all(found >= 0):
-        raise ValueError(f'class_weights: expected one number >= 0 per class or "{BALANCED}", got {given!r}')
-    return found
+        array = np.zeros(())
+    if array.ndim != 1 or not np.all(array >= 0):
+        raise ValueError(f'class_weights: expected one number >= 0 per class or "{BALANCED}", got {weights!r}')
+    return array
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:

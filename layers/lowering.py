@@ -187,23 +187,23 @@ def lower_local(layer: LocalLayer, context: Context) -> Lowered:
     context.run(kernel, "forward", timing=context.timing("forward"))
 
     def backward() -> None:
-        wanted = [i for i in range(len(boxes)) if context.needs_gradient(i)]
-        returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
-        kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
+        needed = [i for i in range(len(boxes)) if context.needs_gradient(i)]
+        returned = {i: context.return_gradient(i, boxes[i]) for i in needed}
+        kernel.add(dy=context.dy, **{f"dx{i}": gradient.view for i, gradient in returned.items()})
         kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
         context.run(kernel, "backward", timing=context.timing("backward_data"))
-        for some in returned.values():
-            some.start()
-        for some in returned.values():
-            some.finish()
+        for gradient in returned.values():
+            gradient.start()
+        for gradient in returned.values():
+            gradient.finish()
 
     return Lowered(backward)
 
 
 def _local_access(layer: LocalLayer, method: str) -> tuple[str, ...]:
     """Return the names of the inputs that a method of a layer reads: all, if it declares nothing."""
-    found = access_of(type(layer), method)
-    return ("x*",) if found is ANY else found.reads
+    access = access_of(type(layer), method)
+    return ("x*",) if access is ANY else access.reads
 
 
 class _LocalKernel:

@@ -326,12 +326,12 @@ class Concat(Layer):
 
         def backward() -> None:
             returned = {i: context.return_gradient(i, b) for i, b in enumerate(boxes) if context.needs_gradient(i)}
-            pairs = [(own(i, context.dy), some.view) for i, some in returned.items() if inputs[i].box.size]
+            pairs = [(own(i, context.dy), gradient.view) for i, gradient in returned.items() if inputs[i].box.size]
             context.copy(*pairs, timing=context.timing("backward_data"))
-            for some in returned.values():
-                some.start()
-            for some in returned.values():
-                some.finish()
+            for gradient in returned.values():
+                gradient.start()
+            for gradient in returned.values():
+                gradient.finish()
 
         return Lowered(backward)
 

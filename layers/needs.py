@@ -82,8 +82,8 @@ class Stencil:
         kernel, stride = spread("kernel", self.kernel, axes), spread("stride", self.stride, axes)
         dilation = spread("dilation", self.dilation, axes)
         pads = self._pads(spatial, kernel, stride, dilation)
-        found = tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
-        return found if self.rounding == "floor" else tuple(map(_reaching_beyond, found, spatial))
+        windows = tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
+        return windows if self.rounding == "floor" else tuple(map(_reaching_beyond, windows, spatial))
 
     def _pads(self, spatial, kernel, stride, dilation) -> list[tuple[int, int]]:
         padding = self.padding
@@ -201,10 +201,10 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
             axes.append((of(Box.of_ranges(whole)).ranges[axis],))
             continue
         axes.append(_along(partial(_at, of, whole, at, axis), blocks.axes[at], axis in (0, ndim - 1)))
-    found = Blocks(axes, blocks.size)
+    needed = Blocks(axes, blocks.size)
     if check:
-        _check(of, blocks, found, what)
-    return found
+        _check(of, blocks, needed, what)
+    return needed
 
 
 def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -> Intervals:
@@ -214,9 +214,9 @@ def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -
     full = [piece for piece in pieces if piece[1] > piece[0]]
     if outer and len(full) > 2:
         ends = [(piece, of(piece)) for piece in (full[0], full[len(full) // 2], full[-1])]
-        if all(piece == made for piece, made in ends):
+        if all(piece == moved for piece, moved in ends):
             return tuple(piece if piece[1] > piece[0] else (0, 0) for piece in pieces)
-        if all(made == ends[0][1] for _, made in ends):
+        if all(moved == ends[0][1] for _, moved in ends):
             return tuple(ends[0][1] if piece[1] > piece[0] else (0, 0) for piece in pieces)
     return tuple(of(piece) for piece in pieces)
 
@@ -233,12 +233,12 @@ def _at(of: Callable[[Box], Box], whole: Sequence[Interval], at: int, axis: int,
     return of(Box.of_ranges([*whole[:at], piece, *whole[at + 1 :]])).ranges[axis]
 
 
-def _check(of: Callable[[Box], Box], blocks: Blocks, found: Blocks, what: str) -> None:
+def _check(of: Callable[[Box], Box], blocks: Blocks, result: Blocks, what: str) -> None:
     for rank in {n * (blocks.placed - 1) // (CHECKS - 1) for n in range(CHECKS)}:
         box = blocks[rank]
         if not box.size:
             continue
-        want, have = of(box), found[rank]
+        want, have = of(box), result[rank]
         if want != have and (want.size or have.size):
             raise UserError(
                 f"{what}: expected the box needed of its inputs to be a product of the needs of single axes; for {box} "

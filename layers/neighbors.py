@@ -50,7 +50,7 @@ class _Neighbors(Loss):
     def local(
         self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None
     ) -> Any:
-        found: Any = 0.0
+        loss: Any = 0.0
         scale /= prediction.shape[-1]
         count, rows = self._rows(prediction.shape[1:])
         outputs = prediction.shape[1] - rows + count
@@ -61,8 +61,8 @@ class _Neighbors(Loss):
                 read, own = slice(first, first + rows), slice(first, min(first + count, outputs))
                 w = None if weights is None else weights[n, own]
                 gradient = None if dx is None else dx[n, read]
-                found = found + self.strip(x[read], target[n, read], gradient, scale, w, _Space(work["space"]))
-        return found * scale
+                loss = loss + self.strip(x[read], target[n, read], gradient, scale, w, _Space(work["space"]))
+        return loss * scale
 
     def strip(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None, space: _Space) -> Any:
         """Return the sum of the loss over the windows in a strip of a sample ``(*spatial, C)``; add `scale` times its
@@ -219,9 +219,9 @@ class StructuralSimilarity(_Neighbors):
         np.subtract(1, similarity, out=work)
         if weights is not None:
             work *= weights
-        found = total(work)
+        loss = total(work)
         if dx is None:
-            return found
+            return loss
         # With S = a xt / (xx b): dS/dm_x = 2 m_t (xt - a) / (xx b) - 2 m_x S (1 / xx - 1 / b), dS/d(mean of x^2) =
         # -S / b, dS/d(mean of x t) = 2 a / (xx b). The factor of all is -scale times the weight.
         factor = np.multiply(1 if weights is None else weights, -scale, out=work)
@@ -244,7 +244,7 @@ class StructuralSimilarity(_Neighbors):
             back = _spread_back(gradient, taps, others)
             back *= values
             dx += back
-        return found
+        return loss
 
 
 #: Name of an operator -> factors along the axis of the derivative, and along the other axes.
@@ -303,7 +303,7 @@ class GradientError(_Neighbors):
         outputs = (*(n - len(along) + 1 for n in x.shape[:-1]), x.shape[-1])
         error, d, *others = space.take(x.shape), space.take(outputs), *(space.take(x.shape) for _ in range(3))
         np.subtract(x, t, out=error)
-        found: Any = 0.0
+        loss: Any = 0.0
         for axis in range(axes):
             taps = [along if other == axis else across for other in range(axes)]
             _filtered(error, taps, d, others)
@@ -312,10 +312,10 @@ class GradientError(_Neighbors):
             np.multiply(d, slope if self.power == 1 else d, out=values)
             if weights is not None:
                 values *= weights
-            found = found + total(values)
+            loss = loss + total(values)
             if dx is not None:
                 np.multiply(slope if self.power == 1 else d, scale * self.power / axes, out=d)
                 if weights is not None:
                     d *= weights
                 dx += _spread_back(d, taps, others)
-        return found / axes
+        return loss / axes

@@ -80,21 +80,21 @@ class Network:
         """Return the layers with parameters whose names match the pattern. Local. Raises ValueError if there are none.
         """
         having = [name for name in self.layers if self.own_parameters(name)]
-        found = fnmatch.filter(having, pattern)
-        if not found:
+        matches = fnmatch.filter(having, pattern)
+        if not matches:
             raise ValueError(
                 f"network {self.name!r}: expected names or patterns of layers with parameters "
                 f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
             )
-        return found
+        return matches
 
     def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
         """Return the names of the layers that are frozen by a pattern or by themselves."""
-        found = frozenset(name for pattern in patterns for name in self.matching(pattern))
-        found |= {name for name, node in self.layers.items() if node.layer.frozen and self.own_parameters(name)}
-        if found and (patterns or "loss" in self.outputs) and found == set(self.matching("*")):
+        frozen = frozenset(name for pattern in patterns for name in self.matching(pattern))
+        frozen |= {name for name, node in self.layers.items() if node.layer.frozen and self.own_parameters(name)}
+        if frozen and (patterns or "loss" in self.outputs) and frozen == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
-        return found
+        return frozen
 
     def freeze(self, *patterns: str) -> Network:
         """Return a copy of the network in which these layers, by name or pattern, are frozen too."""
@@ -118,19 +118,19 @@ class Network:
     @property
     def counted(self) -> dict[str, int]:
         """Inputs whose classes are counted over the training samples for the loss, with the number of classes."""
-        found: dict[str, int] = {}
+        counted: dict[str, int] = {}
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
-            found[name] = max(found.get(name, 0), classes)
-        return found
+            counted[name] = max(counted.get(name, 0), classes)
+        return counted
 
     def _counted(self) -> list[tuple[int, int]]:
         """Return the numbers of the loss's inputs whose classes are counted, with the number of classes."""
         loss = self.outputs.get("loss")
         if loss is None:
             return []
-        found = [(i, loss.layer.counted_classes(i, *_input_shapes(loss))) for i in range(len(loss.inputs))]
-        return [(i, classes) for i, classes in found if classes]
+        counts = [(i, loss.layer.counted_classes(i, *_input_shapes(loss))) for i in range(len(loss.inputs))]
+        return [(i, classes) for i, classes in counts if classes]
 
     def _labels(self, target: Node) -> str:
         """Return the name of the input from which a target is computed."""
@@ -158,19 +158,19 @@ class Network:
         ValueError
             If a class does not occur, or counts are for other inputs or for fewer classes.
         """
-        wanted, found = self.counted, {}
-        given = {name: [1] * n for name, n in wanted.items()} if counts is None else dict(counts)
-        for name, classes in wanted.items():
-            if name not in given or len(given[name]) < classes:
+        class_counts, counted = self.counted, {}
+        occurrences = {name: [1] * n for name, n in class_counts.items()} if counts is None else dict(counts)
+        for name, classes in class_counts.items():
+            if name not in occurrences or len(occurrences[name]) < classes:
                 raise ValueError(
                     f"network {self.name!r}: expected counts of {classes} classes of input {name!r}, got "
-                    f"{len(given.get(name, ()))}"
+                    f"{len(occurrences.get(name, ()))}"
                 )
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
-            found[i] = list(given[name])[:classes]
-        if found:
-            self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(found)
+            counted[i] = list(occurrences[name])[:classes]
+        if counted:
+            self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(counted)
         if self.origin is not None:
             self.origin.balance(counts)
 
@@ -431,17 +431,17 @@ def _check_shared(network: Network, behind: Collection[str]) -> None:
                 f"network {network.name!r}: expected layers with running statistics to be called once, got "
                 f"{owner!r} ({node.layer.kind}) twice; make a layer for every call, or use GroupNorm"
             )
-        found, wanted = ({k: p.shape for k, p in n.layer.parameters(*_input_shapes(n)).items()} for n in (node, first))
-        if found != wanted:
+        own, expected = ({k: p.shape for k, p in n.layer.parameters(*_input_shapes(n)).items()} for n in (node, first))
+        if own != expected:
             raise ValueError(
-                f"network {network.name!r}: expected calls of {owner!r} that have the same parameters, got {found} "
-                f"after {wanted}; give it inputs with as many channels, or make another layer"
+                f"network {network.name!r}: expected calls of {owner!r} that have the same parameters, got {own} "
+                f"after {expected}; give it inputs with as many channels, or make another layer"
             )
         if (name in behind) != (owner in behind):
-            some, other = (name, owner) if name in behind else (owner, name)
+            reader, other = (name, owner) if name in behind else (owner, name)
             raise ValueError(
                 f"network {network.name!r}: expected the loss to depend on all calls of a layer or on none, got "
-                f"{some!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
+                f"{reader!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
             )
 
 

@@ -326,19 +326,19 @@ class Pad(Shifted):
         """Return the numbers of rows before and after, per spatial axis."""
         check_spatial(shape[:-1], "Pad")
         axes = len(shape) - 1
-        given = np.asarray(self.amounts)
-        if given.dtype.kind != "i" or given.shape not in ((), (2,), (axes, 2)):
+        amounts = np.asarray(self.amounts)
+        if amounts.dtype.kind != "i" or amounts.shape not in ((), (2,), (axes, 2)):
             raise ValueError(
                 f"Pad: expected a number, a pair, or a pair for each of {axes} spatial axes, got {self.amounts}"
             )
-        return tuple((int(low), int(high)) for low, high in np.broadcast_to(given, (axes, 2)))
+        return tuple((int(low), int(high)) for low, high in np.broadcast_to(amounts, (axes, 2)))
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
-        found = tuple(low + n + high for n, (low, high) in zip(shape, self.pairs(shape)))
-        if min(found, default=1) < 1:
-            raise ValueError(f"Pad: expected at least one row of {shape[:-1]} to remain, got {found}; remove fewer")
-        return (*found, shape[-1])
+        padded = tuple(low + n + high for n, (low, high) in zip(shape, self.pairs(shape)))
+        if min(padded, default=1) < 1:
+            raise ValueError(f"Pad: expected at least one row of {shape[:-1]} to remain, got {padded}; remove fewer")
+        return (*padded, shape[-1])
 
     def shifts(self, shape: Shape) -> Sequence[int]:
         return [*(low for low, _ in self.pairs(shape)), 0]
@@ -600,12 +600,12 @@ class Roll(Pieced):
     def shifts(self, shape: Shape) -> tuple[int, ...]:
         """Return the shift of each spatial axis, between 0 and its extent."""
         check_spatial(shape[:-1], "Roll")
-        given = np.asarray(self.shift)
-        if given.dtype.kind != "i" or given.shape not in ((), (len(shape) - 1,)):
+        shifts = np.asarray(self.shift)
+        if shifts.dtype.kind != "i" or shifts.shape not in ((), (len(shape) - 1,)):
             raise ValueError(
                 f"Roll: expected a number of rows, or one for each of {len(shape) - 1} spatial axes, got {self.shift!r}"
             )
-        return tuple(int(by) % n for by, n in zip(np.broadcast_to(given, len(shape) - 1), shape))
+        return tuple(int(by) % n for by, n in zip(np.broadcast_to(shifts, len(shape) - 1), shape))
 
     def output_shape(self, *shapes: Shape) -> Shape:
         self.shifts(shapes[0])

@@ -271,15 +271,15 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Lowered]) -> 
     gradient of the weights, so they are summed over the ranks like those of other parameters. This needs no additional
     communication.
     """
-    given, grads = context.params, context.grads
-    v, g, lengths = given["w"], given["g"], (given["w"].shape[0], *(1 for _ in given["w"].shape[1:]))
-    made = context.scratch(v.shape, v.dtype)
+    params, grads = context.params, context.grads
+    v, g, lengths = params["w"], params["g"], (params["w"].shape[0], *(1 for _ in params["w"].shape[1:]))
+    w = context.scratch(v.shape, v.dtype)
     norms, sums = context.scratch(lengths, context.wide), context.scratch(lengths, "float64")
     unit = context.scratch(v.shape, context.wide)
     views = {"v": v, "g": g.reshape(*lengths), "norms": norms}
-    context.run(context.kernel(_normalizing, **views, w=made, unit=unit, sums=sums))
+    context.run(context.kernel(_normalizing, **views, w=w, unit=unit, sums=sums))
     dw = context.scratch(v.shape, grads["w"].dtype)
-    lowered = lower(context.with_arrays({**given, "w": made}, {**grads, "w": dw}))
+    lowered = lower(context.with_arrays({**params, "w": w}, {**grads, "w": dw}))
 
     def backward() -> None:
         assert lowered.backward is not None
@@ -288,8 +288,8 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Lowered]) -> 
             return
         work = {"unit": context.scratch(v.shape, context.wide), "product": context.scratch(v.shape, context.wide)}
         work |= {"sums": context.scratch(lengths, "float64"), "factor": context.scratch(lengths, context.wide)}
-        found = {"dw": dw, "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
-        context.run(context.kernel(_gradients, **views, **found, **work))
+        gradients = {"dw": dw, "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
+        context.run(context.kernel(_gradients, **views, **gradients, **work))
 
     return Lowered(backward)
 

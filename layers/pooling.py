@@ -304,11 +304,11 @@ class GlobalMaxPool(_GlobalPool):
 
     def lower(self, context: Context) -> Lowered:
         value, rank = context.inputs[0], context.rank
-        found, wanted = _candidates(value.layout.boxes, context.output.layout.boxes)
-        own = context.scratch(found[rank].shape, "float64")
+        candidates, needed = _candidates(value.layout.boxes, context.output.layout.boxes)
+        own = context.scratch(candidates[rank].shape, "float64")
         _lower_largest(context, own)
-        several = context.scratch(wanted[rank].shape, "float64")
-        context.move(context.exchange(found, wanted, own, several, kind="redistribute"))
+        several = context.scratch(needed[rank].shape, "float64")
+        context.move(context.exchange(candidates, needed, own, several, kind="redistribute"))
         samples, _, _, channels = several.shape
         chosen, worse = (context.scratch((samples, n, channels), "float64") for n in (2, several.shape[1]))
         kernel = context.kernel(_choose, candidates=several, chosen=chosen, worse=worse, y=context.y)
@@ -338,8 +338,8 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
     full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
     firsts = list(itertools.accumulate(full, initial=0))
     places = tuple((first, first + there) for first, there in zip(firsts, full))
-    found = Blocks((samples, places, ((0, 2),), channels), inputs.size)
-    return found, Blocks((outputs.axes[0], ((0, firsts[-1]),), ((0, 2),), outputs.axes[-1]), outputs.size)
+    candidates = Blocks((samples, places, ((0, 2),), channels), inputs.size)
+    return candidates, Blocks((outputs.axes[0], ((0, firsts[-1]),), ((0, 2),), outputs.axes[-1]), outputs.size)
 
 
 def _in_pairs(vectors: Blocks) -> Blocks:
@@ -420,13 +420,13 @@ class Search:
         steps = []
         for o, (a, b) in enumerate(self.windows):
             parts = [self.part(a, b, array) for array in (x, before)]
-            made = [self.part(o, o + 1, array) for array in (y, number)]
-            steps.append((*parts, *made, ramp[a:b], self.part(0, b - a, work)))
+            results = [self.part(o, o + 1, array) for array in (y, number)]
+            steps.append((*parts, *results, ramp[a:b], self.part(0, b - a, work)))
 
         def run() -> None:
-            for some, others, best, lowest, own, worse in steps:
-                np.amax(some, axis=self.axis, out=best, keepdims=True)
-                np.not_equal(some, best, out=worse)
+            for values, others, best, lowest, own, worse in steps:
+                np.amax(values, axis=self.axis, out=best, keepdims=True)
+                np.not_equal(values, best, out=worse)
                 np.multiply(worse, beyond, out=worse)
                 np.add(worse, own, out=worse)
                 if others is not None:
@@ -489,10 +489,10 @@ def _spread_to_first(
 
     def run() -> None:
         if dx.size:
-            rows, some = (array.reshape(array.shape[0], -1, array.shape[-1]) for array in (dx, mask))
-            np.equal(own[None, :, None], chosen[:, 1:], out=some)
+            rows, marks = (array.reshape(array.shape[0], -1, array.shape[-1]) for array in (dx, mask))
+            np.equal(own[None, :, None], chosen[:, 1:], out=marks)
             np.copyto(dy, chosen[:, :1], casting="same_kind")
-            np.multiply(some, dy, out=rows)
+            np.multiply(marks, dy, out=rows)
 
     return run
 
@@ -634,8 +634,8 @@ def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, w
     numbers = np.arange(dx.shape[search.axis]).reshape(-1, *(1 for _ in dx.shape[search.axis + 1 :]))
     ramp, steps = environment.kernels.device.array(numbers, number.dtype), []
     for o, (a, b) in enumerate(search.windows):
-        made = [search.part(o, o + 1, array) for array in (dy, number)]
-        steps.append((*made, ramp[a:b], search.part(0, b - a, work), search.part(a, b, dx)))
+        arrays = [search.part(o, o + 1, array) for array in (dy, number)]
+        steps.append((*arrays, ramp[a:b], search.part(0, b - a, work), search.part(a, b, dx)))
 
     def run() -> None:
         dx.fill(0)

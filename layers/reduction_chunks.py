@@ -320,8 +320,8 @@ class _Filling:
 
 def dense_layers(network: Network) -> dict[str, Node]:
     """Return the trained dense layers without weight normalization that are called once, in order of computation."""
-    found = {name: n for name, n in network.layers.items() if isinstance(n.layer, Dense) and not n.layer.weight_norm}
-    return {name: node for name, node in found.items() if name in network.trained and not network.is_shared(name)}
+    dense = {name: n for name, n in network.layers.items() if isinstance(n.layer, Dense) and not n.layer.weight_norm}
+    return {name: node for name, node in dense.items() if name in network.trained and not network.is_shared(name)}
 
 
 def check_replicated(strategy: CutLayers, network: Network) -> None:
@@ -332,13 +332,13 @@ def check_replicated(strategy: CutLayers, network: Network) -> None:
     UserError
         Names the layer and the alternatives.
     """
-    asked = strategy.reduction.replicated_dense
-    for i, name in enumerate(list(dense_layers(network))[:asked]):
+    replicated = strategy.reduction.replicated_dense
+    for i, name in enumerate(list(dense_layers(network))[:replicated]):
         blocks = _blocks(strategy, name)
         if blocks > 1:
             instead = f"replicated_dense = {i}" if i else "no replicated_dense"
             raise UserError(
-                f"reduction.replicated_dense: expected the first {asked} dense layers whole on every rank, got "
+                f"reduction.replicated_dense: expected the first {replicated} dense layers whole on every rank, got "
                 f"{name!r} in {blocks} blocks of channels; use {instead} (sums of blocks are small), or cut its samples"
             )
 
@@ -356,13 +356,13 @@ def exposed_layers(strategy: CutLayers, network: Network, batch: int) -> list[st
 
 def replicable_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:
     """Return the first dense layers whose replication is possible and saves traffic, in order of computation."""
-    found: list[str] = []
+    replicable: list[str] = []
     for name, node in dense_layers(network).items():
         several = math.prod(strategy.parts_of(name).values()) > 1
         if not several or _blocks(strategy, name) > 1 or not saves_traffic(node, batch):
             break
-        found.append(name)
-    return found
+        replicable.append(name)
+    return replicable
 
 
 def saves_traffic(node: Node, batch: int) -> bool:

@@ -144,13 +144,13 @@ class Reshape(_WholeSamples):
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,), known = shapes, math.prod(n for n in self.shape if n > 0)
-        made = tuple(n if n > 0 else math.prod(shape) // known for n in self.shape)
-        if math.prod(made) != math.prod(shape):
+        outputs = tuple(n if n > 0 else math.prod(shape) // known for n in self.shape)
+        if math.prod(outputs) != math.prod(shape):
             raise ValueError(
                 f"Reshape: expected {'a multiple of ' * (-1 in self.shape)}{known} elements for {self.shape}, got "
                 f"{' x '.join(map(str, shape))}"
             )
-        return made
+        return outputs
 
     def lower(self, context: Context) -> Lowered:
         value, blocks = context.inputs[0], context.output.layout.boxes
@@ -251,21 +251,21 @@ def _rows(ranges: Sequence[Interval], extents: Shape, row: int) -> Interval:
 def _regrouped(
     outside: tuple[int, int],
     read: Box,
-    made: Box,
+    target_box: Box,
     shape: Shape,
     back: bool,
     environment: Any,
     x: Any,
     y: Any,
 ) -> Callable[[], None]:
-    """Return the kernel that copies the elements of the box `made` from the box `read`, or with `back` into it.
+    """Return the kernel that copies the elements of the box `target_box` from the box `read`, or with `back` into it.
 
-    In the latter case, the elements of `read` that are not in `made` become 0. `shape` is the global shape of the array
-    of `made`, and `outside` the numbers of equal axes at the beginning and at the end.
+    In the latter case, the elements of `read` that are not in `target_box` become 0. `shape` is the global shape of the
+    array of `target_box`, and `outside` the numbers of equal axes at the beginning and at the end.
     """
     whole, block = (y, x) if back else (x, y)
     (first, last), end = outside, len(shape) - outside[1]
-    ranges, extents = made.ranges[first:end], shape[first:end]
+    ranges, extents = target_box.ranges[first:end], shape[first:end]
     axis, (low, high) = _span(ranges, extents)
     inner = extents[axis + 1 :]
     origin = read.start[first] * math.prod(read.shape[first + 1 : len(read.shape) - last])
@@ -316,13 +316,13 @@ class _Pixels(Copied):
         return int(self.factor ** (len(shape) - 1))
 
     def lower(self, context: Context) -> Lowered:
-        boxes, (read, made) = context.needed(0), self.names
+        boxes, (read, written) = context.needed(0), self.names
         x = context.gather(0, boxes).run()
-        sizes = {read: context.shapes[0][-1], made: context.output.layout.shape[-1]}
+        sizes = {read: context.shapes[0][-1], written: context.output.layout.shape[-1]}
         blocks = sizes["fine"] if self.order == "position" else None
-        boxes_of = {read: x.box, made: context.box}
+        boxes_of = {read: x.box, written: context.box}
         places = _places(**boxes_of, factor=self.factor, blocks=blocks) if context.box.size else []
-        pairs = places if made == "fine" else _turned(places)
+        pairs = places if written == "fine" else _turned(places)
         kernel = context.kernel(partial(_moving, pairs), x=x.view, y=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
 
@@ -487,7 +487,7 @@ def _places(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> l
 
     With `blocks`, the number of fine channels, the coarse channels are ordered by position. Pure arithmetic.
     """
-    axes, found = fine.ndim - 2, []
+    axes, slices = fine.ndim - 2, []
     for number, at in enumerate(itertools.product(range(factor), repeat=axes)):
         pairs = [(slice(None), slice(None))]
         for axis, phase in enumerate(at, start=1):
@@ -498,8 +498,8 @@ def _places(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> l
         else:
             block = sum(phase * factor**axis for axis, phase in enumerate(at))
             pairs.append(_block(fine.ranges[-1], coarse.ranges[-1], block * blocks))
-        found.append((tuple(a for a, _ in pairs), tuple(b for _, b in pairs)))
-    return found
+        slices.append((tuple(a for a, _ in pairs), tuple(b for _, b in pairs)))
+    return slices
 
 
 def _block(fine: Interval, coarse: Interval, shift: int) -> tuple[slice, slice]:

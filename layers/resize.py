@@ -77,15 +77,15 @@ class Resize(Layer):
     def resamplings(self, shape: Shape) -> tuple[Resampling, ...]:
         """Return one resampling per spatial axis, for an input sample of this shape."""
         axes = len(shape) - 1
-        given: Any = self.scale if self.size is None else self.size
-        values: list[Any] = [given] * axes if isinstance(given, int | float) else list(given)
+        sizes: Any = self.scale if self.size is None else self.size
+        values: list[Any] = [sizes] * axes if isinstance(sizes, int | float) else list(sizes)
         if len(values) != axes:
-            raise ValueError(f"{self.kind}: expected one number or {axes}, got {given}")
+            raise ValueError(f"{self.kind}: expected one number or {axes}, got {sizes}")
         if self.size is not None:
             return tuple(self._resampling(n, m, Fraction(n, max(1, m))) for n, m in zip(shape, values))
         scales = [Fraction(v).limit_denominator(_DENOMINATOR) for v in values]
         if min(scales) <= 0:
-            raise ValueError(f"Resize: a scale must be positive, got {given}")
+            raise ValueError(f"Resize: a scale must be positive, got {sizes}")
         return tuple(self._resampling(n, math.floor(n * s), 1 / s) for n, s in zip(shape, scales))
 
     def _resampling(self, size: int, outputs: int, ratio: Fraction) -> Resampling:

@@ -49,9 +49,9 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
             for axis in closed:
                 if computed[axis] != extents[axis]:  # the first row would no longer follow the last one
                     raise ValueError(f"it is circular along an axis that would be padded to {computed[axis]}")
-            made = _Resizing(network, before, tuple(extents), computed).network()
-            _check_parameters(network, made)
-            return made
+            network_of_extents = _Resizing(network, before, tuple(extents), computed).network()
+            _check_parameters(network, network_of_extents)
+            return network_of_extents
         except ValueError as error:
             faults.append(str(error))
     raise ValueError(f"network {network.name!r} takes no samples of {_by(extents)}: {faults[-1]}")
@@ -70,9 +70,9 @@ def _steps(network: Network, extents: Shape) -> list[int]:
     return [math.lcm(*factors) for factors in axes]
 
 
-def _check_parameters(network: Network, made: Network) -> None:
+def _check_parameters(network: Network, new: Network) -> None:
     """Raise ValueError unless both networks have the same parameters and states."""
-    mine, others = ({n: s.shape for n, s in {**some.parameters(), **some.state()}.items()} for some in (network, made))
+    mine, others = ({n: s.shape for n, s in {**one.parameters(), **one.state()}.items()} for one in (network, new))
     for name in {**mine, **others}:
         if mine.get(name) != others.get(name):
             raise ValueError(f"its parameter {name} depends on their size, {mine.get(name)} and {others.get(name)}")
@@ -110,20 +110,20 @@ class _Resizing:
                 outputs[name] = type(node)(node.layer, inputs)
             else:
                 outputs[name] = self._whole(node)
-        made = Network(outputs, old.name, sorted(old.frozen))
-        made.origin = old.origin or old
-        return made
+        new = Network(outputs, old.name, sorted(old.frozen))
+        new.origin = old.origin or old
+        return new
 
     def _only_of(self, targets: set[str]) -> set[Node]:
         """Return the nodes that depend on these inputs alone."""
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         for node in self._old.nodes:
             if isinstance(node, Input):
                 if self._old.names[node] in targets:
-                    found.add(node)
-            elif node.inputs and all(n in found for n in node.inputs):
-                found.add(node)
-        return found
+                    nodes.add(node)
+            elif node.inputs and all(n in nodes for n in node.inputs):
+                nodes.add(node)
+        return nodes
 
     def _scaled(self, node: Node, to: Shape) -> Shape:
         """Return the extents that a node has if the first input has the extents `to`."""
@@ -139,20 +139,22 @@ class _Resizing:
         name = self._old.names[node]
         if not self._is_grid(node):
             return Input(node.shape, name, node.dtype)
-        own, wanted = self._scaled(node, self._extents), self._scaled(node, self._computed)
-        made: Node = Input((*own, node.shape[-1]), name, node.dtype)
-        return made if own == wanted else Pad([(0, m - n) for n, m in zip(own, wanted)], name=f"pad/{name}")(made)
+        own, computed = self._scaled(node, self._extents), self._scaled(node, self._computed)
+        scaled: Node = Input((*own, node.shape[-1]), name, node.dtype)
+        if own == computed:
+            return scaled
+        return Pad([(0, m - n) for n, m in zip(own, computed)], name=f"pad/{name}")(scaled)
 
     def _whole(self, node: Node) -> Node:
         """Return a prediction, cut to the sample."""
-        made = self._made[node]
+        whole = self._made[node]
         if not self._is_grid(node):
-            return made
+            return whole
         if node not in self._cut:
-            self._cut[node] = made
-            cut = [self._kept(n, m, axis) - m for axis, (n, m) in enumerate(zip(node.shape, made.shape[:-1]))]
+            self._cut[node] = whole
+            cut = [self._kept(n, m, axis) - m for axis, (n, m) in enumerate(zip(node.shape, whole.shape[:-1]))]
             if any(cut):
-                self._cut[node] = Pad([(0, n) for n in cut], name=f"cut/{self._old.names[node]}")(made)
+                self._cut[node] = Pad([(0, n) for n in cut], name=f"cut/{self._old.names[node]}")(whole)
         return self._cut[node]
 
     def _kept(self, before: int, now: int, axis: int) -> int:

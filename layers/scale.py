@@ -169,8 +169,8 @@ class PReLU(Layer):
             context.run(context.kernel(_below, x=views["x"], dy=context.dy, positive=positive, products=products))
             sum_into(context, products, context.grads["slope"])
             if context.needs_gradient(0):
-                given = {"dy": context.dy, "positive": positive, "slope": views["slope"], "factors": products}
-                kernel = context.kernel(_bent, dx=context.gradient(0), **given)
+                views_read = {"dy": context.dy, "positive": positive, "slope": views["slope"], "factors": products}
+                kernel = context.kernel(_bent, dx=context.gradient(0), **views_read)
                 context.run(kernel, timing=context.timing("backward_data"))
 
         return Lowered(backward)

@@ -40,8 +40,8 @@ def settings_of(layer: Layer, shape: Shape, private: bool = True) -> dict[str, A
 
 
 def _own(layer: Layer, private: bool) -> dict[str, Any]:
-    some = {key: value for key, value in vars(layer).items() if key not in _NAMES}
-    return {key: _plain(value, private) for key, value in some.items() if private or not key.startswith("_")}
+    settings = {key: value for key, value in vars(layer).items() if key not in _NAMES}
+    return {key: _plain(value, private) for key, value in settings.items() if private or not key.startswith("_")}
 
 
 def _plain(value: Any, private: bool) -> Any:
@@ -92,8 +92,8 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
     known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
-    found = [line for line in there if _SETTINGS not in line]
-    for own, other in itertools.zip_longest(known, found, fillvalue="nothing"):
+    differing = [line for line in there if _SETTINGS not in line]
+    for own, other in itertools.zip_longest(known, differing, fillvalue="nothing"):
         if own != other:
             return own, other
     before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
@@ -115,7 +115,7 @@ def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
         return None
     else:
         return f"{at} {own}", f"{at} {other}"
-    return next((found for key, a, b in pairs if (found := _differs(a, b, key)) is not None), None)
+    return next((differing for key, a, b in pairs if (differing := _differs(a, b, key)) is not None), None)
 
 
 def _by(shape: tuple[int, ...]) -> str:

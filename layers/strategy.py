@@ -202,9 +202,9 @@ class Strategy:
         check_fields(self, "", "strategy")
         unknown = set(self.layers) - set(network.layers)
         if unknown:
-            some = ", ".join(list(network.layers)[:6])
+            names = ", ".join(list(network.layers)[:6])
             raise UserError(
-                f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
+                f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {names}, ...); "
                 "is this the strategy of another network?"
             )
         # A plan for every layer may leave ranks unused; a single grid for all layers that does so is a mistake.
@@ -278,9 +278,9 @@ class Strategy:
         """
         idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
-            some = ", ".join(map(str, idle[:4])) + (", ..." if len(idle) > 4 else "")
+            listed = ", ".join(map(str, idle[:4])) + (", ..." if len(idle) > 4 else "")
             _warn_once(
-                f"strategy: {len(idle)} of {size} ranks (rank {some}) have nothing to compute in network "
+                f"strategy: {len(idle)} of {size} ranks (rank {listed}) have nothing to compute in network "
                 f"{network.name!r} with a batch of {batch} ({self._largest()}); start fewer ranks, or choose parts "
                 "that have samples and rows for all"
             )
@@ -353,9 +353,9 @@ def _check_axes(name: str, node: Node, parts: Mapping[str, int], spatial: Sequen
     blocks = parts["channel"] * parts["input_channel"]
     if blocks == 1:
         return
-    made, read = node.shape[-1], min(n.shape[-1] for n in node.inputs)
-    if blocks > made:
-        raise UserError(f"strategy: layer {name!r}: {blocks} blocks of {made} channels; use at most {made}")
+    written, read = node.shape[-1], min(n.shape[-1] for n in node.inputs)
+    if blocks > written:
+        raise UserError(f"strategy: layer {name!r}: {blocks} blocks of {written} channels; use at most {written}")
     if parts["input_channel"] > read:
         raise UserError(f"strategy: layer {name!r}: {parts['input_channel']} parts of {read} input channels")
 
@@ -375,15 +375,15 @@ def cuts_text(cuts: Mapping[str, Cut]) -> str:
     return " x ".join(f"{text} {axis}" for axis, text in named.items() if text != "1") or "no cut"
 
 
-def _hashable(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+def _hashable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
-def _cut(given: int | Sequence[int]) -> Cut:
+def _cut(parts: int | Sequence[int]) -> Cut:
     """Return the number of parts for equal shares, else the shares."""
-    if not isinstance(given, Sequence):
-        return int(given)
-    shares = tuple(int(n) for n in given)
+    if not isinstance(parts, Sequence):
+        return int(parts)
+    shares = tuple(int(n) for n in parts)
     return len(shares) if len(set(shares)) == 1 else shares
 
 
@@ -409,8 +409,8 @@ def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Lay
 
 
 @lru_cache(maxsize=65536)
-def _layout(shape: tuple[int, ...], given: tuple[Cut, ...], size: int) -> Layout:
-    cuts = dict(zip(AXES, given))
+def _layout(shape: tuple[int, ...], requested: tuple[Cut, ...], size: int) -> Layout:
+    cuts = dict(zip(AXES, requested))
     parts = counts_of(cuts)
     channel = parts["channel"] * parts["input_channel"]
     if len(shape) == 2:
@@ -458,6 +458,6 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
     result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
         specs = {**network.own_parameters(name), **network.own_states(name)}
-        found = held(specs, node, strategy.cuts_of(name), size)
-        result |= {f"{name}/{key}": blocks for key, blocks in found.items()}
+        held_blocks = held(specs, node, strategy.cuts_of(name), size)
+        result |= {f"{name}/{key}": blocks for key, blocks in held_blocks.items()}
     return result

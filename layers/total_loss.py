@@ -100,17 +100,17 @@ class TotalLoss(Loss):
 
     def weights_of(self, i: int, count: int) -> Sequence[int]:
         terms = [(term, k) for term in self.terms for k, own in enumerate(term.inputs) if own == i]
-        found = [[term.inputs[w] for w in term.layer.weights_of(k, len(term.inputs))] for term, k in terms]
-        return list(dict.fromkeys(w for some in found for w in some)) if all(found) else ()
+        inputs = [[term.inputs[w] for w in term.layer.weights_of(k, len(term.inputs))] for term, k in terms]
+        return list(dict.fromkeys(w for numbers in inputs for w in numbers)) if all(inputs) else ()
 
     def counted_classes(self, i: int, *shapes: Shape) -> int:
-        found = [
+        counts = [
             term.layer.counted_classes(k, *self._of(term, shapes))
             for term in self.terms
             for k, own in enumerate(term.inputs)
             if own == i
         ]
-        return max(found, default=0)
+        return max(counts, default=0)
 
     def with_counts(self, counts: Mapping[int, Sequence[int]]) -> TotalLoss:
         terms = []
@@ -128,23 +128,23 @@ class TotalLoss(Loss):
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
-        found = [term.layer.target_range(k, *self._of(term, shapes)) for term, k in terms]
-        limits = [limit for limit in found if limit is not None]
+        ranges = [term.layer.target_range(k, *self._of(term, shapes)) for term, k in terms]
+        limits = [limit for limit in ranges if limit is not None]
         return (max(low for low, _ in limits), min(high for _, high in limits)) if limits else None
 
     def ignored_target(self, i: int) -> int | None:
-        found = {layer.ignored_target(k) for k, layer in self._readers(i)}
-        return found.pop() if len(found) == 1 else None
+        ignored = {layer.ignored_target(k) for k, layer in self._readers(i)}
+        return ignored.pop() if len(ignored) == 1 else None
 
     def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
-        found = [
+        comparisons = [
             _renumbered(one, term.inputs)
             for term in self.terms
             if not term.training_only
             for one in term.layer.comparisons(*self._of(term, shapes))
         ]
-        pairs = [(one.prediction, one.target) for one in found]
-        return [one for k, one in enumerate(found) if pairs[k] not in pairs[:k]]
+        pairs = [(one.prediction, one.target) for one in comparisons]
+        return [one for k, one in enumerate(comparisons) if pairs[k] not in pairs[:k]]
 
     def lower(self, context: Context) -> Lowered:
         loss = context.keep((1,), "float64", "loss")

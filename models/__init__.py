@@ -103,7 +103,7 @@ def has_option(name: str, option: str) -> bool:
     return option in (options_of_own(name) if is_location(name) else options_of(name))
 
 
-def build(name: str, /, **given: Any) -> Network:
+def build(name: str, /, **options: Any) -> Network:
     """Build the model `name`, or the network of a function at ``FILE.py:NAME`` or ``MODULE:NAME``, with options.
 
     Raises
@@ -112,7 +112,7 @@ def build(name: str, /, **given: Any) -> Network:
         If there is no such model, an option is unknown or invalid, or the options give no valid network.
     """
     if is_location(name):
-        return build_own(name, given)
+        return build_own(name, options)
     if name not in MODELS:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), MODELS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -120,8 +120,8 @@ def build(name: str, /, **given: Any) -> Network:
             f"model.name: expected one of {', '.join(sorted(MODELS))}, or FILE.py:FUNCTION for your own, got "
             f"{shown(name)}{hint}"
         )
-    checked = schema.build(_table(name), given, at="model")
+    checked = schema.build(_table(name), options, at="model")
     try:
-        return MODELS[name](**{option: getattr(checked, option) for option in given})
+        return MODELS[name](**{option: getattr(checked, option) for option in options})
     except ValueError as error:
         raise UserError(f"model: cannot build {name}: {error}") from error

@@ -15,14 +15,14 @@ from ..layers import Input, Loss, Network
 __all__ = ["FOREIGN", "build_foreign", "write_graph"]
 
 
-def build_foreign(kind: str, where: str, given: Mapping[str, Any]) -> Network:
+def build_foreign(kind: str, where: str, settings: Mapping[str, Any]) -> Network:
     """Return the network of ``[model]`` with the key `kind`, ``torch`` or ``onnx``, and its loss. Local.
 
     Parameters
     ----------
     where
         Value of the key: location of a function, or a file.
-    given
+    settings
         Options of the function, and ``loss``: the name of a loss, or the location of a function from the network to one
         with a loss.
 
@@ -31,7 +31,7 @@ def build_foreign(kind: str, where: str, given: Mapping[str, Any]) -> Network:
     UserError
         The module, file or loss is missing, or cannot be expressed.
     """
-    options = dict(given)
+    options = dict(settings)
     loss = options.pop("loss", None)
     return _with_loss(FOREIGN[kind](where, options), loss)
 
@@ -41,23 +41,23 @@ def _exported(where: str, options: Mapping[str, Any]) -> tuple[Any, Network]:
     from ..interchange.torch_module import export  # its libraries are needed for such models only
 
     try:
-        made = load(where, "model.torch")(**options)
+        module = load(where, "model.torch")(**options)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"model.torch: {where} failed: {describe(error)}") from error
-    if not isinstance(made, tuple) or len(made) != 2:
+    if not isinstance(module, tuple) or len(module) != 2:
         raise UserError(
             f"model.torch: {where}: expected a function that returns a torch.nn.Module and an example, got "
-            f"{type(made).__name__}; return (module, torch.zeros(1, channels, height, width))"
+            f"{type(module).__name__}; return (module, torch.zeros(1, channels, height, width))"
         )
-    return export(*made)
+    return export(*module)
 
 
 def write_graph(where: str, options: Mapping[str, Any], path: Path) -> None:
     """Write the module of a user's function as an ONNX file, with its weights. Local. Raises UserError."""
-    made, _ = _exported(where, {key: value for key, value in options.items() if key != "loss"})
-    made.write(path)
+    exported, _ = _exported(where, {key: value for key, value in options.items() if key != "loss"})
+    exported.write(path)
 
 
 def _of_torch(where: str, options: Mapping[str, Any]) -> Network:
@@ -84,14 +84,14 @@ def _with_loss(network: Network, loss: Any) -> Network:
     """Return a network with the loss of a name or of a user's function."""
     if isinstance(loss, str) and is_location(loss):
         try:
-            made = load(loss, "model.loss")(network)
+            loss_node = load(loss, "model.loss")(network)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"model.loss: {loss} failed: {describe(error)}") from error
-        if not isinstance(made, Network) or "loss" not in made.outputs:
+        if not isinstance(loss_node, Network) or "loss" not in loss_node.outputs:
             raise UserError(f"model.loss: {loss}: expected a function that returns a network with an output 'loss'")
-        return made
+        return loss_node
     known = ", ".join((*_OF_CLASSES, *_OF_NUMBERS))
     if loss not in (*_OF_CLASSES, *_OF_NUMBERS):
         remedy = "set it (in a command: --option loss=NAME)" if loss is None else "choose one of these"

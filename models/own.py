@@ -41,7 +41,7 @@ def foreign_kind(where: str) -> str:
     return kind if kind in FOREIGN else ""
 
 
-def build_own(where: str, given: Mapping[str, Any]) -> Network:
+def build_own(where: str, settings: Mapping[str, Any]) -> Network:
     """Return the network that a function of the user builds from options. Local; every rank calls it.
 
     Raises
@@ -54,18 +54,18 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
         return _MADE[where]
     if foreign_kind(where):
         kind, _, place = where.partition(":")
-        return build_foreign(kind, place, given)
+        return build_foreign(kind, place, settings)
     function = load_function(where)
-    options = _checked(function, given)
+    options = _checked(function, settings)
     try:
-        made = function(**options)
+        network = function(**options)
     except Exception as error:
         raise UserError(f"model: {where} failed: {describe(error)}") from error
-    if not isinstance(made, Network):
+    if not isinstance(network, Network):
         raise UserError(
-            f"model: {where}: expected a function that returns a halograd.Network, got {type(made).__name__}"
+            f"model: {where}: expected a function that returns a halograd.Network, got {type(network).__name__}"
         )
-    return made
+    return network
 
 
 def options_of_own(where: str) -> tuple[str, ...]:
@@ -124,15 +124,15 @@ def source_of(where: str) -> tuple[str, str]:
     return where, f"{zlib.crc32(text):08x}"
 
 
-def _checked(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, checked by the annotations of a function. Options without annotation may have any type."""
-    taken = inspect.signature(function).parameters.values()
-    named = {parameter.name for parameter in taken if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
-    free = {k: v for k, v in given.items() if k not in named} if len(named) < len(taken) else {}
-    wanted = {k: v for k, v in given.items() if k not in free}
+    parameters = inspect.signature(function).parameters.values()
+    named = {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    free = {k: v for k, v in options.items() if k not in named} if len(named) < len(parameters) else {}
+    rest = {k: v for k, v in options.items() if k not in free}
     try:
         table = schema.table_of(function)
     except (NameError, TypeError, PydanticUserError):  # annotations for static tools only
-        return {**given}
-    checked = schema.build(table, wanted, at="model")
-    return {**{option: getattr(checked, option) for option in wanted}, **free}
+        return {**options}
+    checked = schema.build(table, rest, at="model")
+    return {**{option: getattr(checked, option) for option in rest}, **free}

@@ -88,15 +88,15 @@ def adapted(
         if not free("model.resolution", "data.extents"):
             raise UserError(f"{SLIDING}: expected no --set of model.resolution or data.extents with it, got one")
         if slide.window != extents_of(network):
-            found = sized(_changed(config, "data", {}, without=["extents"]), slide.window)
+            configuration = sized(_changed(config, "data", {}, without=["extents"]), slide.window)
             change("data", {}, without=["extents"])
-            change(*found)
+            change(*configuration)
             network = make_network(config)
     elif extents and not crops and free("model.resolution", "data.extents"):
         with suppress(UserError):  # otherwise the samples are refused, by their size
-            found = sized(_changed(config, "data", {}, without=["extents"]), extents)
+            configuration = sized(_changed(config, "data", {}, without=["extents"]), extents)
             change("data", {}, without=["extents"])
-            change(*found)
+            change(*configuration)
             network = make_network(config)
     if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
         change("training", {"batch": looked.samples}, without=["accumulate"])
@@ -181,16 +181,16 @@ def _look(config: Config, network: Network) -> _Looked:
     inputs, targets = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
     *grid, channels = network.inputs[name].shape
-    wanted = (*grid, channels // data.history)
+    shape = (*grid, channels // data.history)
     for path in locate(data.path, data.format, inputs, targets):
         with open_stored(path, data.format, data.allow_external) as file, looking_into(file.path):
-            found = file.find(dataset)
+            array = file.find(dataset)
             if not looked.samples:
-                shown = _shown_layout(found.shape, wanted) if "layout" not in found.attrs else None
+                shown = _shown_layout(array.shape, shape) if "layout" not in array.attrs else None
                 layout = data.layout or shown
-                have = shape_of(found, input_kind(found, file.path, layout))
-                looked = _Looked(0, _others(have, wanted), None if data.layout else shown)
-            looked = replace(looked, samples=looked.samples + len(found))
+                have = shape_of(array, input_kind(array, file.path, layout))
+                looked = _Looked(0, _others(have, shape), None if data.layout else shown)
+            looked = replace(looked, samples=looked.samples + len(array))
         if looked.samples >= config.training.at_once:
             break
     return looked
@@ -212,17 +212,17 @@ def _look_at_own(config: Config, network: Network) -> _Looked:
             own.close()
 
 
-def _shown_layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Literal["NHWC", "NCHW"] | None:
-    """Return the order of axes if only one axis has the channels of a sample of the shape `wanted`; else None."""
-    if len(shape) != len(wanted) + 1 or (shape[1] == wanted[-1]) == (shape[-1] == wanted[-1]):
+def _shown_layout(shape: tuple[int, ...], expected: tuple[int, ...]) -> Literal["NHWC", "NCHW"] | None:
+    """Return the order of axes if only one axis has the channels of a sample of the shape `expected`; else None."""
+    if len(shape) != len(expected) + 1 or (shape[1] == expected[-1]) == (shape[-1] == expected[-1]):
         return None
-    return "NHWC" if shape[-1] == wanted[-1] else "NCHW"
+    return "NHWC" if shape[-1] == expected[-1] else "NCHW"
 
 
-def _others(have: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extents in `have` if they differ from `wanted`, and the axes and channels agree; else ()."""
-    fits = len(have) == len(wanted) > 1 and have[-1] == wanted[-1]
-    return have[:-1] if fits and have != wanted else ()
+def _others(have: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the extents in `have` if they differ from `expected`, and the axes and channels agree; else ()."""
+    fits = len(have) == len(expected) > 1 and have[-1] == expected[-1]
+    return have[:-1] if fits and have != expected else ()
 
 
 def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] | None:
@@ -236,6 +236,6 @@ def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] |
             return None
     except UserError:
         pass
-    wanted = counts_of({axis: getattr(own, axis) or 1 for axis in AXES})
-    cuts = fitting_cuts(network, ranks, batch, wanted) if ranks <= MOST_RANKS else []
+    counts = counts_of({axis: getattr(own, axis) or 1 for axis in AXES})
+    cuts = fitting_cuts(network, ranks, batch, counts) if ranks <= MOST_RANKS else []
     return {axis: parts for axis, parts in cuts[0].items() if parts > 1 or axis == "sample"} if cuts else None

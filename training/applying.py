@@ -154,7 +154,7 @@ def outputs_of(
         raise UserError(f"output {name!r}: expected another name, because the file uses it for {kept[name]}")
     comparisons = loss.layer.comparisons(*(n.shape for n in loss.inputs))
     specs = {loss.inputs[one.prediction]: one for one in reversed(comparisons)}  # use the first one of each prediction
-    found = []
+    outputs = []
     for name, node in network.outputs.items():
         if node is loss:
             continue
@@ -164,24 +164,24 @@ def outputs_of(
             shape, boxes = stepped(shape, boxes, name, steps, session.config.data.rollout)
         plain = Output(name, value, shape, boxes, dtype_of(value), np.asarray, steps=steps)
         spec = specs.get(node)
-        made = plain if what == "logits" or spec is None else _of_classes(plain, spec, what)
+        output = plain if what == "logits" or spec is None else _of_classes(plain, spec, what)
         if spec is not None:
-            said = described.get(network.names[loss.inputs[spec.target]], {})
-            made = replace(made, attributes=_attributes(said, spec, what, made.shape[-1]))
+            description = described.get(network.names[loss.inputs[spec.target]], {})
+            output = replace(output, attributes=_attributes(description, spec, what, output.shape[-1]))
             statistics = session.samples.statistics.get(network.names[loss.inputs[spec.target]])
             if statistics is not None and not steps:
-                first = made.boxes[session.comm.rank].start[-1]
-                made = replace(made, of_block=partial(statistics.restored, first_channel=first))
-        found.append(made)
-    return found
+                first = output.boxes[session.comm.rank].start[-1]
+                output = replace(output, of_block=partial(statistics.restored, first_channel=first))
+        outputs.append(output)
+    return outputs
 
 
-def _attributes(said: Mapping[str, Any], spec: MetricSpec, what: str, channels: int) -> dict[str, Any]:
+def _attributes(description: Mapping[str, Any], spec: MetricSpec, what: str, channels: int) -> dict[str, Any]:
     """Return the attributes of a target that apply to its prediction; for logits and probabilities, only names."""
     if spec.classes is not None and what != "classes":
-        said = {key: said[key] for key in ("long_name", "description") if key in said}
-    fits = len(said.get("channel_names", ())) == channels
-    return {key: value for key, value in said.items() if key != "channel_names" or fits}
+        description = {key: description[key] for key in ("long_name", "description") if key in description}
+    fits = len(description.get("channel_names", ())) == channels
+    return {key: value for key, value in description.items() if key != "channel_names" or fits}
 
 
 def _of_classes(output: Output, spec: MetricSpec, what: str) -> Output:
@@ -296,8 +296,8 @@ def _compute(
         pending: Future[Exception | None] | None = None
         try:
             with ThreadPoolExecutor(1, "halograd-writer") as thread:
-                for number, (batch, found) in enumerate(compute(left), part.done):
-                    blocks = [found[k] for k in kept]
+                for number, (batch, predictions) in enumerate(compute(left), part.done):
+                    blocks = [predictions[k] for k in kept]
                     if pending is not None:
                         fault = fault or pending.result()
                     if fault is None:
@@ -429,10 +429,10 @@ TABLE = "sources.json"
 def _table(out: Path) -> dict[str, Any] | None:
     """Return the table of a folder; None if no job has written it."""
     try:
-        found = json.loads((out / TABLE).read_text(encoding="utf-8"))
+        table = json.loads((out / TABLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    files = found.get("files") if isinstance(found, dict) and found.get("written_by") == WRITTEN_BY else None
+    files = table.get("files") if isinstance(table, dict) and table.get("written_by") == WRITTEN_BY else None
     return files if isinstance(files, dict) else None
 
 
@@ -496,9 +496,9 @@ def write_each(
         extents = sample_shape(dataset.parts[left[0]], grid, 0)[:-1]
         with comm.agreement():
             most = max(len(dataset.parts[number]) for number in numbers)
-            made = None if slides else Sized(session, at_size(session.config, extents, most, comm.size))
+            of_size = None if slides else Sized(session, at_size(session.config, extents, most, comm.size))
         with ExitStack() as stack:
-            sized = session if made is None else open_sized(session, made, dataset.parts[left[0]], stack)
+            sized = session if of_size is None else open_sized(session, of_size, dataset.parts[left[0]], stack)
             for number in left:
                 part, path = dataset.parts[number], out / names[number]
                 with comm.agreement(), writing(path):

@@ -104,9 +104,9 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
         If an input of the network has no dataset or two, or a name is no input.
     """
     compared = network.targets
-    made = weights_of(network) if data.invalid == "mask" else frozenset()
+    masked = weights_of(network) if data.invalid == "mask" else frozenset()
     inputs = _named(data, "inputs", [name for name in network.inputs if name not in compared])
-    targets = _named(data, "targets", [name for name in compared if name not in made])
+    targets = _named(data, "targets", [name for name in compared if name not in masked])
     both = sorted(set(inputs) & set(targets))
     if both:
         raise UserError(f"data.targets: expected {both[0]!r} in one table, got it also in data.inputs; remove one")
@@ -123,7 +123,7 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
                 f"data.{key}.{name}: expected inputs of network {network.name!r} ({', '.join(network.inputs)}), got "
                 f"{name!r}{nearest(name, network.inputs)}"
             )
-    left = [name for name in network.inputs if name not in {*inputs, *targets, *made}]
+    left = [name for name in network.inputs if name not in {*inputs, *targets, *masked}]
     if left:
         key = "targets" if left[0] in compared else "inputs"
         raise UserError(
@@ -143,12 +143,12 @@ def weighted_targets(network: Network) -> dict[str, list[str]]:
 
     Weights that the network computes are unknown: targets with such weights are left out.
     """
-    loss, found = network.outputs["loss"], {}
+    loss, weighted = network.outputs["loss"], {}
     for i, node in enumerate(loss.inputs):
         weights = [loss.inputs[w] for w in loss.layer.weights_of(i, len(loss.inputs))]
         if weights and network.names[node] in network.targets and all(isinstance(w, Input) for w in weights):
-            found[network.names[node]] = [network.names[w] for w in weights]
-    return found
+            weighted[network.names[node]] = [network.names[w] for w in weights]
+    return weighted
 
 
 def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
@@ -161,17 +161,17 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     """
     weights = weights_of(network)
     labels = [name for name in network.targets if name not in weights]
-    given: dict[str, Any] = dict(data.labels)
-    if any(isinstance(value, int) for value in given.values()):
+    tables: dict[str, Any] = dict(data.labels)
+    if any(isinstance(value, int) for value in tables.values()):
         if len(labels) != 1:
             raise UserError(
                 f"data.labels: expected a table per target ({', '.join(labels) or 'there are none'}), got only numbers"
             )
-        given = {labels[0]: given}
-    for name in given:
+        tables = {labels[0]: tables}
+    for name in tables:
         if name not in labels:
             raise UserError(f"data.labels.{name}: expected a target ({', '.join(labels) or 'there are none'})")
-    return {name: LabelMap({int(have): made for have, made in table.items()}) for name, table in given.items()}
+    return {name: LabelMap({int(have): number for have, number in table.items()}) for name, table in tables.items()}
 
 
 def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
@@ -179,15 +179,15 @@ def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
 
     A single dataset belongs to the only input. The default dataset is optional.
     """
-    given = getattr(data, key)
-    if isinstance(given, dict):
-        return named(given, "")
+    names_given = getattr(data, key)
+    if isinstance(names_given, dict):
+        return named(names_given, "")
     if not names and key not in data.model_fields_set:
         return {}
     if len(names) != 1:
-        wanted = f"a table with {', '.join(names)}, as the network reads them" if names else "nothing"
-        raise UserError(f"data.{key}: expected {wanted}, got one dataset, {given!r}")
-    return named(given, names[0])
+        expected = f"a table with {', '.join(names)}, as the network reads them" if names else "nothing"
+        raise UserError(f"data.{key}: expected {expected}, got one dataset, {names_given!r}")
+    return named(names_given, names[0])
 
 
 def make_strategy(
@@ -285,19 +285,19 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
 # -- cuts that fit ---------------------------------------------------------------------------------
 
 
-def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
-    """List the cuts of samples and space for `size` ranks, equal for all layers; most similar to `wanted` first.
+def fitting_cuts(network: Network, size: int, batch: int, target: Mapping[str, int]) -> list[dict[str, int]]:
+    """List the cuts of samples and space for `size` ranks, equal for all layers; most similar to `target` first.
 
     Parameters
     ----------
     batch
         Samples per step, the largest number of parts along samples.
-    wanted
+    target
         Parts per axis; missing axes have one.
     """
     products = (dict(zip(AXES, parts)) for parts in _products(size, len(AXES)))
-    found = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
-    return sorted(found, key=lambda parts: sum(abs(math.log(parts[a] / wanted.get(a, 1))) for a in AXES))
+    cuts = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
+    return sorted(cuts, key=lambda parts: sum(abs(math.log(parts[a] / target.get(a, 1))) for a in AXES))
 
 
 def _products(size: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -323,12 +323,12 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
     """Return command-line options with cuts that fit; empty without a network or above `MOST_RANKS` ranks."""
     if network is None or batch is None or size > MOST_RANKS:
         return ""
-    wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
+    counts = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
     named = config.model_fields_set
     cuts = [
         " ".join(f"--set strategy.{axis}={n}" for axis, n in parts.items() if n > 1 or axis in named)
         or "--set strategy.sample=1"
-        for parts in fitting_cuts(network, size, batch, wanted)[:SHOWN]
+        for parts in fitting_cuts(network, size, batch, counts)[:SHOWN]
     ]
     text = " or ".join(f"`{cut}`" for cut in [*cuts, "--set strategy=auto"])
     return f"; for {size} rank{'s' if size > 1 else ''}: {text}"
@@ -349,10 +349,10 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     if trainable:
         patches = max(1, config.data.patches)
     if (least_samples(config) if trainable else batch) > samples:
-        some = "the training samples" if trainable else "the samples"
-        some += f" ({patches} patches of each)" * (patches > 1)
+        subject = "the training samples" if trainable else "the samples"
+        subject += f" ({patches} patches of each)" * (patches > 1)
         raise UserError(
-            f"training.batch: expected at most {samples * patches}, {some} of {config.data.where}, got {batch}; "
+            f"training.batch: expected at most {samples * patches}, {subject} of {config.data.where}, got {batch}; "
             "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
         )
 
@@ -452,8 +452,8 @@ def fit_memory(
     if config.strategy.memory is not None:
         limit = min(limit, int(schema.build(Bytes, config.strategy.memory, at="strategy.memory")))
 
-    def needed(some: Strategy) -> list[int]:
-        return comm.allgather_objects(sum(needs_of(config, comm, network, some, True, None).values()))
+    def needed(candidate: Strategy) -> list[int]:
+        return comm.allgather_objects(sum(needs_of(config, comm, network, candidate, True, None).values()))
 
     ranks = needed(strategy)
     excess = max(ranks) - limit
@@ -463,10 +463,10 @@ def fit_memory(
     target = Target(config.training.at_once, comm.size, rank, dtype, rounds=_rounds(config))
     keeping = Keeping(network, strategy, target)
     room: float = keeping.most - excess
-    while (made := keeping.within(room)) is not None:
-        over = max(needed(made)) - limit  # another rank may need the most now
+    while (smaller := keeping.within(room)) is not None:
+        over = max(needed(smaller)) - limit  # another rank may need the most now
         if over <= 0:
-            return made
+            return smaller
         room -= over
     least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
     raise UserError(
@@ -500,10 +500,10 @@ def _fitting_rule(
     if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
         return None
     for rule in ("pointwise", "block"):
-        made = replace(strategy, options={**strategy.options, "recompute": rule})
+        changed = replace(strategy, options={**strategy.options, "recompute": rule})
         if rule == "block":
-            made = keep_few(network, strategy, Target(config.training.at_once, comm.size))
-        nodes = _memory_by_node(config, comm, network, made, True, workspace)
+            changed = keep_few(network, strategy, Target(config.training.at_once, comm.size))
+        nodes = _memory_by_node(config, comm, network, changed, True, workspace)
         if all(sum(sum(needs.values()) for needs in mine) <= there_is for there_is, mine in nodes):
             return rule
     return None

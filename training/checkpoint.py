@@ -268,15 +268,15 @@ class CheckpointReader:
         self._comm = None if comm is None or comm.size == 1 else comm
         self._reads = self._comm is None or self._comm.nodes.index(self._comm.nodes[self._comm.rank]) == self._comm.rank
         self._raw: VerifiedFile | None = None
-        found: tuple[int, dict[str, Any]] = 0, {}
+        header: tuple[int, dict[str, Any]] = 0, {}
         try:
             with self._reading():
                 if self._reads:
                     self._raw = VerifiedFile(checkpoint_of(self.path))
-                    found = self._raw.identity, json.loads(self._raw.index())
-            found = found if self._comm is None else self._comm.bcast(found)
-            self.identity: int = found[0]
-            self._index: dict[str, Any] = found[1]
+                    header = self._raw.identity, json.loads(self._raw.index())
+            header = header if self._comm is None else self._comm.bcast(header)
+            self.identity: int = header[0]
+            self._index: dict[str, Any] = header[1]
             with self._reading():
                 if self._raw is not None and self._raw.identity != self.identity:
                     raise UserError(
@@ -319,18 +319,18 @@ class CheckpointReader:
                 )
             if optimizer is not None:
                 self._check_optimizer(optimizer)
-            wanted = {self._source(path, averaged): part for path, part in _wanted(store, optimizer).items()}
+            parts = {self._source(path, averaged): part for path, part in _wanted(store, optimizer).items()}
             rounded = any(path.startswith("errors/") for path in arrays)
             optional = [] if rounded else ["errors/"]
             optional.append("optimizer/")  # the optimizer has no state of a layer that was frozen
-            paths = sorted(path for path in wanted if path in arrays or not path.startswith(tuple(optional)))
-            shapes = {path: store.shapes[wanted[path].name] for path in paths}
-            found = {path: self._array(path, shapes[path], store.dtype) for path in paths} if self._reads else {}
-        for path, whole in zip(paths, self._pass_on(shapes, found, store.dtype), strict=True):
-            wanted[path].fill(whole, store)
+            paths = sorted(path for path in parts if path in arrays or not path.startswith(tuple(optional)))
+            shapes = {path: store.shapes[parts[path].name] for path in paths}
+            read = {path: self._array(path, shapes[path], store.dtype) for path in paths} if self._reads else {}
+        for path, whole in zip(paths, self._pass_on(shapes, read, store.dtype), strict=True):
+            parts[path].fill(whole, store)
         # This run may round gradients, train a layer or average parameters although the run of the checkpoint did not.
-        for path in wanted.keys() - set(paths):
-            wanted[path].begin(store)
+        for path in parts.keys() - set(paths):
+            parts[path].begin(store)
         store.refresh()
         if store.loss_scale is not None and self.progress.loss_scale is not None:
             store.loss_scale.load_state_dict(self.progress.loss_scale)
@@ -362,11 +362,11 @@ class CheckpointReader:
         return average if averaged and path.startswith("params/") and average in self._index["arrays"] else path
 
     def _check_network(self, here: list[str], extents: bool) -> None:
-        found = difference(self._index["network"], here, extents)
-        if found is not None:
+        differing = difference(self._index["network"], here, extents)
+        if differing is not None:
             raise UserError(
-                f"checkpoint {self.path} is of another network: expected {found[0]!r}, got {found[1]!r}; restore the "
-                "network, or train the new one in another output.directory"
+                f"checkpoint {self.path} is of another network: expected {differing[0]!r}, got {differing[1]!r}; "
+                "restore the network, or train the new one in another output.directory"
             )
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
@@ -384,9 +384,9 @@ class CheckpointReader:
     def _array(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a whole array, a view of the verified bytes."""
         assert self._raw is not None
-        offset, found, kind = self._index["arrays"][path]
-        if tuple(found) != shape or np.dtype(kind) != dtype:
-            raise KeyError(f"{path} of shape {found} and type {kind}")
+        offset, stored_shape, kind = self._index["arrays"][path]
+        if tuple(stored_shape) != shape or np.dtype(kind) != dtype:
+            raise KeyError(f"{path} of shape {stored_shape} and type {kind}")
         return self._raw.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _pass_on(
@@ -492,14 +492,14 @@ class _Wanted:
 def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wanted]:
     """List the arrays that this rank needs by path in the file; the paths are the same on all ranks."""
     assert store.blocks is not None
-    found = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
-    found |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
+    parts = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
+    parts |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
     for name, array in store.errors.items():
         first = store.blocks[name].holders.leads(store.rank)  # one rank only, so that the residual is added once
-        found[f"errors/{name}"] = _Wanted(name, array, taken=first)
+        parts[f"errors/{name}"] = _Wanted(name, array, taken=first)
     for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
-        found |= {
+        parts |= {
             f"optimizer/{key}/{name}": _Wanted(name, array, part, average=key == AVERAGE)
             for name, (part, array) in kept.items()
         }
-    return found
+    return parts

@@ -98,7 +98,7 @@ class CheckpointFolder:
         damaged = True
         for path in on_root(world, self._candidates):
             try:
-                found = CheckpointReader(path, comm, whole=True)
+                reader = CheckpointReader(path, comm, whole=True)
             except UnusableCheckpoint as error:
                 faults.append(str(error).partition(";")[0])
                 damaged = damaged and isinstance(error, DamagedCheckpoint)
@@ -108,7 +108,7 @@ class CheckpointFolder:
             if faults:
                 on_root(world, partial(self._write_name, "latest", path.name))
                 faults.append(f"{path.name} is used instead")
-            return found, faults
+            return reader, faults
         if faults:
             none = "all are damaged" if damaged else "there is none"
             raise UserError(
@@ -180,8 +180,8 @@ class CheckpointFolder:
     def _named(self, name: str) -> Path | None:
         """Return the file that ``latest.h5`` or ``best.h5`` names, None if there is none."""
         path = self.path / f"{name}.h5"
-        found = checkpoint_of(path)
-        return found if os.path.isfile(found) and found.name != path.name else None
+        checkpoint = checkpoint_of(path)
+        return checkpoint if os.path.isfile(checkpoint) and checkpoint.name != path.name else None
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.path.glob("step-*.h5") if path.is_file())
@@ -277,8 +277,8 @@ class Checkpoints:
         try:
             with comm.agreement():
                 if snapshot is not None:
-                    found = self.folder.write(snapshot, self._progress(unvalidated), self._config_text, best)
-                    self._log.write("checkpoint", step=step, path=str(found), best=best)
+                    written = self.folder.write(snapshot, self._progress(unvalidated), self._config_text, best)
+                    self._log.write("checkpoint", step=step, path=str(written), best=best)
             self._at, self._written, path = step, True, self.folder.path_of(step)
         except (DataError, OSError) as error:
             if needed:
@@ -298,7 +298,7 @@ class Checkpoints:
             step=self._optimizer.step,
             seed=self._session.config.training.seed,
             sampler=self._sampler.state_dict(),
-            normalization={name: found.state_dict() for name, found in samples.statistics.items()},
+            normalization={name: statistics.state_dict() for name, statistics in samples.statistics.items()},
             unvalidated=unvalidated,
             reduction=None if self._auto is None else self._auto.state_dict(),
             loss_scale=None if scaling is None else scaling.state_dict(),

@@ -190,9 +190,9 @@ class VerifiedFile:
             raise DamagedFile("its signature is wrong")
         if len(header) < HEADER or zlib.crc32(header[: -_SUM.size]) != _SUM.unpack(header[-_SUM.size :])[0]:
             raise DamagedFile("the checksum of its header is wrong")
-        _, found, self._chunk, self._index, self._end, table_sum = _FIELDS.unpack_from(header)
-        if found != FORMAT:
-            raise OtherFile(f"format {found}; {_REMEDY}")
+        _, version, self._chunk, self._index, self._end, table_sum = _FIELDS.unpack_from(header)
+        if version != FORMAT:
+            raise OtherFile(f"format {version}; {_REMEDY}")
         count = _chunks(self._end, self._chunk)
         if size != self._end + _SUM.size * count:
             raise DamagedFile(f"expected {self._end + _SUM.size * count} bytes, got {size}")
@@ -233,12 +233,12 @@ class VerifiedFile:
         data = memoryview(bytearray(nbytes)) if into is None else into
         try:
             self._file.seek(start)
-            found = _read_all(self._file, data)
+            count = _read_all(self._file, data)
         except OSError as error:
             raise DamagedFile(f"its bytes {start} to {start + nbytes} cannot be read: {error.strerror}") from error
-        self.bytes_read += found
-        if found < nbytes:
-            raise DamagedFile(f"it ends at byte {start + found}")
+        self.bytes_read += count
+        if count < nbytes:
+            raise DamagedFile(f"it ends at byte {start + count}")
         return data
 
     def close(self) -> None:

@@ -90,19 +90,19 @@ class ModelConfig(Table):
 
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
-        given = [key for key in _SOURCES if getattr(self, key) is not None]
-        if not given:
+        sources = [key for key in _SOURCES if getattr(self, key) is not None]
+        if not sources:
             raise ValueError('name: expected a model, or file = "net.py:build", got neither')
-        if len(given) > 1 and given != ["torch", "onnx"]:
-            raise ValueError(f"{given[1]}: expected no {given[0]} beside it, got one; remove one of them")
+        if len(sources) > 1 and sources != ["torch", "onnx"]:
+            raise ValueError(f"{sources[1]}: expected no {sources[0]} beside it, got one; remove one of them")
         for key in ("file", "torch"):
             value = getattr(self, key)
             if value is not None and ":" not in value:
                 raise ValueError(f'{key}: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(value)}')
         extra = self.model_extra or {}
-        if given[0] in ("torch", "onnx") and not isinstance(extra.get("loss"), str):
-            raise ValueError(f'loss: expected a loss with {given[0]}, "SoftmaxCrossEntropy" or another, got none')
-        if given == ["onnx"] and len(extra) > 1:
+        if sources[0] in ("torch", "onnx") and not isinstance(extra.get("loss"), str):
+            raise ValueError(f'loss: expected a loss with {sources[0]}, "SoftmaxCrossEntropy" or another, got none')
+        if sources == ["onnx"] and len(extra) > 1:
             raise ValueError(f"{min(set(extra) - {'loss'})}: expected no option but loss beside onnx, got one")
         return self
 
@@ -295,16 +295,16 @@ class StrategyConfig(Table):
 
     @model_validator(mode="after")
     def _one_way(self) -> StrategyConfig:
-        given = self.model_fields_set
-        others = sorted(given - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
+        keys = self.model_fields_set
+        others = sorted(keys - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
         if self.auto and others:
             raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
-        planned = given & _PLANNED - ({"memory"} if self.recompute == "auto" else set())
+        planned = keys & _PLANNED - ({"memory"} if self.recompute == "auto" else set())
         if not self.auto and planned:
             key = min(planned)
             raise ValueError(f"{key}: expected auto = true with it, got none; add that, or remove {key}")
-        if self.file is not None and given != {"file"}:
-            raise ValueError(f"file: expected no other key beside it, got {min(given - {'file'})}")
+        if self.file is not None and keys != {"file"}:
+            raise ValueError(f"file: expected no other key beside it, got {min(keys - {'file'})}")
         return self
 
 

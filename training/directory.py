@@ -56,13 +56,13 @@ def checkpoint_of(path: Path) -> Path:
     These are text files with the name of a file in their folder, because many file systems have no symbolic links.
     Older versions created links.
     """
-    found = Path(os.path.realpath(path))
+    checkpoint = Path(os.path.realpath(path))
     with contextlib.suppress(OSError, UnicodeDecodeError):  # opening the file will report the error
-        status = os.stat(found)
+        status = os.stat(checkpoint)
         if stat.S_ISREG(status.st_mode) and status.st_size < 256:
-            name = _POINTER.fullmatch(found.read_text(encoding="ascii"))
-            return found if name is None else found.with_name(name[1])
-    return found
+            name = _POINTER.fullmatch(checkpoint.read_text(encoding="ascii"))
+            return checkpoint if name is None else checkpoint.with_name(name[1])
+    return checkpoint
 
 
 def job_id() -> str | None:
@@ -115,8 +115,8 @@ class Owner:
     def parse(cls, text: str) -> Owner:
         """Return the owner in the text of a lock."""
         try:
-            found = json.loads(text)
-            owner = cls(**{field.name: found[field.name] for field in fields(cls)})
+            parsed = json.loads(text)
+            owner = cls(**{field.name: parsed[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls()
         typed = all(type(getattr(owner, field.name)) is type(field.default) for field in fields(cls))
@@ -296,10 +296,10 @@ class RunLock:
                 raise
             raise no_lock from error
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
                 raise no_lock
-            return os.read(descriptor, 1 << 16).decode(errors="replace"), found.st_mtime
+            return os.read(descriptor, 1 << 16).decode(errors="replace"), state.st_mtime
         finally:
             os.close(descriptor)
 
@@ -363,5 +363,5 @@ def _alive(pid: int, started: str) -> bool:
         return False
     except PermissionError:  # the process of another user exists
         pass
-    found = _started(pid)
-    return found is None or found == started
+    start = _started(pid)
+    return start is None or start == started

@@ -78,18 +78,18 @@ class Evaluation:
         self._executor, self._statistics = executor, statistics or {}
         self._pairs = compared_pairs(executor)
         self._counted = list(self._pairs)
-        first, taken = self._pairs[0], dict.fromkeys(self.names, "the loss")
+        first, owners = self._pairs[0], dict.fromkeys(self.names, "the loss")
         for name in metrics:
             *space, channels = first.prediction.layout.shape[1:]
             shape = (*space, channels // first.spec.members)
             metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.spec, shape)
             self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))
             for key in metric.scores():
-                if key in taken:
+                if key in owners:
                     raise UserError(
-                        f"output.metrics: {name}: expected other scores than those of {taken[key]}, got {key!r}"
+                        f"output.metrics: {name}: expected other scores than those of {owners[key]}, got {key!r}"
                     )
-                taken[key] = name
+                owners[key] = name
         self._counts: list[np.ndarray] = []
         for one in self._counted:
             self._counts.append(one.metric.counts)
@@ -104,21 +104,21 @@ class Evaluation:
         """
         if executor is self._executor:
             return
-        self._executor, found = executor, compared_pairs(executor)
-        found += found[:1] * (len(self._counted) - len(found))  # metrics in addition to those of the loss
+        self._executor, pairs = executor, compared_pairs(executor)
+        pairs += pairs[:1] * (len(self._counted) - len(pairs))  # metrics in addition to those of the loss
         self._counted = [
             replace(one, prediction=other.prediction, target=other.target, weights=other.weights)
-            for one, other in zip(self._counted, found, strict=True)
+            for one, other in zip(self._counted, pairs, strict=True)
         ]
         self._loss.follow(executor)
 
     @property
     def names(self) -> dict[str, str | None]:
         """Names of the scores of :meth:`finish`, and whether "lower" or "higher" is better; None: not declared."""
-        found: dict[str, str | None] = {"loss": "lower"}
+        names: dict[str, str | None] = {"loss": "lower"}
         for one in self._counted:
-            found |= {f"{one.prefix}{key}": one.metric.better.get(key) for key in one.metric.scores()}
-        return found
+            names |= {f"{one.prefix}{key}": one.metric.better.get(key) for key in one.metric.scores()}
+        return names
 
     @property
     def counted(self) -> Metric:
@@ -138,8 +138,8 @@ class Evaluation:
     @property
     def lacking_text(self) -> str:
         """The predictions whose counts cannot distinguish good from bad, with the reason; "" if there are none."""
-        found = [(one.name, one.metric.lacking()) for one in self._pairs]
-        return "; ".join(f"of {name!r} {text}" for name, text in found if text)
+        lacking = [(one.name, one.metric.lacking()) for one in self._pairs]
+        return "; ".join(f"of {name!r} {text}" for name, text in lacking if text)
 
     def begin(self) -> None:
         """Set all counts to zero."""
@@ -177,11 +177,11 @@ class Evaluation:
         loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
-        found = {"loss": None if all(one.metric.empty for one in self._pairs) else loss}
+        scores = {"loss": None if all(one.metric.empty for one in self._pairs) else loss}
         for one in self._counted:
             for key, score in one.metric.scores().items():
-                found[f"{one.prefix}{key}"] = None if score is None else float(score)
-        return found
+                scores[f"{one.prefix}{key}"] = None if score is None else float(score)
+        return scores
 
     def details(self) -> list[dict[str, Any]]:
         """Return the details of every prediction, after :meth:`finish`: plain data, the same on all ranks. Local."""
@@ -230,8 +230,8 @@ class ComparedPair:
     @property
     def views(self) -> list[View]:
         """Views of prediction and target, and of the weights if there are any."""
-        found = [self.prediction.view, self.target.view]
-        return found if self.weights is None else [*found, self.weights]
+        views = [self.prediction.view, self.target.view]
+        return views if self.weights is None else [*views, self.weights]
 
 
 #: Names of the first pair's datasets in a file of predictions.
@@ -244,18 +244,18 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
     step = next((step for step in executor.program.steps if node is not None and step.layer is node.layer), None)
     comparisons = [] if step is None else step.layer.comparisons(*(value.layout.shape[1:] for value in step.inputs))
     if step is not None and node is not None and comparisons:
-        outputs = {made: name for name, made in network.outputs.items()}
-        found = list[ComparedPair]()
+        outputs = {prediction: name for name, prediction in network.outputs.items()}
+        pairs = list[ComparedPair]()
         for one in comparisons:
-            made, target = node.inputs[one.prediction], node.inputs[one.target]
-            nodes = network.names[made], network.names[target]
+            prediction, target = node.inputs[one.prediction], node.inputs[one.target]
+            nodes = network.names[prediction], network.names[target]
             values = step.inputs[one.prediction], step.inputs[one.target]
             weights = None
             if one.weights is not None:
-                given = step.inputs[one.weights]
-                weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
-            name = outputs.get(made, nodes[0])
-            if found and (name in _TAKEN or any(name == other.name for other in found)):
+                weight_value = step.inputs[one.weights]
+                weights = weight_value.brought(operand_blocks(weight_value.layout.shape, values[0].layout.boxes))
+            name = outputs.get(prediction, nodes[0])
+            if pairs and (name in _TAKEN or any(name == other.name for other in pairs)):
                 name = f"{name} {nodes[1]}"
             metric: Metric
             if one.metric is not None:
@@ -264,8 +264,8 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
                 metric = Errors() if one.members == 1 else Ensemble(one.members)
             else:
                 metric = Confusion(one.classes, one.threshold, one.ignored, one.probabilities)
-            found.append(ComparedPair(name, f"{name} " if found else "", nodes, *values, one, metric, weights))
-        return found
+            pairs.append(ComparedPair(name, f"{name} " if pairs else "", nodes, *values, one, metric, weights))
+        return pairs
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
 

@@ -180,8 +180,8 @@ class Executor:
             if trainable and self.store.parts != parts:
                 raise ValueError(f"store: expected one for {parts} parts of a batch, got one for {self.store.parts}")
             if self.store.low != (self.dtype if is_low(self.dtype) else None):
-                found = self.store.low or self.store.dtype
-                raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")
+                store_dtype = self.store.low or self.store.dtype
+                raise ValueError(f"store: expected one for {self.dtype}, got one for {store_dtype}")
             if self.store.loss_scale is not None:
                 self.mode.loss_scale = self.store.loss_scale.factor
             self.spans = Spans(self.device, comm.instruments.recorder)
@@ -199,8 +199,8 @@ class Executor:
         if self.comm.size == 1 and not self.device.is_host:
             nbytes = sys.maxsize  # nothing is summed while backward runs: one update is one launch
         rank, apart = self.comm.rank, frozenset(self.replicable)
-        some = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
-        return ParameterStore(*some, parts=self.parts, rounds=self.kernels.rounds_gradients)
+        arguments = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
+        return ParameterStore(*arguments, parts=self.parts, rounds=self.kernels.rounds_gradients)
 
     @cached_property
     def replicable(self) -> list[str]:
@@ -551,14 +551,14 @@ class Gather:
         values += [(_gradient(executor, name), True) for name in gradients]
         self._device, self._is_root = executor.device, executor.comm.rank == 0
         self._targets: list[Any] = []
-        wanted: list[dict[str, Any]] = []
+        exchanges: list[dict[str, Any]] = []
         for value, is_gradient in values:
             layout = Layout.on_rank(value.layout.shape, 0, executor.comm.size)
             self._targets.append(self._device.empty(layout.boxes[executor.comm.rank].shape, value.dtype))
             source = executor.runner.view(value.dy if is_gradient else value.view)
             ends = {"source": End(value.layout.boxes, source), "target": End(layout.boxes, self._targets[-1])}
-            wanted.append({**ends, "kind": "gather"})
-        self._exchanges = Exchange.together(executor.comm, wanted)
+            exchanges.append({**ends, "kind": "gather"})
+        self._exchanges = Exchange.together(executor.comm, exchanges)
 
     def run(self) -> list[np.ndarray | None]:
         """Return whole arrays on rank 0, None elsewhere: outputs, then gradients. The next run overwrites them."""

@@ -112,7 +112,7 @@ class Flips:
         self._session = replace(session, samples=samples, loader=loader, ahead=ahead)
         self._sent: dict[tuple[int, int], NDArray[Any]] = {}
         self._received: dict[tuple[int, int], NDArray[Any]] = {}
-        wanted = list[dict[str, Any]]()
+        exchanges = list[dict[str, Any]]()
         for v, value in enumerate(self._values):
             (shape, boxes), dtype = placed(session, value), dtype_of(value)
             for i, axes_ in enumerate(self._images[1:], 1):
@@ -120,8 +120,8 @@ class Flips:
                 self._sent[v, i] = np.empty(boxes[comm.rank].shape, dtype)
                 self._received[v, i] = np.empty(boxes[comm.rank].shape, dtype)
                 ends = {"source": End(sources, self._sent[v, i]), "target": End(boxes, self._received[v, i])}
-                wanted.append({**ends, "kind": "gather"})
-        self._exchanges = dict(zip(self._sent, Exchange.together(comm, wanted)))
+                exchanges.append({**ends, "kind": "gather"})
+        self._exchanges = dict(zip(self._sent, Exchange.together(comm, exchanges)))
 
     def predicted(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[NDArray[Any]]]]:
         """Yield each batch with this rank's blocks of the mean outputs, in new arrays on the host. Collective."""

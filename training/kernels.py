@@ -61,16 +61,16 @@ def _warn_of_threads(config: BackendConfig) -> None:
     """Warn that OMP_NUM_THREADS is ignored, if its value differs from the number of threads."""
     if BACKENDS[config.kernels].on_device:
         return
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if "threads" not in config.model_fields_set and given not in ("", f"{config.threads}"):
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if "threads" not in config.model_fields_set and setting not in ("", f"{config.threads}"):
         _log.warning(
             "OMP_NUM_THREADS=%s is ignored: a rank computes with %d thread(s); set backend.threads (--threads N)",
-            given,
+            setting,
             config.threads,
         )
 
 
-def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
+def connect_device(kernels: Backend, comm: Communicator, transport: str) -> None:
     """Choose the transport of arrays of the kernels' device; no-op on the host. Collective over `comm`.
 
     Raises
@@ -82,7 +82,7 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
     if device.is_host or comm.devices.choice is not None:
         return
     try:
-        comm.use_device(device, wanted)
+        comm.use_device(device, transport)
     except CommError as error:
         if not getattr(error, "agreed", False):
             raise
@@ -91,17 +91,17 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
         raise refusal from error
 
 
-def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute]]) -> None:
+def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Substitute]]) -> None:
     """Warn once, on rank 0, of kernels that another library substitutes. Collective over `comm`.
 
     Parameters
     ----------
-    found
+    substitutes
         Names of layers of this rank, each with a substitute of one of its kernels.
     """
     ranks: dict[tuple[str, Substitute], list[int]] = {}
-    for rank, some in enumerate(comm.allgather_objects(list(dict.fromkeys(found)))):
-        for one in some:
+    for rank, reported in enumerate(comm.allgather_objects(list(dict.fromkeys(substitutes)))):
+        for one in reported:
             ranks.setdefault(one, []).append(rank)
     if not ranks or comm.rank:
         return
@@ -112,15 +112,15 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
     _log.warning("kernels: slower than others, because there is no fast kernel: %s", places)
 
 
-def _ranks(some: Sequence[int], size: int) -> str:
+def _ranks(ranks: Sequence[int], size: int) -> str:
     """Return a text that names some of `size` ranks.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')
     """
-    if len(some) == size:
+    if len(ranks) == size:
         return f"all {size} ranks" if size > 1 else "the only rank"
-    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))} of {size}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {size}"
 
 
 def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
@@ -131,17 +131,17 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
     UserError
         If these kernels do not support the dtype, or only emulate it and this is not permitted.
     """
-    found = as_dtype(dtype)
-    reason = kernels.emulates(found.name)
+    checked = as_dtype(dtype)
+    reason = kernels.emulates(checked.name)
     if reason and not kernels.emulate:
         raise UserError(
-            f'training.dtype: expected a dtype in which kernels = "{kernels.name}" compute, got "{found.name}": '
+            f'training.dtype: expected a dtype in which kernels = "{kernels.name}" compute, got "{checked.name}": '
             f"{reason}, and emulated it is slower than float32; use float32, a processor that has it, or a GPU "
             '(backend.kernels = "cudnn"), or set backend.emulate = true'
         )
-    if found.name not in kernels.dtypes:
+    if checked.name not in kernels.dtypes:
         raise UserError(
             f'training.dtype: expected {" or ".join(kernels.dtypes)} with kernels = "{kernels.name}", '
-            f"got {found.name}; {kernels.dtype_remedy}"
+            f"got {checked.name}; {kernels.dtype_remedy}"
         )
-    return found
+    return checked

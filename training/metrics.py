@@ -134,31 +134,31 @@ def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...
     UserError
         If it is no :class:`Metric`, or one of its methods or attributes is invalid.
     """
-    made = make()
-    if not isinstance(made, Metric):
-        raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(made).__name__}")
-    made.compare(spec, shape)
-    kind, counts = f"metric {type(made).__name__} of {name!r}", getattr(made, "counts", None)
-    check_methods(made, optional=["weights"])
+    metric = make()
+    if not isinstance(metric, Metric):
+        raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(metric).__name__}")
+    metric.compare(spec, shape)
+    kind, counts = f"metric {type(metric).__name__} of {name!r}", getattr(metric, "counts", None)
+    check_methods(metric, optional=["weights"])
     if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
         got = f"an array of {counts.dtype}" if isinstance(counts, np.ndarray) else type(counts).__name__
         raise UserError(f"{kind}: expected `counts` to be a contiguous array of int64 or float64, got {got}")
     try:
         with np.errstate(all="ignore"):
-            scores = dict(made.scores())
+            scores = dict(metric.scores())
     except Exception as error:
         raise UserError(f"{kind}: expected scores() to work without counts (None: undefined), got {error!r}") from error
     wrong = [key for key in scores if not isinstance(key, str) or key in ("loss", *STAMPS)]
     if wrong or not scores:
-        taken = ", ".join(("loss", *STAMPS))
-        raise UserError(f"{kind}: expected names of scores() other than {taken}, got {wrong or 'none'}")
-    for key, better in made.better.items():
+        reserved = ", ".join(("loss", *STAMPS))
+        raise UserError(f"{kind}: expected names of scores() other than {reserved}, got {wrong or 'none'}")
+    for key, better in metric.better.items():
         if key not in scores or better not in ("lower", "higher"):
             raise UserError(
                 f'{kind}: better: expected scores ({", ".join(scores)}) and "lower" or "higher" for each, got '
                 f"{key!r}: {better!r}"
             )
-    return made
+    return metric
 
 
 class Confusion(Metric):
@@ -205,23 +205,24 @@ class Confusion(Metric):
         """Count a block ``(N, ..., C)`` without the elements of weight 0 (:func:`counted`). Local."""
         with np.errstate(invalid="ignore"):  # ignored elements may be NaN
             guess, truth = self._classes(prediction, target)
-        some = np.ones(truth.shape, np.bool_)
+        mask = np.ones(truth.shape, np.bool_)
         if self.ignored is not None:
-            some = (truth if self.threshold is None else target) != self.ignored
+            mask = (truth if self.threshold is None else target) != self.ignored
         if weights is not None:
             own = counted(weights, prediction.shape)
-            some &= own if truth.ndim == prediction.ndim else own[..., 0]
-        guess, truth = guess[some], truth[some]
+            mask &= own if truth.ndim == prediction.ndim else own[..., 0]
+        guess, truth = guess[mask], truth[mask]
         index = truth * self.classes + guess
         self.counts += np.bincount(index, minlength=self.classes**2).reshape(self.counts.shape)
         if self.calibration is not None:
-            self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
+            correct = truth == (guess if self.threshold is None else 1)
+            self.calibration.add(self._probability(prediction, mask), correct)
 
-    def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
-        """Return the probability of "yes", or of the predicted class, for the elements in `some`."""
+    def _probability(self, prediction: Any, mask: np.ndarray) -> np.ndarray:
+        """Return the probability of "yes", or of the predicted class, for the elements in `mask`."""
         if self.threshold is not None:
-            return prediction[some] if self.probabilities else sigmoid(prediction[some])
-        chosen = prediction[some]
+            return prediction[mask] if self.probabilities else sigmoid(prediction[mask])
+        chosen = prediction[mask]
         return (chosen if self.probabilities else softmax(chosen)).max(axis=-1, initial=0.0)
 
     def _classes(self, prediction: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -238,8 +239,8 @@ class Confusion(Metric):
 
     def details(self) -> dict[str, Any]:
         """Return the counts and the scores by class, and the calibration if it was counted."""
-        found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
-        return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
+        details = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
+        return details if self.calibration is None else {**details, "calibration": self.calibration.result()}
 
     @property
     def empty(self) -> bool:
@@ -293,10 +294,10 @@ def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
     >>> by_class(np.array([[5, 1], [2, 4]]))[1]["iou"]
     0.5714285714285714
     """
-    found = []
+    rows = []
     for c, numbers in enumerate(zip(np.diagonal(counts), counts.sum(axis=1), counts.sum(axis=0))):
         hits, true, guessed = map(int, numbers)
-        found.append(
+        rows.append(
             {
                 "class": c,
                 "count": true,
@@ -307,7 +308,7 @@ def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
                 "f1": _ratio(2 * hits, true + guessed),
             }
         )
-    return found
+    return rows
 
 
 def _ratio(above: int, below: int) -> float | None:
@@ -333,8 +334,8 @@ class Errors(Metric):
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Add a block without the elements of weight 0. Local."""
         if weights is not None:
-            some = counted(weights, prediction.shape)
-            prediction, target = prediction[some], target[some]
+            mask = counted(weights, prediction.shape)
+            prediction, target = prediction[mask], target[mask]
         difference = prediction.astype(np.float64) - target
         self.counts += (difference.size, np.abs(difference).sum(), np.square(difference).sum())
 
@@ -377,9 +378,9 @@ class Ensemble(Errors):
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Add a block of all members without the elements of weight 0. Local."""
         mean = ensemble_mean(prediction, self.members)
-        some = np.ones(target.shape, np.bool_) if weights is None else counted(weights, target.shape)
-        x = prediction.reshape(*target.shape[:-1], self.members, -1).swapaxes(-1, -2)[some].astype(np.float64)
-        t, mean = target[some].astype(np.float64), mean[some]
+        mask = np.ones(target.shape, np.bool_) if weights is None else counted(weights, target.shape)
+        x = prediction.reshape(*target.shape[:-1], self.members, -1).swapaxes(-1, -2)[mask].astype(np.float64)
+        t, mean = target[mask].astype(np.float64), mean[mask]
         variance = np.square(x - mean[:, None]).sum(axis=1) / (self.members - 1)
         pairs = sum(np.abs(x[:, :k] - x[:, k : k + 1]).sum(axis=1) for k in range(1, self.members))
         score = np.abs(x - t[:, None]).mean(axis=1) - pairs / (self.members * (self.members - 1))
@@ -414,8 +415,8 @@ class _Overlap(Metric):
     def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:
         if spec.classes is None:
             raise UserError(f"output.metrics: {self.name}: expected a loss of classes, got one of numbers; remove it")
-        some = spec.threshold, spec.ignored, spec.probabilities
-        self._confusion = Confusion(spec.classes, *some)
+        settings = spec.threshold, spec.ignored, spec.probabilities
+        self._confusion = Confusion(spec.classes, *settings)
         self.counts = self._confusion.counts
         self.better = MappingProxyType(dict.fromkeys(self.scores(), "higher"))
 
@@ -426,8 +427,8 @@ class _Overlap(Metric):
     def scores(self) -> dict[str, float | None]:
         """Compute ``NAME_foreground``, ``NAME_all`` and, if requested, ``NAME_0``, ``NAME_1``, ..."""
         ratios = [one["f1" if self.name == "dice" else self.name] for one in by_class(self.counts)]
-        found = {f"{self.name}_foreground": _mean(ratios[1:]), f"{self.name}_all": _mean(ratios)}
-        return found | {f"{self.name}_{c}": ratio for c, ratio in enumerate(ratios if self.each else ())}
+        scores = {f"{self.name}_foreground": _mean(ratios[1:]), f"{self.name}_all": _mean(ratios)}
+        return scores | {f"{self.name}_{c}": ratio for c, ratio in enumerate(ratios if self.each else ())}
 
     def details(self) -> dict[str, Any]:
         """Return the counts and the scores by class."""
@@ -504,16 +505,16 @@ class Weighted(Metric):
     def scores(self) -> dict[str, float | None]:
         """Compute the scores of the sums."""
         weight, absolute, squares = self.counts[:, :3].sum(axis=0).tolist()
-        found: dict[str, float | None] = dict.fromkeys(self.better)
+        scores: dict[str, float | None] = dict.fromkeys(self.better)
         if weight > 0:
-            found["weighted_mae"], found["weighted_rmse"] = absolute / weight, float(np.sqrt(squares / weight))
+            scores["weighted_mae"], scores["weighted_rmse"] = absolute / weight, float(np.sqrt(squares / weight))
         each = self.counts[self.counts[:, 0] > 0]
         w, x, t, xx, tt, xt = each[:, [0, 3, 4, 5, 6, 7]].T
         if self.center == "mean":
             xx, tt, xt = xx - x * x / w, tt - t * t / w, xt - x * t / w
-        some = (xx > 0) & (tt > 0)
-        found["anomaly_correlation"] = _mean((xt[some] / np.sqrt(xx[some] * tt[some])).tolist())
-        return found
+        varying = (xx > 0) & (tt > 0)
+        scores["anomaly_correlation"] = _mean((xt[varying] / np.sqrt(xx[varying] * tt[varying])).tolist())
+        return scores
 
     @property
     def empty(self) -> bool:
@@ -560,29 +561,29 @@ class Calibration:
         ``error`` is the mean of ``|probability - frequency|`` over positions, None without positions. ``bins`` has a
         row per bin: its limits, positions, mean probability and frequency.
         """
-        found, error, total = [], 0.0, int(self.counts[:, 0].sum())
+        bins, error, total = [], 0.0, int(self.counts[:, 0].sum())
         for k, (count, units, true) in enumerate(self.counts.tolist()):
             probability, frequency = (units * _UNIT / count, true / count) if count else (None, None)
             row = {"from": k / BINS, "to": (k + 1) / BINS, "count": count}
-            found.append({**row, "probability": probability, "frequency": frequency})
+            bins.append({**row, "probability": probability, "frequency": frequency})
             error += abs(units * _UNIT - true)
-        return {"error": error / total if total else None, "bins": found}
+        return {"error": error / total if total else None, "bins": bins}
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
     """Compute the sigmoid of each logit, without overflow and cancellation."""
-    found = np.tanh(0.5 * block)  # tanh saturates where an exponential would overflow
-    found += 1
-    found *= 0.5
-    return found
+    y = np.tanh(0.5 * block)  # tanh saturates where an exponential would overflow
+    y += 1
+    y *= 0.5
+    return y
 
 
 def softmax(block: np.ndarray) -> np.ndarray:
     """Compute the probabilities of logits ``(N, ..., K)`` over the last axis."""
-    found = block - block.max(axis=-1, keepdims=True)
-    np.exp(found, out=found)
-    found /= found.sum(axis=-1, keepdims=True)
-    return found
+    y = block - block.max(axis=-1, keepdims=True)
+    np.exp(y, out=y)
+    y /= y.sum(axis=-1, keepdims=True)
+    return y
 
 
 _WRITTEN_BY = "halograd evaluate"
@@ -597,9 +598,9 @@ def check_details(path: Path) -> None:
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
     """Write a JSON file with the subject of the evaluation, and the details of every prediction. Local."""
-    found = {"written_by": _WRITTEN_BY, **about, "predictions": predictions}
+    details = {"written_by": _WRITTEN_BY, **about, "predictions": predictions}
     with atomic_path(path, parents=True) as partial:
-        partial.write_bytes(to_json(found, indent=1, inf_nan_mode="null") + b"\n")
+        partial.write_bytes(to_json(details, indent=1, inf_nan_mode="null") + b"\n")
 
 
 def read_details(path: Path) -> dict[str, Any]:
@@ -610,9 +611,9 @@ def read_details(path: Path) -> dict[str, Any]:
     UserError
         If the file is of another kind.
     """
-    found = read_json(path, "details")
-    if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:
+    details = read_json(path, "details")
+    if not isinstance(details, dict) or details.get("written_by") != _WRITTEN_BY:
         raise UserError(
             f"details {path}: expected a file that `halograd evaluate --details` wrote, got another; give another path"
         )
-    return found
+    return details

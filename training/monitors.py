@@ -88,9 +88,9 @@ class LossWatch:
         usual = max(abs(self.first), self._scale)  # a negative log-likelihood of densities may be negative
         self.diverged = None
         losses = (("mean loss", mean), ("validation loss", validation))
-        found = [(name, value) for name, value in losses if value is not None and value > FACTOR * usual > 0]  # not nan
-        if found:
-            name, value = max(found, key=lambda item: item[1])
+        diverged = [(name, x) for name, x in losses if x is not None and x > FACTOR * usual > 0]  # not nan
+        if diverged:
+            name, value = max(diverged, key=lambda item: item[1])
             self.diverged = (
                 f"the {name} is {value:.3g}, expected less than {FACTOR:g} times {usual:.3g}, its first size"
             )

@@ -179,13 +179,13 @@ class Optimizer:
             yield self.kernel(UpdateArrays(*arrays))
             if average is not None:
                 whole = ((0, part.stop - part.start, False),)
-                given = UpdateArrays(average, params, (), scalars, whole, skip=skip)
-                yield self.store.memory.kernels.average(given)
+                updates = UpdateArrays(average, params, (), scalars, whole, skip=skip)
+                yield self.store.memory.kernels.average(updates)
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, int]]:
         """Return consecutive ranges of a bucket, each with the number of the group of its layers."""
         names = groupby(bucket.slices, lambda name: self._group_of.get(name.rpartition("/")[0], ""))
-        starts = [(bucket.slices[next(some)].start, self.groups.index(group)) for group, some in names]
+        starts = [(bucket.slices[next(members)].start, self.groups.index(group)) for group, members in names]
         stops = [start for start, _ in starts[1:]] + [bucket.params.size]
         return [(slice(start, stop), group) for (start, group), stop in zip(starts, stops)]
 
@@ -578,12 +578,12 @@ def groups_of(factors: Mapping[str, float], network: Network) -> dict[str, str]:
     ValueError
         If a pattern matches no layer with parameters, or a factor is no finite number of at least 0.
     """
-    found: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for pattern, factor in factors.items():
         if not 0 <= factor < math.inf:
             raise ValueError(f"factors: expected a finite number >= 0 for {pattern!r}, got {factor!r}")
-        found |= dict.fromkeys(network.matching(pattern), pattern)
-    return found
+        groups |= dict.fromkeys(network.matching(pattern), pattern)
+    return groups
 
 
 def within(ranges: Sequence[tuple[int, int, bool]], own: slice) -> list[tuple[int, int, bool]]:

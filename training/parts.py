@@ -164,11 +164,11 @@ class PartFile:
     def _continue(self) -> bool:
         """Open and verify the part of an earlier attempt; return whether this job continues it."""
         try:
-            found = self._progress()
-            if found is None:
+            record = self._progress()
+            if record is None:
                 return False
             self._file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._verify(found)
+            self._verify(record)
             return True
         except DamagedFile as error:
             self.fault = str(error)
@@ -192,27 +192,27 @@ class PartFile:
         except (DamagedFile, OtherFile, UserError, UnicodeDecodeError) as error:
             raise DamagedFile(f"its progress is damaged ({str(error).partition(';')[0]})") from error
 
-    def _verify(self, found: PartRecord) -> None:
+    def _verify(self, record: PartRecord) -> None:
         """Read the part, and raise DamagedFile unless its bytes match the record."""
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise DamagedFile("it is no regular file of one name")
-        if (found.job, found.rank) != (self._job, self._rank):
+        if (record.job, record.rank) != (self._job, self._rank):
             raise DamagedFile("its progress is of another job or rank")
-        if status.st_size != found.size:
-            raise DamagedFile(f"expected {found.size} bytes, got {status.st_size}")
-        if len(found.offsets) != len(self._arrays) or found.batches * self._batch >= self._count + self._batch:
+        if status.st_size != record.size:
+            raise DamagedFile(f"expected {record.size} bytes, got {status.st_size}")
+        if len(record.offsets) != len(self._arrays) or record.batches * self._batch >= self._count + self._batch:
             raise DamagedFile("its progress does not fit the job")
-        self._offsets, self._size = found.offsets, found.size
+        self._offsets, self._size = record.offsets, record.size
         self._sums = [self._structure()]  # checksums of the first batches, by their number
-        for number in range(found.batches):
+        for number in range(record.batches):
             checksum = self._sums[-1]
             for array, offset, (low, high) in zip(self._arrays, self._offsets, self._rows(number)):
                 checksum = self._sum(offset + low * array.row, offset + high * array.row, checksum)
             self._sums.append(checksum)
-        if self._sums[-1] != found.checksum:
-            raise DamagedFile(f"the checksum of its structure and of {found.batches} batches is wrong")
-        self.done = self._recorded = found.batches
+        if self._sums[-1] != record.checksum:
+            raise DamagedFile(f"the checksum of its structure and of {record.batches} batches is wrong")
+        self.done = self._recorded = record.batches
 
     def _begin(self, describe: Callable[[h5py.File], None]) -> None:
         """Create the file with all HDF5 metadata; it appears under its name when it is complete."""

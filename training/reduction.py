@@ -101,22 +101,22 @@ class Reducer:
     def _open(self) -> dict[Sum, Reduction | None]:
         """Open the reductions of buckets; None for buckets without elements on this rank."""
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
-        made = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
+        sums = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
         specs = [
             (one.groups, ReductionSpec(array, one.kind, one.name, one.method, one.codec))
-            for one, (state, gathers) in made.items()
+            for one, (state, gathers) in sums.items()
             for array in [state.bucket.params if gathers else state.bucket.grads]
         ]
-        found = dict(zip(made, reductions_in_groups(self.comm, specs)))
-        for one, (state, gathers) in made.items():
-            total = found[one]
+        reductions = dict(zip(sums, reductions_in_groups(self.comm, specs)))
+        for one, (state, gathers) in sums.items():
+            total = reductions[one]
             if gathers:
                 state.gather = total
                 continue
             state.total = total
             if total is not None and total.encoding is not None and state.bucket.errors is not None:
                 total.encoding.compensate(state.bucket.errors)
-        return found
+        return reductions
 
     # -- calls ---------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class Rollout:
             chosen = [self._source(name, channel_names) for name in self._changing()]
         self._sent = [np.empty(value.layout.boxes[rank].shape, dtype_of(value)) for value in values]
         self._inputs: list[_Input] = []
-        wanted = list[dict[str, Any]]()
+        exchanges = list[dict[str, Any]]()
         for name, source, channels in chosen:
             value, stored = values[source], session.executor.program.values[name].stored
             shape, input_ = value.layout.shape, session.executor.input(name)
@@ -148,12 +148,12 @@ class Rollout:
             target = Blocks(whole, stored.size)
             received = np.zeros(target[rank].shape, self._sent[source].dtype)
             ends = {"source": End(value.layout.boxes, self._sent[source]), "target": End(target, received)}
-            wanted.append({**ends, "kind": "gather"})
+            exchanges.append({**ends, "kind": "gather"})
             box = target[rank].replace(-1, 0, session.samples.dataset.fields[name].shape[-1])
             low, high = input_.box.ranges[-1]
             own = (*box.slices(input_.box.start)[:-1], slice(0, high - low))
             self._inputs.append(_Input(name, source, channels, box, own, received, None))  # type: ignore[arg-type]
-        for one_input, exchange in zip(self._inputs, Exchange.together(comm, wanted)):
+        for one_input, exchange in zip(self._inputs, Exchange.together(comm, exchanges)):
             one_input.exchange = exchange
 
     def _changing(self) -> list[str]:
@@ -163,9 +163,9 @@ class Rollout:
     def _source(self, name: str, channel_names: Sequence[Sequence[str]]) -> tuple[str, int, list[int]]:
         """Return an input, the output that predicts it, and the channels of a time in that output. Local."""
         data, one = self._session.config.data, self._session.samples.dataset.fields[name]
-        wanted = one.channel_names[: one.shape[-1] // data.history]
+        expected = one.channel_names[: one.shape[-1] // data.history]
         inputs, targets = ({}, {}) if data.file is not None else datasets_of(data, self._session.network)
-        found = []
+        channels = []
         for number, target in self._targets.items():
             shape, stored = self._values[number].layout.shape[1:], targets.get(target, "")
             count = shape[-1] // self._at_once
@@ -174,13 +174,13 @@ class Rollout:
             if AND in stored:
                 names = stored.split(AND)
             if stored and stored == inputs.get(name):
-                names = wanted if count == len(wanted) else numbered
-            found.append(f"{target!r} with {', '.join(names)}")
-            if shape[:-1] == one.shape[:-1] and len(names) == count and {*wanted} <= {*names}:
-                return name, number, [names.index(channel) for channel in wanted]
+                names = expected if count == len(expected) else numbered
+            channels.append(f"{target!r} with {', '.join(names)}")
+            if shape[:-1] == one.shape[:-1] and len(names) == count and {*expected} <= {*names}:
+                return name, number, [names.index(channel) for channel in expected]
         raise UserError(
             f"--rollout: expected a prediction on the grid of input {name!r} with all of its channels "
-            f"({', '.join(wanted)}), got {'; '.join(found) or 'none of numbers'}; predict them all; fields "
+            f"({', '.join(expected)}), got {'; '.join(channels) or 'none of numbers'}; predict them all; fields "
             "that do not change have no axis of samples"
         )
 
@@ -192,7 +192,7 @@ class Rollout:
         statistics = self._session.samples.statistics
         for batch in batches:
             arrays = self._begin(batch)
-            found: list[list[NDArray[Any]]] = [[] for _ in self._values]
+            predictions: list[list[NDArray[Any]]] = [[] for _ in self._values]
             for first in range(0, self._steps, self._at_once):
                 if first:
                     self._advance(arrays)
@@ -204,8 +204,8 @@ class Rollout:
                         block = statistics[self._targets[v]].restored(block, channel)
                     np.copyto(self._sent[v], block)
                     times = block.reshape(*block.shape[:-1], self._at_once, block.shape[-1] // self._at_once)
-                    found[v] += [times[..., k, :] for k in range(self._at_once)]
-            yield batch, [np.stack(times, axis=1) for times in found]
+                    predictions[v] += [times[..., k, :] for k in range(self._at_once)]
+            yield batch, [np.stack(times, axis=1) for times in predictions]
 
     def _begin(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Fill the inputs of a batch; return copies of them. The loader reads nothing when this returns."""

@@ -53,8 +53,8 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     return result
 
 
-def read_config(world: Any, given: str | Path | Config, overrides: Sequence[str]) -> Config:
+def read_config(world: Any, config: str | Path | Config, overrides: Sequence[str]) -> Config:
     """Return the configuration, read and checked by rank 0. Collective; see :func:`load_config`."""
-    if isinstance(given, Config):
-        return on_root(world, lambda: check_config(given.model_dump(mode="json", exclude_unset=True), overrides))
-    return on_root(world, lambda: load_config(given, overrides))
+    if isinstance(config, Config):
+        return on_root(world, lambda: check_config(config.model_dump(mode="json", exclude_unset=True), overrides))
+    return on_root(world, lambda: load_config(config, overrides))

@@ -113,10 +113,10 @@ def train(
             _log_each_rank(ranks, directory / "logs", stack)
         minutes, own_log = config.run.stall_minutes, directory / "log.jsonl"
         watchdog = stack.enter_context(Watchdog(ranks, minutes, own_log, lambda: folder.latest))
-        found = _checkpoint_of(ranks, folder, resume, stack)
-        keep = keep_model if found is None else kept_model
+        checkpoint = _checkpoint_of(ranks, folder, resume, stack)
+        keep = keep_model if checkpoint is None else kept_model
         config = on_root(ranks.mpi, partial(keep, config, directory))
-        progress = TrainingProgress() if found is None else found.progress
+        progress = TrainingProgress() if checkpoint is None else checkpoint.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None
         session = Session.open(config, ranks, stack, True, progress, None if plan is None else plan.strategy)
@@ -140,8 +140,8 @@ def train(
         for text in (headline(session), *data_lines(session), run.whole.text if run.whole is not None else part):
             if text:
                 log.say(text)
-        if found is not None:
-            run.resume(found)
+        if checkpoint is not None:
+            run.resume(checkpoint)
         elif config.training.init is not None:
             begin_with(session)
             log.say(f"initial parameters: {config.training.init}")
@@ -188,12 +188,12 @@ def _checkpoint_of(
                 "continue it with --resume, or choose another directory"
             )
         return None
-    found, faults = folder.newest_whole(ranks)
-    if found is None:
+    reader, faults = folder.newest_whole(ranks)
+    if reader is None:
         faults = [f"no checkpoint in {folder.path} yet: starting from the beginning"]
     if faults and ranks.rank == 0:
         _log.warning("; ".join(faults))
-    return None if found is None else stack.enter_context(found)
+    return None if reader is None else stack.enter_context(reader)
 
 
 class TrainingRun:
@@ -296,10 +296,10 @@ class TrainingRun:
         comm = self.session.comm
 
         def find() -> Path:
-            found = source if source.is_file() else CheckpointFolder(source / "checkpoints").latest
-            if found is None:
+            path = source if source.is_file() else CheckpointFolder(source / "checkpoints").latest
+            if path is None:
                 raise UserError(f"training.init_from: expected a run with checkpoints, or a checkpoint, got {source}")
-            return checkpoint_of(found)  # latest.h5 may soon name another file
+            return checkpoint_of(path)  # latest.h5 may soon name another file
 
         with closing(CheckpointReader(on_root(comm.mpi, find), comm)) as checkpoint:
             checkpoint.restore(self.session.executor.store, self.optimizer, extents=False)
@@ -382,8 +382,8 @@ class TrainingRun:
 
     def _begin(self) -> None:
         """Stop if a signal arrived during set-up; else do the validation that the last job left out. Collective."""
-        asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
-        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
+        vote = self.session.comm.allreduce_scalar(self.signals.vote, "max")
+        if vote and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)
         elif self._unvalidated:
             ended = not (self.sampler.position or self.sampler.skipped)
@@ -396,7 +396,7 @@ class TrainingRun:
         if every:
             batches = batches[: every - self.optimizer.step % every]
         loss: SupportsFloat = math.nan
-        begin = asked = time.perf_counter()  # `asked`: samples were requested
+        begin = requested = time.perf_counter()  # `requested`: time of the request of samples
         executor, part = self.session.executor, 0
         parts = (part for batch in batches for part in self._parts_of(batch))
         for loaded in self.session.feed(parts):
@@ -408,14 +408,14 @@ class TrainingRun:
             part += 1
             if part % executor.parts:
                 self.trainer.add()
-                asked = time.perf_counter()
+                requested = time.perf_counter()
                 continue
             rate, number, ready = self.trainer.learning_rate, self.optimizer.step, time.perf_counter()
             if self.step_times is not None:
                 self.step_times.begin(number)
             loss = self.trainer.step()
             if self.step_times is not None:
-                self.step_times.end(number, time.perf_counter() - ready, ready - asked)
+                self.step_times.end(number, time.perf_counter() - ready, ready - requested)
             self.watch.add(loss)
             self.steps += 1
             self.sampler.advance()
@@ -423,7 +423,7 @@ class TrainingRun:
             self._log_step(epoch, loss, rate, end - begin)
             for callback in self.callbacks:
                 callback.on_step(self.optimizer.step, loss, rate)
-            begin = asked = end
+            begin = requested = end
             ended = self.sampler.epoch != epoch
             validates = self._validates(ended)
             through = ended and self.sampler.epoch == self.epochs and not validates
@@ -432,7 +432,7 @@ class TrainingRun:
                 return float(loss)
             if self.checkpoints.due and not (ended or validates):  # otherwise, it is written after the validation
                 self._checkpoint()
-                begin = asked = time.perf_counter()
+                begin = requested = time.perf_counter()
         ended = self.sampler.epoch != epoch
         if ended or self._validates(ended):
             self._end_stretch(epoch, ended)
@@ -515,13 +515,13 @@ class TrainingRun:
             mean = self.watch.end_epoch()
             text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
         if self._validates(ended):
-            found = self.validate()
-            if found is None:
+            scores = self.validate()
+            if scores is None:
                 self._stop(unvalidated=True)
                 return  # the scores of part of the samples are no validation
-            self.validation, self._validated = found, epoch
-            better = self._is_best(found, epoch, ended)
-            self.trainer.schedule.validated(found)
+            self.validation, self._validated = scores, epoch
+            better = self._is_best(scores, epoch, ended)
+            self.trainer.schedule.validated(scores)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += f"{',' if ended else ':'} validation {describe(self.validation)}"
             text += " (best)" if better and (epoch or not ended) else ""
@@ -543,14 +543,14 @@ class TrainingRun:
             self.log.say(f"training ends here: {reason}")
         self._unvalidated = False
 
-    def _is_best(self, found: dict[str, Any], epoch: int, ended: bool) -> bool:
+    def _is_best(self, validation: dict[str, Any], epoch: int, ended: bool) -> bool:
         """Return whether a validation is the best so far; warn once if its score is undefined. Local.
 
         If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only
         if `output.best` names the score.
         """
         best, lacking = self.best, self.evaluation.lacking_text
-        scores = {} if self.evaluation.blind and self.session.config.output.best is None else found
+        scores = {} if self.evaluation.blind and self.session.config.output.best is None else validation
         undefined = best.name != "none" and not is_defined(scores.get(best.name))
         if (lacking or undefined) and not self._warned:
             self._warned = True
@@ -563,11 +563,11 @@ class TrainingRun:
     def _warn_of_divergence(self, epoch: int) -> None:
         """Warn of a diverged loss, again only after it has recovered; log it after every such epoch. Local."""
         before = self.watch.diverged
-        found = self.watch.check_epoch(self.validation.get("loss") if self._validated == epoch else None)
-        if found is None:
+        divergence = self.watch.check_epoch(self.validation.get("loss") if self._validated == epoch else None)
+        if divergence is None:
             return
-        reason = f"the loss has diverged: {found}; lower schedule.learning_rate, or set training.clip_norm"
-        self.log.write("diverged", epoch=epoch, step=self.optimizer.step, reason=found)
+        reason = f"the loss has diverged: {divergence}; lower schedule.learning_rate, or set training.clip_norm"
+        self.log.write("diverged", epoch=epoch, step=self.optimizer.step, reason=divergence)
         if before is None:
             _log.warning("epoch %d: %s", epoch + 1, reason)
 
@@ -587,14 +587,14 @@ class TrainingRun:
 
     def _check_samples(self) -> None:
         """Check the samples whose predictions callbacks get. Raises UserError, on all ranks. Collective."""
-        wanted = [(list(map(int, one.samples)), int(one.every)) for one in self.callbacks]
-        if not wanted:
+        requests = [(list(map(int, one.samples)), int(one.every)) for one in self.callbacks]
+        if not requests:
             return
         count = len(self.session.samples.dataset)
-        others = [one for one in self.session.comm.allgather_objects(wanted) if one != wanted]
+        others = [one for one in self.session.comm.allgather_objects(requests) if one != requests]
         if others:
-            raise UserError(f"callbacks: expected the same samples on all ranks, got {wanted} and {others[0]}")
-        for samples, every in wanted:
+            raise UserError(f"callbacks: expected the same samples on all ranks, got {requests} and {others[0]}")
+        for samples, every in requests:
             wrong = [n for n in samples if not 0 <= n < count]
             if wrong or every < 1:
                 raise UserError(
@@ -647,11 +647,11 @@ class TrainingRun:
         sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # a value on a GPU is not read
         sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
         states = comm.allgather_objects((sound, platform.node()))
-        found = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
+        diverged = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
         where = ""
-        if found:
-            others = f", and on {len(found) - 1} more" if len(found) > 1 else ""
-            where = f" (on rank {found[0][0]} of {comm.size} on {found[0][1]}{others})"
+        if diverged:
+            others = f", and on {len(diverged) - 1} more" if len(diverged) > 1 else ""
+            where = f" (on rank {diverged[0][0]} of {comm.size} on {diverged[0][1]}{others})"
         self.log.write("stopped", step=self.optimizer.step, reason=str(error))
         return Diverged(f"{error}{where}; {self.checkpoints.last()}")
 

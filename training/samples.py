@@ -170,7 +170,7 @@ class Samples:
             if comm.rank == 0:
                 _warn_of_neighbors(data, dataset, training, validation)
         if data.invalid == "skip":
-            training, validation = (np.setdiff1d(some, list(invalid)) for some in (training, validation))
+            training, validation = (np.setdiff1d(indices, list(invalid)) for indices in (training, validation))
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
         if slide is None:  # otherwise a batch has windows
@@ -178,12 +178,12 @@ class Samples:
         seconds = 0.0
         if trainable and data.foreground:
             seconds = _find_foreground(config, windows, network, training, comm)
-        wanted = [*_normalized(data, dataset), *_normalized_targets(data, network)]
+        normalized = [*_normalized(data, dataset), *_normalized_targets(data, network)]
         known = progress.normalization or {}
-        known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
+        known = {normalized[0]: known} if normalized and "mean" in known else known  # format of earlier versions
         if comm.rank == 0:
-            _warn_of_stored(dataset, known, [name for name in wanted if name in dataset.fields])
-        lacking = [name for name in wanted if name not in known]
+            _warn_of_stored(dataset, known, [name for name in normalized if name in dataset.fields])
+        lacking = [name for name in normalized if name not in known]
         unread = [name for name in lacking if name not in dataset.fields]
         if unread:
             raise UserError(
@@ -193,7 +193,7 @@ class Samples:
         computed = _statistics(config, dataset, lacking, training, comm)
         statistics = {
             name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
-            for name in wanted
+            for name in normalized
         }
         scale = 0.0
         if labelled:
@@ -215,11 +215,11 @@ class Samples:
     def described(self) -> dict[str, Any]:
         """Attributes of the targets in the data (units, names, ...), by target. Local."""
         maps: Mapping[str, LabelMap] = getattr(self.dataset, "labels", {})
-        found = {}
+        described = {}
         for name, one in self.dataset.fields.items():
             if one.is_target and one.attributes:
-                found[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
-        return {name: attributes for name, attributes in found.items() if attributes}
+                described[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
+        return {name: attributes for name, attributes in described.items() if attributes}
 
     @property
     def placed(self) -> str:
@@ -231,7 +231,7 @@ class Samples:
         text = f"windows of {windows.size} in samples of {sizes}"
         if table is None:
             return text
-        kept = sum(own.nbytes for found in table.positions.values() for own in found.values())
+        kept = sum(own.nbytes for positions in table.positions.values() for own in positions.values())
         empty = f"; {len(table.empty)} of {len(table.positions)} samples have none" if table.empty else ""
         return (
             f"{text}; the foreground of {table.name!r} was found in {self.foreground_seconds:.2g} s, "
@@ -318,18 +318,18 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
         return {}
     with comm.agreement():
         own = find_invalid(dataset, _ranges(network), range(comm.rank, len(dataset), comm.size))
-    found = dict(sorted(item for part in comm.allgather_objects(own) for item in part.items()))
-    if found and comm.rank == 0:
-        some = "; ".join(f"{dataset.place(index)}: {what}" for index, what in list(found.items())[:_NAMED])
+    invalid = dict(sorted(item for part in comm.allgather_objects(own) for item in part.items()))
+    if invalid and comm.rank == 0:
+        listed = "; ".join(f"{dataset.place(index)}: {what}" for index, what in list(invalid.items())[:_NAMED])
         _log.warning(
             "data.invalid: %d of %d samples %s: %s%s",
-            len(found),
+            len(invalid),
             len(dataset),
             "are left out" if data.invalid == "skip" else "have numbers that count as the mean of their channel",
-            some,
-            f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "",
+            listed,
+            f"; and {len(invalid) - _NAMED} more" if len(invalid) > _NAMED else "",
         )
-    return found
+    return invalid
 
 
 def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], left: int, trainable: bool) -> None:
@@ -337,9 +337,9 @@ def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], le
     needed = least_samples(config) if trainable else 1
     if invalid and left < needed:
         first, what = next(iter(invalid.items()))
-        some = f"{needed} samples for a batch of training" if trainable else "samples"
+        subject = f"{needed} samples for a batch of training" if trainable else "samples"
         raise UserError(
-            f'data.invalid: expected {some}, got {left}: "skip" leaves out {len(invalid)} of {len(dataset)} '
+            f'data.invalid: expected {subject}, got {left}: "skip" leaves out {len(invalid)} of {len(dataset)} '
             f'({dataset.place(first)}: {what}); repair them, "fill" inputs, or give targets the weight 0 there'
         )
 
@@ -348,10 +348,10 @@ def _windows(
     config: Config, dataset: Dataset, network: Network, labelled: bool, slide: Slide | None
 ) -> SampleWindows:
     """Return the reader of windows, or of whole samples. Local."""
-    wanted = {name: network.inputs[name].shape for name in dataset.fields}
+    extents = {name: network.inputs[name].shape for name in dataset.fields}
     if slide is not None:
-        return SlidingWindows(dataset, wanted, slide.overlap, _multiples(network))
-    shapes = wanted if cuts_windows(config.data, labelled) else None
+        return SlidingWindows(dataset, extents, slide.overlap, _multiples(network))
+    shapes = extents if cuts_windows(config.data, labelled) else None
     key = "data.patches" if config.data.patches else "data.augment.crop"
     if shapes is None and getattr(dataset, "extents", None) is not None:
         dataset = OneSize(dataset, 0)  # samples of other sizes are not read by these windows
@@ -368,7 +368,7 @@ def _multiples(network: Network) -> list[int]:
     """
     made_of = [node.shape[:-1] for name, node in network.inputs.items() if name not in network.targets]
     own, loss = next(filter(None, made_of), ()), network.outputs["loss"]
-    found = [1] * len(own)
+    multiples = [1] * len(own)
     for output, node in network.outputs.items():
         if node is loss:
             continue
@@ -378,8 +378,8 @@ def _multiples(network: Network) -> list[int]:
                 f"{SLIDING}: expected outputs of the window's extents {own} or coarser by whole factors, got "
                 f"{have} of {output!r}; apply whole samples"
             )
-        found = [math.lcm(one, n // m) for one, n, m in zip(found, own, have)]
-    return found
+        multiples = [math.lcm(one, n // m) for one, n, m in zip(multiples, own, have)]
+    return multiples
 
 
 def _find_foreground(
@@ -396,10 +396,10 @@ def _find_foreground(
         classes, ignored = data.foreground_classes, ranges.get(names[0], TargetRange()).ignored
         own, most = training[comm.rank :: comm.size], most_positions(len(training), len(classes))
         mine = find_foreground(dataset, names[0], own, classes, config.training.seed, most, ignored)
-    found = {index: some for part in comm.allgather_objects(mine) for index, some in part.items()}
-    shapes = {index: sample_shape(dataset, names[0], index)[:-1] for index in found}
-    windows.foreground = Foreground(names[0], shapes, found)
-    if len(windows.foreground.empty) == len(found):
+    positions = {index: points for part in comm.allgather_objects(mine) for index, points in part.items()}
+    shapes = {index: sample_shape(dataset, names[0], index)[:-1] for index in positions}
+    windows.foreground = Foreground(names[0], shapes, positions)
+    if len(windows.foreground.empty) == len(positions):
         what = f"classes {', '.join(map(str, classes))}" if classes else "values above 0"
         raise UserError(
             f"data.foreground: expected {what} in {names[0]!r} of the training samples, got none; set it to 0"
@@ -457,8 +457,8 @@ def _open_dataset(
         except DataError as error:
             vars(error)["needs_no_rank"] = True  # the text names the file
             raise
-    found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
-    structures = {number: structure for some in found for number, structure in some.items()}
+    gathered = comm.allgather_objects({number: part.structure for number, part in opened.items()})
+    structures = {number: structure for of_rank in gathered for number, structure in of_rank.items()}
     ordered = [structures[number] for number in range(len(paths))]
     check_alike([Path(path) for path in paths], ordered, several_sizes)
     parts = [opened.get(number) or open_(number, structure) for number, structure in enumerate(ordered)]
@@ -468,27 +468,27 @@ def _open_dataset(
 def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
     """Open a data set with a function of the user, with the fields that are read. Local."""
     assert data.file is not None
-    found = call_own(data.file, "data.file", data.path, **data.options)
-    lacks = [name for name in ("fields", "read", "place", "close", "groups", "lenient") if not hasattr(found, name)]
+    dataset = call_own(data.file, "data.file", data.path, **data.options)
+    lacks = [name for name in ("fields", "read", "place", "close", "groups", "lenient") if not hasattr(dataset, name)]
     if lacks:
         raise UserError(
-            f"data.file: expected {data.file} to return a halograd.data.Dataset, got {type(found).__name__} without "
+            f"data.file: expected {data.file} to return a halograd.data.Dataset, got {type(dataset).__name__} without "
             f"{lacks[0]!r}"
         )
-    check_methods(found, base=Dataset)
-    wanted = [name for name in network.inputs if labelled or name not in network.targets]
-    made = weights_of(network) if data.invalid == "mask" else frozenset()
-    missing = [name for name in wanted if name not in found.fields and name not in made]
+    check_methods(dataset, base=Dataset)
+    needed = [name for name in network.inputs if labelled or name not in network.targets]
+    masked = weights_of(network) if data.invalid == "mask" else frozenset()
+    missing = [name for name in needed if name not in dataset.fields and name not in masked]
     if missing:
         raise UserError(
-            f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
-            f"{', '.join(found.fields) or 'none'}; name them so"
+            f"data.file: expected fields for the inputs of the network ({', '.join(needed)}), got "
+            f"{', '.join(dataset.fields) or 'none'}; name them so"
         )
     # Inputs that only the loss reads are always targets: they are neither normalized nor augmented.
-    kept = {name: field for name, field in found.fields.items() if name in wanted}
-    found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
-    found.ranges = _ranges(network)
-    return found
+    kept = {name: field for name, field in dataset.fields.items() if name in needed}
+    dataset.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
+    dataset.ranges = _ranges(network)
+    return dataset
 
 
 def _masked(data: DataConfig, dataset: Dataset, network: Network) -> Masked:
@@ -548,54 +548,54 @@ def fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network
     """Check that every field has the shape of its input; return the reductions of finer targets, by name."""
     reductions = {}
     for name, field in fields.items():
-        wanted = network.inputs[name].shape
+        extents = network.inputs[name].shape
         if field.static and field.is_target and name not in weights_of(network):
             raise UserError(
                 f"data.targets: expected a target {name!r} of each sample, got {field.dataset!r} in {data.where}, "
                 f"which all samples share (its axes are {field.static!r}, without those of samples)"
             )
-        if field.is_target and field.shape != wanted:
+        if field.is_target and field.shape != extents:
             # Weights of the cells of a patch are averaged, whatever the rule for labels.
             rule = "fraction" if name in weights_of(network) else data.rule
-            reductions[name] = _reduction(data, field, wanted, rule)
-        elif field.shape != wanted:
+            reductions[name] = _reduction(data, field, extents, rule)
+        elif field.shape != extents:
             remedy = "change the options of [model] or the data"
-            if len(field.shape) == len(wanted) - 1:  # the first axis of the dataset was interpreted as that of samples
+            if len(field.shape) == len(extents) - 1:  # the first axis of the dataset was interpreted as that of samples
                 remedy = f"give {field.dataset!r} an axis of samples before the others, (1, ...) for one"
             raise UserError(
-                f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
+                f"data.path: expected samples of shape {extents} for {name!r} of model {network.name!r}, got "
                 f"{field.shape} in {data.where}; {remedy}"
             )
     return reductions
 
 
-def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: str | None) -> TargetReduction:
+def _reduction(data: DataConfig, field: Field, extents: tuple[int, ...], rule: str | None) -> TargetReduction:
     """Return the reduction of a target in the file to the coarser target of the network."""
     have = field.shape
-    divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
-    if not divides or have[-1] != wanted[-1]:
+    divides = len(have) == len(extents) > 1 and all(n and not m % n for m, n in zip(have, extents))
+    if not divides or have[-1] != extents[-1]:
         raise UserError(
-            f"data.targets: expected targets of shape {wanted} (or finer by whole factors), got {have} in "
+            f"data.targets: expected targets of shape {extents} (or finer by whole factors), got {have} in "
             f"{field.dataset!r} of {data.where}"
         )
     if rule is None:
         raise UserError(
             f"data.rule: expected a rule from cells to patches (any, all, majority, fraction, max, center), got "
-            f"none; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
+            f"none; the network predicts {extents[:-1]} patches, the targets have {have[:-1]} cells"
         )
-    return TargetReduction(rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
+    return TargetReduction(rule, tuple(m // n for m, n in zip(have[:-1], extents[:-1])))
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
     """Return the valid range of targets, by name: the range of the loss, and integers for classes."""
-    loss, found = network.outputs["loss"], {}
+    loss, ranges = network.outputs["loss"], {}
     shapes = [node.shape for node in loss.inputs]
     for i, node in enumerate(loss.inputs):
         if isinstance(node, Input) and loss.layer.compares(i):
             limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
             whole, ignored = node.dtype != "compute", loss.layer.ignored_target(i)
-            found[network.names[node]] = TargetRange(*limits, whole=whole, ignored=ignored)
-    return found
+            ranges[network.names[node]] = TargetRange(*limits, whole=whole, ignored=ignored)
+    return ranges
 
 
 def _balance(
@@ -607,20 +607,20 @@ def _balance(
     comm: Communicator,
 ) -> dict[str, list[int]]:
     """Balance the loss by the class counts in `known`, or by new counts; return the counts by target. Collective."""
-    wanted, found = network.counted, dict(known or {})
-    for name in wanted:
-        if name in found:
+    classes, known_counts = network.counted, dict(known or {})
+    for name in classes:
+        if name in known_counts:
             continue
         with comm.agreement():
             own = training[comm.rank :: comm.size]
-            counts = count_classes(dataset, name, wanted[name], own, reductions.get(name))
+            counts = count_classes(dataset, name, classes[name], own, reductions.get(name))
         comm.reduction(counts, kind="data").run()
-        found[name] = counts.tolist()
+        known_counts[name] = counts.tolist()
     try:
-        network.balance(found)
+        network.balance(known_counts)
     except ValueError as error:
         raise UserError(f"data.targets: {error}") from error
-    return {name: found[name] for name in wanted}
+    return {name: known_counts[name] for name in classes}
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
@@ -642,9 +642,9 @@ def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
         return numbers if data.normalize_targets else []
     unknown = [name for name in data.normalize_targets if name not in numbers]
     if unknown:
-        some = f"({', '.join(numbers)})" if numbers else "(there are none)"
+        listed = f"({', '.join(numbers)})" if numbers else "(there are none)"
         raise UserError(
-            f"data.normalize_targets: expected names of targets that may be any number {some}, got {unknown[0]!r}"
+            f"data.normalize_targets: expected names of targets that may be any number {listed}, got {unknown[0]!r}"
         )
     return data.normalize_targets
 
@@ -679,7 +679,7 @@ def _statistics(
             return store.read()
 
         kept = on_root(comm.mpi, read)  # files that rank 0 cannot examine are an error of all ranks
-    found = {name: ChannelStatistics.from_state_dict(kept[name]) for name in names if name in kept}
+    statistics = {name: ChannelStatistics.from_state_dict(kept[name]) for name in names if name in kept}
     computed = {
         name: channel_statistics(
             dataset,
@@ -692,8 +692,8 @@ def _statistics(
             transforms=data.transforms,
         )
         for name in names
-        if name not in found
+        if name not in statistics
     }
     if store is not None and computed:
         store.write(computed)
-    return found | computed
+    return statistics | computed

@@ -404,9 +404,9 @@ class Plateau(Schedule):
     def follow(self, names: Mapping[str, str | None]) -> None:
         known = [name for name, better in names.items() if better is not None]
         if self.score not in known:
-            found = f"{self.score!r}" if known else "data.validation = 0"
+            described = f"{self.score!r}" if known else "data.validation = 0"
             expected = f"one of {', '.join(known)}" if known else "held-out samples, whose scores it follows"
-            raise UserError(f"schedule.score: expected {expected}, got {found}")
+            raise UserError(f"schedule.score: expected {expected}, got {described}")
         self.lower = names[self.score] == "lower"
 
     def validated(self, scores: Mapping[str, float | None]) -> None:

@@ -137,7 +137,7 @@ class Session:
                 check_memory(config, comm, network, strategy, trainable, kernels.held_bytes)
             inputs = {name: executor.input(name) for name in samples.dataset.fields}
             if comm.rank == 0:
-                samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
+                samples.warn_of_chunks({name: one.box for name, one in inputs.items()}, trainable and data.shuffle)
             loader, ahead = open_loader(config, executor, samples, stack, timeline)
             return cls(config, comm, network, executor, samples, loader, timeline, ahead, small)
 
@@ -207,12 +207,12 @@ def open_loader(
     slots, device, ahead = config.data.prefetch + 1, executor.device, None
     with _memory_errors(config, executor):
         if not device.is_host:
-            arrays = {name: made.array for name, made in inputs.items()}
+            arrays = {name: staged.array for name, staged in inputs.items()}
             ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
         loader = stack.enter_context(
             Loader(
                 samples.dataset,
-                {name: made.box for name, made in inputs.items()},
+                {name: staged.box for name, staged in inputs.items()},
                 statistics=samples.statistics,
                 reductions=samples.reductions,
                 windows=samples.windows,
@@ -230,23 +230,23 @@ def open_loader(
 
 def _memory_errors(config: Config, executor: Executor) -> AbstractContextManager[None]:
     trainable = executor.reducer is not None
-    made = executor.comm, executor.network, executor.strategy, trainable
+    needs = executor.comm, executor.network, executor.strategy, trainable
     return memory_errors(
         trainable,
-        lambda: needs_of(config, *made, executor.kernels.held_bytes),
+        lambda: needs_of(config, *needs, executor.kernels.held_bytes),
         lambda: executor.predicted_bytes,
     )
 
 
 def _warn_of_parts(network: Network, size: int) -> None:
     """Warn of results that depend on the parts of a batch, which have `size` samples each. Local."""
-    found = [f"{name}: {node.layer.of_batch}" for name, node in network.layers.items() if node.layer.of_batch]
-    if found:
-        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    layers = [f"{name}: {node.layer.of_batch}" for name, node in network.layers.items() if node.layer.of_batch]
+    if layers:
+        more = f"; and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
         _log.warning(
             "training.accumulate: these results are over the %d samples of each part, not over the batch: %s%s",
             size,
-            "; ".join(found[:NAMED]),
+            "; ".join(layers[:NAMED]),
             more,
         )
 
@@ -268,16 +268,16 @@ def _strategy(
     config: Config, comm: Communicator, network: Network, trainable: bool
 ) -> tuple[Strategy, SmallLayers | None]:
     """Return the strategy of the configuration, with other cuts of small layers; rank 0 reads a file. Collective."""
-    found: list[SmallLayers] = []
+    small: list[SmallLayers] = []
 
     def suit(strategy: Strategy) -> Strategy:
-        found.extend(filter(None, [suited(config, comm, network, strategy)]))
-        return found[0].strategy if found else strategy
+        small.extend(filter(None, [suited(config, comm, network, strategy)]))
+        return small[0].strategy if small else strategy
 
-    some = config.strategy, comm.size, network, config.training.at_once, trainable
+    arguments = config.strategy, comm.size, network, config.training.at_once, trainable
     if config.strategy.file is not None:
-        return on_root(comm.mpi, lambda: make_strategy(*some)), None
-    return make_strategy(*some, suit), found[0] if found else None
+        return on_root(comm.mpi, lambda: make_strategy(*arguments)), None
+    return make_strategy(*arguments, suit), small[0] if small else None
 
 
 def begin_with(session: Session) -> None:
@@ -412,8 +412,8 @@ def _travels(comm: Communicator) -> str:
 
 def _small(session: Session) -> dict[str, str]:
     """Return the cuts of small layers that are cut otherwise, by layer."""
-    found = session.small
-    return {} if found is None else {name: cuts_text(found.strategy.cuts_of(name)) for name in found.layers}
+    small = session.small
+    return {} if small is None else {name: cuts_text(small.strategy.cuts_of(name)) for name in small.layers}
 
 
 def _cuts(session: Session) -> str:

@@ -113,8 +113,8 @@ class _Sums:
                     self._add(batch, some, sums)
                     if batch.patches[some[-1]] == count - 1:
                         done, sums = sums, []
-                        for v, found in enumerate(done):
-                            self._divide(v, found)
+                        for v, sample_sums in enumerate(done):
+                            self._divide(v, sample_sums)
                         yield next(samples), done
         finally:
             for kept in self._exchanges:
@@ -137,7 +137,7 @@ class _Sums:
     def _add(self, batch: Batch, rows: Sequence[int], sums: Sequence[NDArray]) -> None:
         """Add windows of a batch to the sums. Collective."""
         places = [self._windows.place_of(0, batch.patches[k]) for k in rows]
-        for v, (value, found) in enumerate(zip(self._values, sums)):
+        for v, (value, window) in enumerate(zip(self._values, sums)):
             starts, extents = self._starts[v], value.layout.shape[1:-1]
             along = starts[self._cut][places[0][self._cut]]
             exchange, received = self._exchange(v, rows, along)
@@ -154,8 +154,8 @@ class _Sums:
                 at = inside[self._cut]
                 inside[self._cut] = slice(at.start - low, at.stop - low)
                 at_own: Any = (0, *own.slices(self._boxes[v].start[1:-1]))
-                target = found[at_own]
-                target += block[tuple(inside)] * weights.astype(found.dtype)[..., None]
+                target = window[at_own]
+                target += block[tuple(inside)] * weights.astype(window.dtype)[..., None]
 
     def _exchange(self, v: int, rows: Sequence[int], along: int) -> tuple[Exchange, NDArray]:
         """Return the exchange from the blocks of windows to the slabs, and the array that it fills. Collective."""
@@ -181,7 +181,7 @@ class _Sums:
             exchange.close()
         kept.clear()
 
-    def _divide(self, v: int, found: NDArray) -> None:
+    def _divide(self, v: int, sums: NDArray) -> None:
         """Divide sums by the sums of the weights, which are a product of those along the axes."""
         totals = []
         for starts, weights, (low, high) in zip(self._starts[v], self._weights[v], self._boxes[v].ranges[1:-1]):
@@ -191,7 +191,7 @@ class _Sums:
                 if first < last:
                     total[first - low : last - low] += weights[first - start : last - start]
             totals.append(total)
-        found /= _product(totals).astype(found.dtype)[None, ..., None]
+        sums /= _product(totals).astype(sums.dtype)[None, ..., None]
 
 
 def _within(n: int, extent: int) -> int:
@@ -200,7 +200,7 @@ def _within(n: int, extent: int) -> int:
 
 def _product(factors: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """Return the outer product of arrays of one axis each."""
-    found = np.ones(())
+    product = np.ones(())
     for one in factors:
-        found = found[..., None] * one
-    return found
+        product = product[..., None] * one
+    return product

@@ -47,20 +47,20 @@ def suited(config: Config, comm: Communicator, network: Network, strategy: Strat
     if BACKENDS[config.backend.kernels].on_device:
         return None
     machine = _machine(config, comm)
-    given = with_reduction(strategy, config)
-    given.validate(network, comm.size)
-    given.refuse_empty_blocks(network)
-    some = given, config.training.at_once, comm.size, machine, _training(config)
-    found: SmallLayers | None = on_root(comm.mpi, partial(_changed, network, *some))
-    return found
+    reduced = with_reduction(strategy, config)
+    reduced.validate(network, comm.size)
+    reduced.refuse_empty_blocks(network)
+    arguments = reduced, config.training.at_once, comm.size, machine, _training(config)
+    small: SmallLayers | None = on_root(comm.mpi, partial(_changed, network, *arguments))
+    return small
 
 
-def _changed(network: Network, *some: Any) -> SmallLayers | None:
+def _changed(network: Network, *arguments: Any) -> SmallLayers | None:
     try:
-        found = suit_small_layers(network, *some)
+        small = suit_small_layers(network, *arguments)
     except UserError:  # a layer of the user can run under this cut, but cannot be priced
         return None
-    return found if found.layers else None
+    return small if small.layers else None
 
 
 def _training(config: Config) -> Training:
@@ -79,9 +79,9 @@ def _machine(config: Config, comm: Communicator) -> Machine:
     return replace(machine, devices_per_node=most if transport.shares else 1)
 
 
-def plan_of(config: Config, network: Network, found: SmallLayers) -> Plan:
+def plan_of(config: Config, network: Network, small: SmallLayers) -> Plan:
     """Return the choice as a plan, which `halograd explain` explains. Local."""
-    p, machine = found.prediction, found.machine
+    p, machine = small.prediction, small.machine
     request = Request(
         config.model.source,
         dict(config.model.options),
@@ -98,23 +98,23 @@ def plan_of(config: Config, network: Network, found: SmallLayers) -> Plan:
         p.dtype,
         machine.name,
         "small",
-        found.strategy,
+        small.strategy,
         p,
         request=request,
     )
 
 
-def describe(network: Network, found: SmallLayers) -> str:
+def describe(network: Network, small: SmallLayers) -> str:
     """Return one line on the layers with other cuts, and the predicted gain. Local."""
     by_cut: dict[str, list[str]] = {}
-    for name in found.layers:
-        by_cut.setdefault(cuts_text(found.strategy.cuts_of(name)), []).append(name)
+    for name in small.layers:
+        by_cut.setdefault(cuts_text(small.strategy.cuts_of(name)), []).append(name)
     texts = []
     for cut, names in by_cut.items():
         more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
         texts.append(f"{cut}: {', '.join(names[:NAMED])}{more}")
-    gain = 1 - found.prediction.step_seconds / found.given_seconds
+    gain = 1 - small.prediction.step_seconds / small.given_seconds
     return (
-        f"small layers: {len(found.layers)} of {len(network.layers)} are cut otherwise ({'; '.join(texts)}), for a "
+        f"small layers: {len(small.layers)} of {len(network.layers)} are cut otherwise ({'; '.join(texts)}), for a "
         f'predicted step that is {gain:.0%} shorter; strategy.small = "keep" cuts all alike'
     )

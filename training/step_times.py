@@ -147,7 +147,7 @@ def _middle(values: Sequence[float]) -> list[int]:
 
 def _places(executor: Executor) -> dict[tuple[str, str], str]:
     """Map name and category of a span to its layer; a redistribution belongs to the layer that reads its result."""
-    found: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.program.steps:
         waiting.append(step.name)
@@ -155,7 +155,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
             continue
         for name in waiting:
             for label in (name, f"{name} (sum)", f"{name} (moved)"):
-                found[label, "forward"] = found[label, "backward"] = step.name
-            found[f"{name} (again)", "again"] = step.name
+                places[label, "forward"] = places[label, "backward"] = step.name
+            places[f"{name} (again)", "again"] = step.name
         waiting.clear()
-    return found
+    return places

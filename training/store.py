@@ -303,11 +303,11 @@ class ParameterStore:
     def _together(self) -> list[list[str]]:
         """Group the names of parameters by array, in the order in which backward finishes them."""
         assert self.apart is not None
-        found: dict[tuple, list[str]] = {}
+        groups: dict[tuple, list[str]] = {}
         for layer in self._layers:
             for gradient in layer.gradients:
-                found.setdefault((gradient.sharing, layer.name in self.apart), []).append(gradient.name)
-        return list(found.values())
+                groups.setdefault((gradient.sharing, layer.name in self.apart), []).append(gradient.name)
+        return list(groups.values())
 
     def _allocate(self, names: list[str], specs: Mapping[str, Parameter], sums: bool) -> None:
         step = _ALIGN // self.dtype.itemsize

@@ -144,14 +144,14 @@ class Timeline:
         Without repeated operations there is no category ``"again"``.
         """
         spent = {category: self.seconds(category) for category in BUSY}
-        found: dict[str, dict[str, float | None]] = {c: {"seconds": s} for c, s in spent.items() if s or c != "again"}
+        summary: dict[str, dict[str, float | None]] = {c: {"seconds": s} for c, s in spent.items() if s or c != "again"}
         for kind in self.kinds():
-            found[kind] = {
+            summary[kind] = {
                 "communication": self.seconds("communication", kind),
                 "blocked": self.seconds("wait", kind),
                 "overlap": self.overlap(kind),
             }
-        return found
+        return summary
 
     def table(self, steps: int = 1) -> str:
         """Return a table of the time per step and phase [ms], and of the hidden communication."""

@@ -186,13 +186,13 @@ def apply(
         also the number of all ``windows``.
     """
     world, out = boot() if comm is None else comm, Path(out)
-    given = [data] if isinstance(data, str | Path) else list(data)
-    if not all(isinstance(path, str | Path) for path in given):
+    sources = [data] if isinstance(data, str | Path) else list(data)
+    if not all(isinstance(path, str | Path) for path in sources):
         raise UserError(
             f"data: expected files, patterns or folders, got {type(data).__name__}; for arrays and data sets of a "
             "script use halograd.fit(...).apply"
         )
-    paths = [str(path) for path in given]
+    paths = [str(path) for path in sources]
     if overlap is not None and not window:
         raise UserError("--overlap: expected --window with it, got none")
     slide = Slide(tuple(window), 0.5 if overlap is None else overlap) if window else None
@@ -230,11 +230,11 @@ def apply(
             computed = write_each(session, progress.described, what, out, format, job, shown, flips, rollout)
         else:
             computed = write_outputs(session, outputs, out, writer, job, shown, flips)
-        found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
+        result = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
         windows = session.samples.windows
         if isinstance(windows, SlidingWindows):
-            found["windows"] = sum(map(windows.count, range(found["samples"])))
-    return {**found, "checkpoint": str(checkpoint), "settings": settings}
+            result["windows"] = sum(map(windows.count, range(result["samples"])))
+    return {**result, "checkpoint": str(checkpoint), "settings": settings}
 
 
 @contextmanager
@@ -267,15 +267,15 @@ def _trained(
 def _files(session: Session) -> list[Any]:
     """Return plain data that change whenever a file of samples, or a file that it refers to, changes. Local."""
     data, dataset = session.config.data, session.samples.dataset
-    given = [data.path] if isinstance(data.path, str) else data.path
+    paths_given = [data.path] if isinstance(data.path, str) else data.path
     parts = [part for part in getattr(dataset, "parts", [dataset]) if isinstance(part, Hdf5Dataset)]
-    paths = [Path(path) for path in given] if data.file is not None else [part.path for part in parts]
+    paths = [Path(path) for path in paths_given] if data.file is not None else [part.path for part in parts]
     for part in parts:
         paths += map(Path, part.structure.files)
-    found = [(str(path), path.stat() if path.exists() else None) for path in paths]
+    states = [(str(path), path.stat() if path.exists() else None) for path in paths]
     # It is unknown whether an object of a script has the same samples as in an earlier attempt.
     once = [secrets.token_hex(8)] if data.file is not None and is_made(data.file) else []
-    return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in found] + once
+    return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in states] + once
 
 
 def _settings(session: Session) -> dict[str, Any]:
@@ -305,8 +305,8 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
     config = kept_model(config, checkpoint.parent.parent)
-    asked = json.loads(config.model_dump_json(exclude_unset=True))
-    return config, checkpoint, progress, _drawn_by(asked) == _drawn_by(json.loads(text or "{}"))
+    requested = json.loads(config.model_dump_json(exclude_unset=True))
+    return config, checkpoint, progress, _drawn_by(requested) == _drawn_by(json.loads(text or "{}"))
 
 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:

@@ -77,15 +77,15 @@ class WholeSamples:
         own, comm = self._session, self._session.comm
         trains = own.executor.reducer is not None
         beside = sum(needs_of(own.config, comm, own.network, own.executor.strategy, trains, None).values())
-        made = max((made for _, made in self.sizes), key=lambda made: math.prod(made.extents))
-        check_memory(made.config, comm, made.network, made.strategy, False, beside=beside)
+        sized = max((sized for _, sized in self.sizes), key=lambda sized: math.prod(sized.extents))
+        check_memory(sized.config, comm, sized.network, sized.strategy, False, beside=beside)
 
     def parts(self) -> Iterator[tuple[Session, Sequence[Batch]]]:
         """Yield a session per size, and the batches of its samples. Collective."""
-        for members, made in self.sizes:
+        for members, sized in self.sizes:
             if self._opened is None:
                 dataset = OneSize(self._session.samples.dataset, int(members[0]))
-                self._opened = open_sized(self._session, made, dataset, self._stack)
+                self._opened = open_sized(self._session, sized, dataset, self._stack)
             session = self._opened
             yield session, session.in_order(members)
             if len(self.sizes) > 1:
@@ -94,15 +94,15 @@ class WholeSamples:
     @property
     def text(self) -> str:
         """Text on sizes, cuts and memory. Local."""
-        comm, some = self._session.comm, []
-        for members, made in self.sizes[:_NAMED]:
-            extents = "x".join(map(str, made.extents))
-            cut = cuts_text(made.strategy.cuts_of(next(iter(made.network.layers))))
-            needs = needs_of(made.config, comm, made.network, made.strategy, False, None)
-            some.append(f"{len(members)} of {extents} ({cut}, {bytes_text(sum(needs.values()))} per rank)")
+        comm, texts = self._session.comm, []
+        for members, sized in self.sizes[:_NAMED]:
+            extents = "x".join(map(str, sized.extents))
+            cut = cuts_text(sized.strategy.cuts_of(next(iter(sized.network.layers))))
+            needs = needs_of(sized.config, comm, sized.network, sized.strategy, False, None)
+            texts.append(f"{len(members)} of {extents} ({cut}, {bytes_text(sum(needs.values()))} per rank)")
         more = f", and {len(self.sizes) - _NAMED} more sizes" if len(self.sizes) > _NAMED else ""
         cost = ", for each size by a network made for it" if len(self.sizes) > 1 else ""
-        return f"whole samples are evaluated{cost}: {', '.join(some)}{more}"
+        return f"whole samples are evaluated{cost}: {', '.join(texts)}{more}"
 
     def close(self) -> None:
         """Close the session of the last size. Collective."""
@@ -138,9 +138,9 @@ class Sized:
         elif config.strategy == session.config.strategy:
             self.strategy = own.strategy
         else:
-            made = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
+            cuts = make_strategy(config.strategy, size, self.network, config.training.at_once, False)
             # Small layers with cuts of their own keep them, because both share the parameters.
-            self.strategy = made if session.small is None else replace(made, layers=session.small.strategy.layers)
+            self.strategy = cuts if session.small is None else replace(cuts, layers=session.small.strategy.layers)
         self.strategy.validate(self.network, size)
         self.strategy.refuse_empty_blocks(self.network)
         self.extents = extents_of(self.network)
@@ -164,23 +164,23 @@ def planned_or_similar(strategy: Strategy, network: Network, size: int, batch: i
     return Strategy(cuts[0]) if cuts else strategy
 
 
-def open_sized(session: Session, made: Sized, dataset: Dataset, stack: ExitStack) -> Session:
+def open_sized(session: Session, sized: Sized, dataset: Dataset, stack: ExitStack) -> Session:
     """Open a session that computes samples of one size forward, with the parameters of another session. Collective.
 
     It shares the votes and the progress of that session; `stack` closes it.
     """
-    comm, config, executor = session.comm, made.config, session.executor
+    comm, config, executor = session.comm, sized.config, session.executor
     with comm.agreement():
-        windows, reductions = SampleWindows(dataset), fit_together(config.data, dataset.fields, made.network)
+        windows, reductions = SampleWindows(dataset), fit_together(config.data, dataset.fields, sized.network)
     samples = replace(session.samples, dataset=dataset, reductions=reductions, windows=windows, augmentation=None)
     settings = config.training
     whole = stack.enter_context(
         Executor(
-            made.network,
+            sized.network,
             comm,
             executor.kernels,
             settings.at_once,
-            made.strategy,
+            sized.strategy,
             settings.dtype,
             False,
             executor.store,
@@ -190,23 +190,23 @@ def open_sized(session: Session, made: Sized, dataset: Dataset, stack: ExitStack
     )
     whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted
     loader, ahead = open_loader(config, whole, samples, stack)
-    return Session(config, comm, made.network, whole, samples, loader, session.timeline, ahead)
+    return Session(config, comm, sized.network, whole, samples, loader, session.timeline, ahead)
 
 
 def whole_samples(session: Session, indices: np.ndarray) -> WholeSamples | None:
     """Return the whole samples to compute instead of windows, by ``data.evaluate``; None: the windows. Collective."""
-    dataset, wanted = session.samples.dataset, session.config.data.evaluate
+    dataset, evaluated = session.samples.dataset, session.config.data.evaluate
     several = getattr(dataset, "extents", None) is not None
     if several and not session.samples.windows.cut:
         return WholeSamples(session, indices)
     if not session.samples.evaluated_part or not len(indices):
         return None
-    if wanted == "middle" or (wanted is None and not several and not session.config.data.patches):
+    if evaluated == "middle" or (evaluated is None and not several and not session.config.data.patches):
         return None
     try:
         return WholeSamples(session, indices)
     except UserError as error:
-        if wanted == "whole":
+        if evaluated == "whole":
             raise
         if session.comm.rank == 0:
             _log.warning('middle windows are evaluated (data.evaluate = "middle"), not whole samples: %s', error)

@@ -89,7 +89,7 @@ class HostLinks:
             for pattern, meter, one, far in zip(patterns, meters, shared, beyond)
         ]
 
-    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
+    def plans(self, sums: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
         """Return the plans of the sums of several named buffers. Collective over the communicator.
 
         There are several ranks, and no buffer is empty.
@@ -100,11 +100,11 @@ class HostLinks:
             If the method needs shared memory, and this transport has none.
         """
         self._check_clock()
-        far = [i for i, (_, method, _) in enumerate(wanted) if self._by_messages(method)]
-        over = self._messages.plans([(wanted[i][0].reshape(-1), wanted[i][1]) for i in far])
-        near = [one for i, one in enumerate(wanted) if i not in far]
+        far = [i for i, (_, method, _) in enumerate(sums) if self._by_messages(method)]
+        over = self._messages.plans([(sums[i][0].reshape(-1), sums[i][1]) for i in far])
+        near = [one for i, one in enumerate(sums) if i not in far]
         plans, within = iter(over), iter(side_by_side([self._plan(*one) for one in near], self._places))
-        return [next(plans if i in far else within) for i in range(len(wanted))]
+        return [next(plans if i in far else within) for i in range(len(sums))]
 
     def _by_messages(self, method: Method) -> bool:
         """Return whether ranks that share no memory make the sum by messages. Collective at the first call."""
@@ -112,9 +112,9 @@ class HostLinks:
             return False
         return self._memory is None or len(self.neighbors()) < self._context.mpi.size
 
-    def _places(self, wanted: Sequence[int]) -> list[Places]:
+    def _places(self, sizes: Sequence[int]) -> list[Places]:
         assert self._memory is not None
-        return self._memory.places(wanted)
+        return self._memory.places(sizes)
 
     def _plan(self, buffer: np.ndarray, method: Method, name: str) -> Planning:
         flat = buffer.reshape(-1)

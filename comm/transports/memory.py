@@ -141,8 +141,8 @@ class Arena:
         mine = [*requests, size, free_memory(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)
-        wanted, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
-        starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
+        requested, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
+        starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), requested.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:
@@ -157,12 +157,12 @@ class Arena:
         chunk.take(requests)
         return chunk, before[:, None] + starts[:, :-1]
 
-    def places(self, wanted: Sequence[int]) -> list[Places]:
-        """Reserve one block per entry of `wanted` [B] in the segment of every rank; sizes may differ between ranks.
+    def places(self, sizes: Sequence[int]) -> list[Places]:
+        """Reserve one block per entry of `sizes` [B] in the segment of every rank; sizes may differ between ranks.
 
         Collective, as `reserve`.
         """
-        chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in wanted])
+        chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in sizes])
         return [Places(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
     def close(self) -> None:
@@ -213,8 +213,8 @@ class Flags:
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
         """Return the counters of these ranks without that of this rank; by default, of all ranks."""
-        wanted = self._counters if ranks is None else ranks
-        return [self._counters[rank] for rank in wanted if rank != self._mine]
+        counters = self._counters if ranks is None else ranks
+        return [self._counters[rank] for rank in counters if rank != self._mine]
 
     def reached(self, count: int, counters: Iterable[memoryview]) -> bool:
         """Return whether all of these counters have reached `count`. Does not wait."""

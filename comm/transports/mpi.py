@@ -179,20 +179,20 @@ class MessageSums:
         """Memory that several sums share, here and in MPI [B]."""
         return sum(one.ring.nbytes for one in self._shared if one.users)
 
-    def plans(self, wanted: Sequence[tuple[np.ndarray, Method]]) -> list[ReductionPlan]:
+    def plans(self, sums: Sequence[tuple[np.ndarray, Method]]) -> list[ReductionPlan]:
         """Return the plans of the sums of flat buffers. Collective over the communicator.
 
         No buffer is empty, there are several ranks, and no sum is hierarchical.
         """
         mpi, plans = self._context.mpi, list[ReductionPlan]()
         self._shared = [one for one in self._shared if one.users]
-        helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in wanted]
-        large = [i for i, (flat, _) in enumerate(wanted) if is_large(flat.nbytes)]
+        helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in sums]
+        large = [i for i, (flat, _) in enumerate(sums) if is_large(flat.nbytes)]
         ring = Ring([helds[i] for i in large])
-        waits = ring.line is not None and any(not wanted[i][1].ordered for i in large)
+        waits = ring.line is not None and any(not sums[i][1].ordered for i in large)
         common = _Shared(ring, self._clone() if waits else mpi, aligned_bytes(ring.here_bytes), len(large))
         self._shared.append(common)
-        for i, ((flat, method), held) in enumerate(zip(wanted, helds)):
+        for i, ((flat, method), held) in enumerate(zip(sums, helds)):
             make = self._in_order if method.ordered else self._native
             if i in large:
                 plan = make(flat, method, common, large.index(i))

@@ -63,9 +63,9 @@ class NodeMemory:
         """Communicator of the ranks that share memory. Collective at the first call."""
         return self._open().node
 
-    def places(self, wanted: Sequence[int]) -> list[Places]:
-        """Reserve one block per entry of `wanted` [B] in the segment of every rank of this node. Collective."""
-        return self._open().places(wanted)
+    def places(self, sizes: Sequence[int]) -> list[Places]:
+        """Reserve one block per entry of `sizes` [B] in the segment of every rank of this node. Collective."""
+        return self._open().places(sizes)
 
     @property
     def buffer_bytes(self) -> int:
@@ -282,12 +282,12 @@ class _CommonStage:
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
         """Return the pieces of an all-reduce: consecutive parts of the buffer, each with one block per rank."""
         step, ranks = STAGE_BYTES // itemsize, self.places.ranks
-        found = []
+        pieces = []
         for i in range(0, flat.size, step):
             size = min(step, flat.size - i)
             shares = [slice(i + a, i + b) for a, b in blocks(size, ranks)]
-            found.append(_StagePiece([slice(i, i + size)], shares, self.places.mine))
-        return found
+            pieces.append(_StagePiece([slice(i, i + size)], shares, self.places.mine))
+        return pieces
 
     def parts(self, flat: np.ndarray) -> list[_StagePiece]:
         """Return the pieces of a reduce-scatter or all-gather: each holds a part of every rank's shard, and fits the
@@ -296,11 +296,11 @@ class _CommonStage:
         whole = shards(flat.size, self.places.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
         step = STAGE_BYTES // self.places.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
-        found = []
+        parts = []
         for i in range(0, longest, step):
             cut = [slice(min(p.start + i, p.stop), min(p.start + i + step, p.stop)) for p in whole]
-            found.append(_StagePiece(cut, cut, self.places.mine))
-        return found
+            parts.append(_StagePiece(cut, cut, self.places.mine))
+        return parts
 
     def room(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
         """Return the buffers of a piece.
@@ -414,13 +414,13 @@ def _stamps(places: Places, rank: int) -> Stamps:
     return first, second
 
 
-def _slots(wanted: Mapping[int, int]) -> tuple[dict[int, int], int]:
+def _slots(sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
     """Return the offset of the two slots of every reader, and the end of all slots [B].
 
-    `wanted` holds the bytes of one slot per reader. A flag and two timestamps come first.
+    `sizes` holds the bytes of one slot per reader. A flag and two timestamps come first.
     """
     places, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
-    for reader, nbytes in wanted.items():
+    for reader, nbytes in sizes.items():
         places[reader], end = end, end + 2 * rounded(nbytes)
     return places, end
 

@@ -141,11 +141,11 @@ class _Share(ABC):
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Return a reserved buffer as an array of this shape."""
-        found = self._buffers.get((name, shape))
-        if found is None:
-            found = self.scratch.view(shape, dtype or self.dtype, self._offsets[name])
-            self._buffers[name, shape] = found
-        return found
+        array = self._buffers.get((name, shape))
+        if array is None:
+            array = self.scratch.view(shape, dtype or self.dtype, self._offsets[name])
+            self._buffers[name, shape] = array
+        return array
 
     def bind(self, bias: Any) -> None:
         """Take new views of the scratch memory; `bias` is the table with margins, or None."""
@@ -418,19 +418,19 @@ class _Backward(_Share):
     def _add(self, tiles: _Tiles, name: str, lead: Box, columns: Box, left: Any, right: Any) -> None:
         """Add ``left right`` to a gradient of keys or values."""
         target = tiles.of[name][lead + columns]
-        found = self.buffer(name, (*extents_of(lead), left.shape[-2], right.shape[-1]))
-        if target.shape == found.shape and not tiles.part.overlaps:
-            self.operations.add_product(left, right, target, found)
+        product = self.buffer(name, (*extents_of(lead), left.shape[-2], right.shape[-1]))
+        if target.shape == product.shape and not tiles.part.overlaps:
+            self.operations.add_product(left, right, target, product)
             return
-        self.operations.product(left, right, found)
-        found = found.reshape(target.shape)
+        self.operations.product(left, right, product)
+        product = product.reshape(target.shape)
         if not tiles.part.overlaps:
-            np.add(target, found, out=target)
+            np.add(target, product, out=target)
             return
         # Tiles that share keys are added one after the other.
         for index in np.ndindex(*target.shape[1 : len(lead) - 1]):
             one = target[(slice(None), *index)]
-            np.add(one, found[(slice(None), *index)], out=one)
+            np.add(one, product[(slice(None), *index)], out=one)
 
     def _sum_pairs(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, ds: Any) -> None:
         pairs, more = (self._pairs(tiles, rows, columns, name)[lead[-1]] for name in ("pairs", "more_pairs"))
@@ -484,8 +484,8 @@ class _Pass:
         self._shares: list[_Share] = []
         self.nbytes = self._bias_bytes
         self._operations = operations
-        for share, some in zip(self._cut(len(operations)), operations):
-            self._shares.append(kind(self, share, some, self.nbytes))
+        for share, own in zip(self._cut(len(operations)), operations):
+            self._shares.append(kind(self, share, own, self.nbytes))
             self.nbytes = self._shares[-1].end
 
     def _cut(self, count: int) -> list[Box]:
@@ -512,8 +512,8 @@ class _Pass:
             return lambda: self._run(bias, together)
 
         def close() -> None:
-            for some in self._operations:
-                some.close()
+            for operation in self._operations:
+                operation.close()
 
         kept = sum(c.nbytes for c in self.counters or ())
         return ScratchKernel(bind, self.scratch, self.nbytes, impl, kept, close)
@@ -546,8 +546,8 @@ class _Pass:
         return table[(slice(None), *(slice(m, n - m) for m, n in zip(self.margins, table.shape[1:])))]
 
 
-def _largest(some: Sequence[Box]) -> int:
-    return max(map(span_of, some), default=0)
+def _largest(boxes: Sequence[Box]) -> int:
+    return max(map(span_of, boxes), default=0)
 
 
 def _turned(array: Any, order: int) -> Any:

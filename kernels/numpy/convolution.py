@@ -262,8 +262,8 @@ class NumpyConvolutions(Convolutions):
 
             return run
 
-        made = ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
-        return self.activated(made, y, activation)
+        kernel = ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
+        return self.activated(kernel, y, activation)
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         """Build ``dx = fold(dy w)``."""

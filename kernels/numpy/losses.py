@@ -43,12 +43,12 @@ class _NumpyLoss(LossKernel):
             scale = scale * (1.0 / divisor) if divisor > 0 else 0.0
         if self._dx is not None:
             self._dx[counted:] = 0
-        found = 0.0
+        loss = 0.0
         # The loss of an infinity may be NaN: the check of the loss detects it, so no warning.
         with np.errstate(over="ignore", invalid="ignore"):
             for part in chunks(counted, self.width):
-                found = found + self._chunk(part, scale)
-            arrays.loss[0] = found * scale
+                loss = loss + self._chunk(part, scale)
+            arrays.loss[0] = loss * scale
 
     def _chunk(self, part: slice, scale: float) -> float:
         dx = None if self._dx is None else self._dx[part]
@@ -57,10 +57,10 @@ class _NumpyLoss(LossKernel):
             weights = self._weights[part]
             none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
             x, t = masked(x, none, self.work, "masked x"), masked(t, none, self.work, "masked t")
-        found = self.chunk(x, t, dx, scale, weights)
+        loss = self.chunk(x, t, dx, scale, weights)
         if dx is not None and self.arrays.factor is not None:
             dx *= float(self.arrays.factor[0])
-        return found
+        return loss
 
     @abstractmethod
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
@@ -71,12 +71,12 @@ class _Elementwise(_NumpyLoss):
     """A loss that is a function of each element of prediction and target."""
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
-        found = self.values(x, self._typed(x, t), dx, scale)
+        losses = self.values(x, self._typed(x, t), dx, scale)
         if weights is not None:
-            found *= weights
+            losses *= weights
             if dx is not None:
                 dx *= weights
-        return total(found)
+        return total(losses)
 
     @abstractmethod
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
@@ -115,20 +115,20 @@ class _BinaryCrossEntropy(_Elementwise):
 
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
         names = ("e", "found", "part", "rest")
-        e, found, part, rest = (buffer(self.work, name, x.shape, x.dtype) for name in names)
+        e, losses, part, rest = (buffer(self.work, name, x.shape, x.dtype) for name in names)
         np.negative(np.abs(x, out=e), out=e)
         np.exp(e, out=e)
         np.subtract(1, t, out=rest)
         t *= constant(self.work, "pos weight", lambda: self._pos_weight, x.dtype)
         np.log1p(e, out=part)
-        np.add(part, np.maximum(x, 0, out=found), out=found)
-        found *= rest
+        np.add(part, np.maximum(x, 0, out=losses), out=losses)
+        losses *= rest
         part -= np.minimum(x, 0, out=buffer(self.work, "negative", x.shape, x.dtype))
         part *= t
-        found += part
+        losses += part
         if dx is not None:
             self._gradient(x, t, rest, e, part, dx, scale)
-        return found
+        return losses
 
     def _gradient(self, x: Any, t: Any, rest: Any, e: Any, work: Any, dx: Any, scale: float) -> None:
         """Write the gradient to `dx`, from ``e = exp(-|x|)``, `t` times the positive weight, and ``rest = 1 - t``.
@@ -185,11 +185,11 @@ class _OfClasses(_NumpyLoss):
 
     def _class_weights(self, dtype: np.dtype) -> Any:
         """Return the weights of the classes."""
-        given = self.targets.weights
+        weights = self.targets.weights
         return constant(
             self.work,
             f"class weights {dtype}",
-            lambda: np.ones(self.targets.classes) if given is None else np.asarray(given),
+            lambda: np.ones(self.targets.classes) if weights is None else np.asarray(weights),
             dtype,
         )
 
@@ -227,14 +227,14 @@ class _SoftmaxCrossEntropy(_OfClasses):
         flat, own, others = z.reshape(-1), *(buffer(work, name, shape[1:], x.dtype) for name in ("own", "others"))
         # The loss is the logarithm of the sum minus q . z.
         share = self._smoothing / shape[0]
-        taken = buffer(work, "taken", shape[1:], x.dtype)
-        take(z.reshape(-1), index, out=taken)
-        self._times(taken, weight)
-        taken *= 1 - self._smoothing
+        picked = buffer(work, "taken", shape[1:], x.dtype)
+        take(z.reshape(-1), index, out=picked)
+        self._times(picked, weight)
+        picked *= 1 - self._smoothing
         mass = buffer(work, "mass", shape[1:], x.dtype)
         np.multiply(weight, 1 - self._smoothing, out=mass)
         if share:
-            self._smooth(z, mass, taken, share, weights)
+            self._smooth(z, mass, picked, share, weights)
         np.exp(z, out=z)
         take(flat, index, out=own)
         flat[index] = 0
@@ -251,18 +251,18 @@ class _SoftmaxCrossEntropy(_OfClasses):
         np.add(others, own, out=column)
         np.log1p(column, out=column)
         column *= mass
-        column -= taken
+        column -= picked
         return total(column)
 
-    def _smooth(self, z: Any, mass: Any, taken: Any, share: float, weights: Any | None) -> None:
+    def _smooth(self, z: Any, mass: Any, picked: Any, share: float, weights: Any | None) -> None:
         """Add the share that label smoothing spreads over the classes to q . z and to the sum of q."""
         of_classes = self._class_weights(z.dtype)
-        part, counts = (buffer(self.work, k, taken.shape, z.dtype) for k in ("part", "counted"))
+        part, counts = (buffer(self.work, k, picked.shape, z.dtype) for k in ("part", "counted"))
         self._counted_positions(counts, weights)
         np.dot(of_classes, z, out=part)
         part *= share
         self._times(part, counts)
-        taken += part
+        picked += part
         counts *= share * float(np.sum(of_classes, dtype=np.float64))
         mass += counts
 
@@ -282,17 +282,17 @@ class _SoftmaxCrossEntropy(_OfClasses):
         It is computed as ``(rest * own - taken * others) / sum`` with ``taken = (1 - smoothing) * weight`` and ``rest =
         mass - taken``.
         """
-        taken, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("moved", "part"))
-        np.multiply(weight, 1 - self._smoothing, out=taken)
+        moved, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("moved", "part"))
+        np.multiply(weight, 1 - self._smoothing, out=moved)
         if share:
-            np.subtract(mass, taken, out=part)
+            np.subtract(mass, moved, out=part)
             part *= own
         else:
             part.fill(0)
-        taken *= others
-        part -= taken
-        np.add(own, others, out=taken)
-        part /= taken
+        moved *= others
+        part -= moved
+        np.add(own, others, out=moved)
+        part /= moved
         flat[index] = part
 
     def _subtract_smoothing(self, z: Any, share: float, weights: Any | None) -> None:

@@ -51,8 +51,8 @@ class NumpyPointwise(NumpyWindows):
 
         def bind() -> Callable[[], None]:
             steps = [
-                (*some, [scratch.view(some[0].shape, dtype, i * size) for i in range(buffers)], alpha)
-                for some in pieces
+                (*arrays, [scratch.view(arrays[0].shape, dtype, i * size) for i in range(buffers)], alpha)
+                for arrays in pieces
             ]
 
             def run() -> None:
@@ -98,14 +98,14 @@ class NumpyPointwise(NumpyWindows):
 
             def run() -> None:
                 offset = first_counter(mask)
-                for counters, given, found, z, work, out in steps:
+                for counters, source, target, z, work, out in steps:
                     np.add(counters, inner, out=z)
                     np.add(z, offset, out=z)
                     mix64_inplace(z, work)
                     np.less(z, threshold, out=out)
-                    np.multiply(given, factor, out=found)
+                    np.multiply(source, factor, out=target)
                     # Assign 0 instead of multiplying by 0: a dropped infinite element must not become NaN.
-                    np.copyto(found, 0, where=out)
+                    np.copyto(target, 0, where=out)
 
             return run
 

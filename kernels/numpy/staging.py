@@ -55,14 +55,14 @@ class StandInBuffers:
     def nbytes(self) -> int:
         return sum(int(buffer.nbytes) for buffer in self._buffers)
 
-    def take(self, nbytes: int, taken: list[Any]) -> Any:
-        """Return the smallest buffer of at least `nbytes` [B] that is not in `taken`, and add it there."""
-        free = [b for b in self._buffers if b.nbytes >= nbytes and not any(b is other for other in taken)]
+    def take(self, nbytes: int, used: list[Any]) -> Any:
+        """Return the smallest buffer of at least `nbytes` [B] that is not in `used`, and add it there."""
+        free = [b for b in self._buffers if b.nbytes >= nbytes and not any(b is other for other in used)]
         buffer = min(free, key=lambda b: b.nbytes, default=None)
         if buffer is None:
             buffer = self._empty((nbytes,), np.uint8)
             self._buffers.append(buffer)
-        taken.append(buffer)
+        used.append(buffer)
         return buffer
 
     def release(self) -> None:
@@ -94,9 +94,9 @@ class _StandIns:
         named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
         return replace(arrays, **{name: self(a) for name, a in named.items() if isinstance(a, np.ndarray)})
 
-    def around(self, made: Kernel, reads: Sequence[Any], writes: Sequence[Any]) -> Kernel:
-        """Return kernel `made` on stand-ins as a kernel on the arrays that it `reads` and `writes`."""
-        return staged(Kernel, made, *self.copies(reads, writes))
+    def around(self, kernel: Kernel, reads: Sequence[Any], writes: Sequence[Any]) -> Kernel:
+        """Return `kernel` on stand-ins as a kernel on the arrays that it `reads` and `writes`."""
+        return staged(Kernel, kernel, *self.copies(reads, writes))
 
     def copies(self, reads: Sequence[Any], writes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the pairs (target, source) of the copies before and after a kernel."""
@@ -104,19 +104,19 @@ class _StandIns:
         return before, [(a, self(a)) for a in writes if self(a) is not a]
 
 
-def staged(kind: Any, made: Kernel, before: list[Any], after: list[Any]) -> Any:
-    """Return a kernel of class `kind` that copies the pairs `before`, runs `made`, and copies the pairs `after`."""
+def staged(kind: Any, inner: Kernel, before: list[Any], after: list[Any]) -> Any:
+    """Return a kernel of class `kind` that copies the pairs `before`, runs `inner`, and copies the pairs `after`."""
 
     def run() -> None:
         for target, source in before:
             np.copyto(target, source)
-        made()
+        inner()
         with np.errstate(over="ignore"):  # float16: training detects infinite gradients
             for target, source in after:
                 np.copyto(target, source, casting="unsafe")
 
-    kernel = kind(run, f"float32({made.impl})", made.workspace_bytes, made.close)
-    kernel.scratch_bytes = made.scratch_bytes
+    kernel = kind(run, f"float32({inner.impl})", inner.workspace_bytes, inner.close)
+    kernel.scratch_bytes = inner.scratch_bytes
     return kernel
 
 
@@ -212,12 +212,12 @@ class StagedKernels(
         if not is_low(a.x.dtype):
             return super()._batch_norm(a)
         s = _StandIns(self.stage)
-        made = self._batch_norm(s.fields(a))
-        statistics, sums, data = made.statistics, made.backward_sums, made.backward_data
+        kernels = self._batch_norm(s.fields(a))
+        statistics, sums, data = kernels.statistics, kernels.backward_sums, kernels.backward_data
         read = [a.x, a.gamma, a.beta, a.mean, a.var]
         return BatchNormKernels(
             statistics if a.local else s.around(statistics, [a.x], []),
-            s.around(made.forward, read, [a.y, *([a.mean, a.var] if a.local else [])]),
+            s.around(kernels.forward, read, [a.y, *([a.mean, a.var] if a.local else [])]),
             None if sums is None else s.around(sums, [*read, a.dy], [a.dx]),
             data if data is None or a.local else s.around(data, [*read, a.dy, a.dx], [a.dx]),
         )

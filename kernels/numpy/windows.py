@@ -175,13 +175,13 @@ class NumpyWindows(Pointwise):
         nbytes = offsets[-1] + max(nbytes_of(work, x.dtype) for work in works)
 
         def steps(source: Any, last: Any) -> list[_Axis]:
-            made = []
+            axes_of_resize = []
             for i, axis in enumerate(axes):
                 between = self.scratch.view(shapes[i], x.dtype, offsets[i]) if i + 1 < len(axes) else last
                 work = self.scratch.view(works[i], x.dtype, offsets[-1])
-                made.append(_Axis(axis, i + 1, source, between, work))
+                axes_of_resize.append(_Axis(axis, i + 1, source, between, work))
                 source = between
-            return made
+            return axes_of_resize
 
         def bind_forward() -> Callable[[], None]:
             return run_all([part.apply for part in steps(x, y)])

@@ -135,8 +135,8 @@ class OnednnBackend(NumpyBackend):
         return ""
 
     def take_substitutes(self) -> list[Substitute]:
-        taken, self._substitutes = self._substitutes, []
-        return taken
+        substitutes, self._substitutes = self._substitutes, []
+        return substitutes
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Return, for each convolution, the times of the compared algorithms [s], the chosen one first."""
@@ -289,21 +289,22 @@ class OnednnBackend(NumpyBackend):
             return self._or_plain(lambda: self._rectified_sum(None, xs, y, activation), plain)
         return self._or_plain(lambda: pointwise.add(self._engine, xs, y, pointwise.operations(activation)), plain)
 
-    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
+    def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
         if not pointwise.is_relu(activation):
-            return super().added(made, y, residual, activation)
+            return super().added(kernel, y, residual, activation)
         return self._or_plain(
-            lambda: self._rectified_sum(made, [y, residual], y, activation),
-            partial(super().added, made, y, residual, activation),
+            lambda: self._rectified_sum(kernel, [y, residual], y, activation),
+            partial(super().added, kernel, y, residual, activation),
         )
 
-    def _rectified_sum(self, made: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-        """Return a kernel for the sum with a fused ReLU. It runs after `made`, the kernel that writes `y`, if that is
-        given.
+    def _rectified_sum(
+        self, before: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None
+    ) -> Kernel:
+        """Return a kernel for the sum with a fused ReLU; it runs after `before`, the kernel that writes `y`, if given.
         """
 
         def behind(kernel: Kernel) -> Kernel:
-            return kernel if made is None else chain(made, kernel)
+            return kernel if before is None else chain(before, kernel)
 
         return pointwise.rectified(
             self._engine,

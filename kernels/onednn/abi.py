@@ -180,17 +180,17 @@ class Abi:
         self._library = library
         try:
             library.dnnl_version.restype = POINTER(_Version)
-            found = library.dnnl_version().contents
+            version = library.dnnl_version().contents
         except AttributeError:
             raise KernelError(
                 f"expected oneDNN 3 in {path}, got a library without dnnl_version; set DNNL_LIB"
             ) from None
-        self.version = f"{found.major}.{found.minor}.{found.patch}"
-        if found.major != 3:
+        self.version = f"{version.major}.{version.minor}.{version.patch}"
+        if version.major != 3:
             raise KernelError(f"expected oneDNN 3, got {self.version} in {path}; set DNNL_LIB to another library")
-        if found.cpu_runtime not in _BLOCKING:
+        if version.cpu_runtime not in _BLOCKING:
             raise KernelError(
-                f"expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime {found.cpu_runtime} in "
+                f"expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime {version.cpu_runtime} in "
                 f"{path}, whose calls return early; set DNNL_LIB to another library"
             )
         self._declare()
@@ -295,8 +295,8 @@ class Abi:
 
     def instruction_set(self) -> str:
         """Return the name of the largest instruction set that the library uses here (``ONEDNN_MAX_CPU_ISA``)."""
-        found = self._isa()
-        return _INSTRUCTION_SETS.get(found, f"instruction set {found:#x}")
+        isa = self._isa()
+        return _INSTRUCTION_SETS.get(isa, f"instruction set {isa:#x}")
 
     def argument_desc(self, descriptor: int, argument: int) -> int:
         """Return the borrowed handle of the memory descriptor of one argument; 0 if the primitive has no such argument.

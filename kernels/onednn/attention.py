@@ -68,7 +68,7 @@ class OnednnTileOperations(TileOperations):
             joined = [_joined(a) for a in arrays]
             if not all(_is_nested(shape, strides) for shape, _, strides in joined):
                 raise ReferenceOnly("expected axes that do not interleave, as those of tiles with a dilation may")
-            descs = [self._list.desc(*some) for some in joined]
+            descs = [self._list.desc(*arguments) for arguments in joined]
             attributes = self._list.attributes(*operations)
             pd = self._list.descriptor("matmul", descs[0], descs[1], None, descs[2], attributes=attributes)
             return self._primitive(pd, {c.SRC: descs[0], c.WEIGHTS: descs[1], c.DST: descs[2]})

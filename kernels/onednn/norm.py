@@ -143,9 +143,9 @@ class OnednnBatchNorm:
         a = self.a
         if a.activation is None:
             return forward
-        given = dataclasses.replace(self._alone(), local=False)
+        arrays = dataclasses.replace(self._alone(), local=False)
         rectified = Kernel(lambda: np.maximum(a.y, 0, out=a.y), "numpy:relu")
-        plain = deferred(lambda: chain(self.plain(given).forward, rectified))
+        plain = deferred(lambda: chain(self.plain(arrays).forward, rectified))
         if a.dx is not None or a.local or a.of_x:
             return fallback(forward, self._vectors_fail, plain)
         finite = Finite(self.engine, a.x)
@@ -171,10 +171,10 @@ class OnednnBatchNorm:
         careful = deferred(self._careful_statistics) if is_low(a.x.dtype) else self._careful_statistics()
         x, y = self._image(p, a.x), self._image(p, a.y)
         pd = p.descriptor("batch_normalization_forward", c.FORWARD_TRAINING, x.desc, y.desc, a.eps, 0)
-        found = aligned_empty((2, self.repeat * a.x.shape[-1]), np.float32)
-        p.step(pd, {c.SRC: x, c.DST: y, c.MEAN: vector(p, found[0]), c.VARIANCE: vector(p, found[1])})
-        p.call(self._sums_of(found.reshape(2, self.repeat, -1)))
-        return fallback(p.kernel(), self._far_from_zero(*found), careful)
+        statistics = aligned_empty((2, self.repeat * a.x.shape[-1]), np.float32)
+        p.step(pd, {c.SRC: x, c.DST: y, c.MEAN: vector(p, statistics[0]), c.VARIANCE: vector(p, statistics[1])})
+        p.call(self._sums_of(statistics.reshape(2, self.repeat, -1)))
+        return fallback(p.kernel(), self._far_from_zero(*statistics), careful)
 
     def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
         """Return a function that returns whether any channel's mean is many times its deviation."""
@@ -188,15 +188,15 @@ class OnednnBatchNorm:
 
         return ask
 
-    def _sums_of(self, found: Any) -> Callable[[], None]:
-        """Return a function that turns `found`, mean and variance of every `repeat`-th row, into the sums."""
+    def _sums_of(self, sums: Any) -> Callable[[], None]:
+        """Return a function that turns `sums`, mean and variance of every `repeat`-th row, into the sums."""
         a, rows = self.a, self.a.rows / self.repeat
-        mean, square = (np.empty(found.shape[1:]) for _ in range(2))
+        mean, square = (np.empty(sums.shape[1:]) for _ in range(2))
 
         def run() -> None:
-            np.copyto(mean, found[0])
+            np.copyto(mean, sums[0])
             np.multiply(mean, mean, out=square)
-            np.add(square, found[1], out=square)
+            np.add(square, sums[1], out=square)
             np.add.reduce(mean, axis=0, out=a.sums[0])
             np.add.reduce(square, axis=0, out=a.sums[1])
             np.multiply(a.sums, rows, out=a.sums)
@@ -269,9 +269,9 @@ class OnednnBatchNorm:
         height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))
         scratch: OnednnMemory | None = None
         for first in range(0, len(x), height):
-            some, those = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
-            scratch = p.temporary(some.desc) if scratch is None else p.part(scratch, some.desc, 0)
-            self._correct(p, some, those, scratch, vectors)
+            inputs, those = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
+            scratch = p.temporary(inputs.desc) if scratch is None else p.part(scratch, inputs.desc, 0)
+            self._correct(p, inputs, those, scratch, vectors)
         return p.kernel()
 
     def _correct(

@@ -143,9 +143,9 @@ def max_pool(
         return safe, None
 
     def gradient() -> Kernel:
-        made = plain()[1]
-        assert made is not None
-        return made
+        kernel = plain()[1]
+        assert kernel is not None
+        return kernel
 
     return safe, either(backward, finite.failed, deferred(gradient))
 
@@ -308,8 +308,8 @@ def activation(
         backward = _watched(backward, invalid, invalid.raised, lambda: plain()[1])
     if forward is not None and (dx is None or backward is not None):
         return forward, backward
-    made = plain()
-    return forward or made[0], backward or made[1]
+    kernels = plain()
+    return forward or kernels[0], backward or kernels[1]
 
 
 def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel | None:

@@ -276,10 +276,10 @@ class _TapProducts:
             zeros, pairs = [], []
             for i, phase in enumerate(itertools.product(*(axis.phases for axis in outer))):
                 whole = view[i * size : (i + 1) * size].reshape(shape)
-                found = [axis.inputs(p) for axis, p in zip(axes, (*phase, None))]
-                inside = [into for into, _ in found]
+                spans = [axis.inputs(p) for axis, p in zip(axes, (*phase, None))]
+                inside = [into for into, _ in spans]
                 zeros += _edges(whole, inside)
-                pairs.append((whole[(slice(None), *inside)], self.x[(samples, *(inputs for _, inputs in found))]))
+                pairs.append((whole[(slice(None), *inside)], self.x[(samples, *(inputs for _, inputs in spans))]))
             return zeros, pairs
 
         return bind
