@@ -1,14 +1,10 @@
-"""Files of other frameworks: their libraries, the check before writing, and the offsets of tensors in a file.
-
-An ONNX file is one Protocol Buffers message. This parser reads only the lengths of its fields. The data of a tensor are
-one field, ``raw_data``; its offset in the file is kept, so that weights are read one by one when needed.
-"""
+"""Files of other frameworks: their libraries, and the check before writing."""
 
 from __future__ import annotations
 
 import importlib
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +20,6 @@ __all__ = [
     "check_place",
     "finite",
     "library",
-    "tensor_places",
 ]
 
 
@@ -84,63 +79,3 @@ def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:
         if is_ours():
             return
     raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")
-
-
-#: Numbers of fields: ModelProto.graph, GraphProto.initializer, TensorProto.name and TensorProto.raw_data.
-_GRAPH, _INITIALIZER, _NAME, _RAW = 7, 5, 8, 9
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
-
-Span = tuple[int, int]
-
-
-def tensor_places(content: bytes) -> dict[str, Span]:
-    """Return offset and length [B] of each initializer's raw data in a file's content, by name. Local.
-
-    Raises
-    ------
-    ValueError
-        If the content is not a message of Protocol Buffers.
-    """
-    spans: dict[str, Span] = {}
-    for graph in _fields(content, (0, len(content)), _GRAPH):
-        for tensor in _fields(content, graph, _INITIALIZER):
-            raw = list(_fields(content, tensor, _RAW))
-            for low, high in _fields(content, tensor, _NAME):
-                if raw:
-                    spans[content[low:high].decode()] = raw[-1][0], raw[-1][1] - raw[-1][0]
-    return spans
-
-
-def _fields(content: bytes, span: Span, field: int) -> Iterator[Span]:
-    """Yield start and end of the length-delimited fields of a message with the number `field`."""
-    at, stop = span
-    while at < stop:
-        key, at = _varint(content, at)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            _, at = _varint(content, at)
-        elif kind in (_EIGHT, _FOUR):
-            at += 8 if kind == _EIGHT else 4
-        elif kind == _BYTES:
-            length, at = _varint(content, at)
-            if at + length > stop:
-                raise ValueError(f"a field of {length} bytes at {at} reaches beyond its message, which ends at {stop}")
-            if number == field:
-                yield at, at + length
-            at += length
-        else:
-            raise ValueError(f"a field of kind {kind} at {at}")
-
-
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """Read a number of seven bits per byte, the lowest first. Return it and the offset after it."""
-    value, shift = 0, 0
-    while True:
-        byte = content[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError(f"a number of more than ten bytes at {at}")

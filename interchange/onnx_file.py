@@ -18,7 +18,7 @@ from halograd.errors import UserError
 
 from ..data.disk import reason_of, regular_size
 from .adaptive import DOMAIN, pooled_shape
-from .files import Buffer, library, tensor_places
+from .files import Buffer, library
 from .graph import Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
@@ -69,7 +69,7 @@ def read_onnx(
             regular_size(path)
         content = path.read_bytes() if contents is None else bytes(contents[path.name])
         model = onnx.load_model_from_string(content)
-        places = tensor_places(content)
+        offsets = _raw_offsets(content, model)
     except OSError as error:
         raise UserError(f"{path}: expected an ONNX file, got none: {reason_of(error)}") from error
     except Exception as error:  # the decoder's errors differ between versions
@@ -88,7 +88,7 @@ def read_onnx(
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     try:
-        make = partial(_Folding, path, model, places, source, buffers, contents)
+        make = partial(_Folding, path, model, offsets, source, buffers, contents)
         own = _own_shapes(model, shapes)
         if own == shapes:
             return make().graph(shapes)
@@ -102,6 +102,20 @@ def read_onnx(
             f"{path}: expected a graph as torch exports it, got one that cannot be read ({_line(error)}); export "
             "it again, with opset_version=20"
         ) from error
+
+
+def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
+    """Return the offsets in a file of the data of its large weights, so that each is read when needed.
+
+    The weights are in the file in their order in the model. One that is not found at its first 64 bytes is left out.
+    """
+    offsets, end = dict[str, int](), 0
+    for tensor in model.graph.initializer:
+        raw = tensor.raw_data
+        start = content.find(raw[:64], end) if len(raw) > 8 * _LARGE else -1
+        if start >= 0 and content.startswith(raw, start):
+            offsets[tensor.name], end = start, start + len(raw)
+    return offsets
 
 
 def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
@@ -126,7 +140,7 @@ class _Folding:
         self,
         path: Path,
         model: Any,
-        places: Mapping[str, tuple[int, int]],
+        offsets: Mapping[str, int],
         source: str,
         buffers: Collection[str] | None,
         contents: Mapping[str, Buffer] | None = None,
@@ -137,7 +151,7 @@ class _Folding:
         #: Axes of the inputs whose extents differ, and the operations seen so far, by output.
         self.moved: set[int] = set()
         self.runs: dict[str, SizedOperation] = {}
-        self.path, self.model, self.places, self.source, self.contents = path, model, places, source, contents
+        self.path, self.model, self.offsets, self.source, self.contents = path, model, offsets, source, contents
         self.onnx = library("onnx")
         self.origins = Origins(model, buffers)
         self.constants: dict[str, OnnxConstant] = {}
@@ -230,8 +244,8 @@ class _Folding:
         if tensor.data_location == self.onnx.TensorProto.EXTERNAL:
             place = {entry.key: entry.value for entry in tensor.external_data}
             file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
-        elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
-            file, offset = self._beside(self.path.name), self.places[tensor.name][0]
+        elif tensor.name in self.offsets and len(tensor.raw_data) == size:
+            file, offset = self._beside(self.path.name), self.offsets[tensor.name]
         else:
             return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), **origin)
         constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), **origin)
