@@ -32,6 +32,16 @@ def test_promises_are_kept(family, contention):
     assert not violations(problem)
 
 
+def test_a_plan_that_only_fits_with_wide_values_is_found_again():
+    """Wide values make room for messages superfluous: the plain strategy needs more memory."""
+    problem = drawn(56, contention=True)
+    network, times = problem.network(), RooflineTimes(problem.machine)
+    some = network, problem.batch, problem.ranks, problem.machine, times
+    plan = plan_network(*some, Planning("grid", recompute="none"))
+    again = plan_network(*some, Planning("grid", plan.prediction.memory_bytes, recompute="none"))
+    assert plan.strategy.widens and again.strategy == plan.strategy
+
+
 def strip(*extents: int) -> Network:
     """Return a network for a long and narrow sample."""
     y = Input((*extents, 8))
