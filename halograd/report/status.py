@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..documents import bytes_text
 from ..errors import UserError
-from ..training.directory import checkpoint_of
+from ..training.directory import Owner, checkpoint_of
 from ..training.log import Entry, lines_of, parse_lines, warn_of_lines
 from ..training.watchdog import STALLS, describe_stall, read_places
 
@@ -141,8 +141,8 @@ class Status:
     Attributes
     ----------
     state
-        ``"running"``, ``"quiet"`` (no log lines for a long time), ``"finished"``, ``"stopped"`` (after a checkpoint),
-        ``"interrupted"`` (by Ctrl-C; both continue with --resume), ``"failed"``.
+        ``"running"``, ``"quiet"`` (killed, or no log lines for a long time), ``"finished"``, ``"stopped"`` (after a
+        checkpoint), ``"interrupted"`` (by Ctrl-C; both continue with --resume), ``"failed"``.
     detail
         Reason of the state.
     step, steps, epoch, epochs
@@ -251,12 +251,21 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
         rank, where = describe_stall(places)
         stalled = f"no progress for {duration_text(max(0.0, now - since))}: rank {rank} on {places[rank].host}: {where}"
     every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
-    if age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
+    gone = _is_gone(record.directory)
+    if gone or age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
         text = f"nothing was logged for {duration_text(age)}: it was killed, hangs, or is in a long validation"
+        text = "the process of rank 0 is gone: the run was killed" if gone else text
         if len(places) > 1:  # launchers name the process that was killed
             text += f"; {STALLS} lists the process of each rank"
         return "quiet", stalled or text
     return "running", stalled
+
+
+def _is_gone(directory: Path) -> bool:
+    """Return whether the process that holds the directory ran on this machine and has ended without releasing it."""
+    with suppress(OSError, ValueError):
+        return Owner.parse((directory / "run.lock").read_text(encoding="utf-8")).gone(Owner.this()) is not None
+    return False
 
 
 def _pace(record: Record) -> float | None:

@@ -9,9 +9,11 @@ import h5py
 import pytest
 
 from halograd.errors import UserError
+from halograd.report.status import read_record, status_of
 from halograd.training.directory import checkpoint_of
 from halograd.training.log import read_log
 from halograd.training.run import train
+from halograd.training.watchdog import STALLS, read_places
 from tests.harness.limits import LIMIT
 from tests.launch import PATIENT, mpiexec
 from tests.training.launching import Gate, losses, rank_processes, sets, started, wait_for_step
@@ -42,6 +44,9 @@ def test_killed_and_resumed(tmp_path):
     assert max(losses(tmp_path / "out")) == KILL_AFTER
 
     assert (tmp_path / "out" / "run.lock").exists()
+    status = status_of(read_record(tmp_path / "out"))
+    assert status.state == "quiet" and "process of rank 0 is gone" in status.detail and STALLS in status.detail
+    assert read_places(tmp_path / "out" / STALLS)[2].process == ranks[2]  # the launcher names the process
     resumed = mpiexec(2, [*train, *sets("strategy.sample=2"), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert "run.lock: taken over from process" in resumed.stderr and "its process is gone" in resumed.stderr
