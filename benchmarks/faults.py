@@ -225,7 +225,8 @@ def main() -> None:
     """Run the jobs, and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=40)
-    parser.add_argument("--first", type=int, default=0, help="leave out the jobs before this one")
+    parser.add_argument("--first", type=int, default=0, help="first of these jobs to run")
+    parser.add_argument("--last", type=int, help="first of these jobs not to run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=0.1, help="run.stall_minutes")
     parser.add_argument("--launch", action="append", help="command of a launcher, with {ranks}")
@@ -236,7 +237,7 @@ def main() -> None:
         data = Path(place) / "mesh.h5"
         data.with_name("mesh.toml").write_text(CONFIG)
         generate(data, 32, 16, 1)
-        jobs = draw(launches, arguments.jobs, arguments.seed)[arguments.first :]
+        jobs = draw(launches, arguments.jobs, arguments.seed)[arguments.first : arguments.last]
         for number, job in enumerate(jobs, arguments.first):
             key = job.launch, job.ranks
             if key not in whole:

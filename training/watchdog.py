@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import platform
 import re
@@ -59,6 +60,8 @@ SUSPENDING = 5.0  # time after SIGTSTP within which Slurm stops a job [s]
 TAIL = 1 << 16  # size of the end of a log that holds the lines of all ranks that end at the same time [B]
 _NAME = re.compile(r"rank-(\d+)\.(.*)\.(\d+)\.txt")  # rank, host and process: launchers name the process
 _COMM = str(Path(comm_package.__file__).parent)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -250,8 +253,7 @@ class Watchdog:
         comm, folder = self._comm, self._log.with_name(STALLS)
         with contextlib.suppress(OSError):
             if comm.rank == 0:
-                for path in folder.glob("rank-*.txt"):  # of a killed job
-                    path.unlink()
+                _clear(folder)
                 folder.mkdir(exist_ok=True)
         self._hosts = comm.allgather_objects(platform.node())
         self._file = _StallFile(folder / f"rank-{comm.rank:05d}.{platform.node()}.{os.getpid()}.txt")
@@ -392,6 +394,16 @@ class Watchdog:
             return bool(_latest(self._log, event)[0]["by"] == by)
         except (OSError, LookupError):  # no log yet, or no disk: messages from two ranks are better than none
             return True
+
+
+def _clear(folder: Path) -> None:
+    """Remove the files of a killed job; warn if it made no progress when it was killed."""
+    places = read_places(folder)
+    if any(place.phase for place in places.values()):
+        rank, text = describe_stall(places)
+        _log.warning("the job before made no progress at its end: rank %d on %s: %s", rank, places[rank].host, text)
+    for path in folder.glob("rank-*.txt"):
+        path.unlink()
 
 
 def _in_comm(frame: FrameType | None) -> bool:
