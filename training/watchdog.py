@@ -52,7 +52,7 @@ LONGEST = 5.0  # maximum time that is counted between two readings; the process 
 QUIET = 10.0  # time without progress until a rank writes its position [s]
 # Times after the limit [s]: 32 ranks get a turn to print the message; then the timers end locked ranks; then the rank
 # that has printed aborts the job, which ends stopped ranks too; then the other ranks' timers end them.
-TURN, TURNS = 0.1, 32
+TURN, TURNS = 0.05, 32
 LOCKED = 4.0
 ABORT = 4.5
 LAST = 6.0
@@ -353,6 +353,7 @@ class Watchdog:
         faulthandler.dump_traceback(self._file.descriptor)
         time.sleep(TURN * min(self._comm.rank, TURNS))
         if self._report(since):
+            self._arm(LAST)
             time.sleep(ABORT)
             self._comm.abort(1)
         time.sleep(2 * LAST)
