@@ -139,9 +139,9 @@ class BatchNorm(Layer):
         return self.changed(statistics="global" if sums else "local"), sums
 
     def may_widen(self, inputs: int, parts: Mapping[str, int], options: Mapping[str, Any]) -> bool:
-        # In a margin, the statistics of another rank's block would be needed, and both gradients of a sum.
+        # In a margin, the statistics of another rank's block would be needed.
         own = options.get("statistics", self.statistics) == "local"
-        return inputs == 1 and not own and super().may_widen(inputs, parts, options)
+        return not own and super().may_widen(inputs, parts, options)
 
     def depends_on_cut(self, options: Mapping[str, Any]) -> bool:
         return bool(options.get("statistics", self.statistics) != "global")
@@ -163,7 +163,7 @@ class BatchNorm(Layer):
         views |= {name: context.keep((2, channels), "float64", "statistics") for name in ("sums", "means", "moments")}
         views |= lower_affine(context, channels)
         views |= {f"running_{key}": view for key, view in context.state.items()}
-        margin = NormMargin(context, inputs[0], views)
+        margin = NormMargin(context, inputs, views)
         sizes = (16 * boxes.extents[-1]).tolist()
         total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
         running = None
@@ -177,9 +177,9 @@ class BatchNorm(Layer):
         share, again = own / max(1, everyone), context.options.get("recompute", "none") != "none"
         numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again, len(inputs))
         kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
-        kernel = context.kernel(partial(kind, numbers), **views, x=margin.x, y=margin.y, residual=None)
+        kernel = context.kernel(partial(kind, numbers), **views, x=margin.inputs[0], y=margin.y, residual=None)
         if len(inputs) > 1:
-            kernel.add(residual=inputs[1].view)
+            kernel.add(residual=margin.inputs[1])
         kernel.norm = self._sums(partial(partial, kind), numbers)
 
         def settle() -> None:
@@ -187,10 +187,6 @@ class BatchNorm(Layer):
                 context.finish(running)
                 context.run(kernel, "settle")
 
-        for x in inputs:
-            x.start()
-        for x in inputs:
-            x.finish()
         margin.read()
         settle()
         forward = context.timing("forward", inputs=tuple(v.layout.boxes.longest for v in context.inputs))
@@ -210,13 +206,8 @@ class BatchNorm(Layer):
             context.start(running, when="training")
 
         def backward() -> None:
-            dy, dx = margin.gradients(self, f, numbers.count)
-            kernel.add(dy=dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
-            if len(inputs) > 1 and f is not None:
-                needed = context.needs_gradient(1)
-                kernel.add(dresidual=context.gradient(1) if needed else context.scratch(context.box.shape))
-            elif len(inputs) > 1 and context.needs_gradient(1):
-                context.pass_gradient(1)
+            found = margin.gradients(self, f, numbers.count)
+            kernel.add(**found, **{f"d{key}": view for key, view in context.grads.items()})
             settle()
             margin.differentiate()
             backward = context.timing("backward_data", inputs=forward.inputs, outputs=forward.outputs)

@@ -186,8 +186,11 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
             return
         dx, owned = context.gradient(0), context.inputs[0].held_gradient[context.rank]
         halo = context.gather_gradient(context.gradient_blocks, masked)
+        # Without an exchange to hide, the filter gradient may hide a sum that needs the data gradient (`hide_sums`).
+        hides = halo.exchange is not None or not context.inputs[0].wide
         halo.start()
-        context.run(weights, timing=context.timing("backward_filter"))
+        if hides:
+            context.run(weights, timing=context.timing("backward_filter"))
         halo.finish()
         if owned.size and not halo.box.size:
             data = context.kernel(zeroing, array=dx)
@@ -196,6 +199,8 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
             data = context.kernel(partial(conv_data, back), dy=halo.view, w=w, dx=dx)
             data.summing = Summing("dx", ("dx", "w", "dy"), back, partial(partial, conv_data_sums, back))
         context.run(data, timing=context.timing("backward_data"))
+        if not hides:
+            context.run(weights, timing=context.timing("backward_filter"))
 
     return Lowered(backward)
 

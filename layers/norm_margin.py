@@ -34,37 +34,39 @@ class NormMargin:
 
     Parameters
     ----------
-    x
-        Gathered input.
+    inputs
+        Gathered inputs. The second is added before the activation.
     vectors
         Arrays per channel by name: ``gamma``, ``mean``, ``running_mean``, ``sums``, ...
 
     Attributes
     ----------
-    x, y
+    inputs, y
         Arrays of the owned box; packed.
     """
 
-    def __init__(self, context: Context, x: Gathered, vectors: Mapping[str, View]) -> None:
+    def __init__(self, context: Context, inputs: Sequence[Gathered], vectors: Mapping[str, View]) -> None:
         self.context, self._wide = context, context.output.wide
-        self._gathered, self._vectors = x, vectors
+        self._gathered, self._vectors = dict(zip(("x", "residual"), inputs)), vectors
         self._boxes = _around(context.box, context.own) if self._wide else []
-        self.x, self.y = x.view, context.y
+        self.inputs, self.y = [x.view for x in inputs], context.y
         self._out: list[tuple[View, View]] = []
         self._kernel: KernelSpec | None = None
         if self._wide:
             # The view of a box is strided if more than the first cut axis has a margin.
-            view = Region(x.view, x.box).part(context.own)
-            self.x = view if view.packed else context.scratch(view.shape)
+            self._views = [value.region.part(context.own) for value in context.inputs]
+            self.inputs = [view if view.packed else context.scratch(view.shape, view.dtype) for view in self._views]
             self.y = self._made(Region(context.y, context.box), context.own)
 
     def _made(self, region: Region, box: Box) -> View:
-        """Return a packed array for a box of the region, into which `_write` copies it."""
-        view = region.part(box)
-        if view.packed:
+        """Return a packed array for a box, of which `_write` copies into the region what this has of it."""
+        part = box & region.box
+        view = region.part(part)
+        if part == box and view.packed:
             return view
-        array = self.context.scratch(view.shape)
-        self._out.append((array, view))
+        array = self.context.scratch(box.shape)
+        if part.size:
+            self._out.append((Region(array, box).part(part), view))
         return array
 
     def _write(self) -> None:
@@ -73,19 +75,34 @@ class NormMargin:
         self._out = []
 
     def read(self) -> None:
-        """Copy the owned box of the input, if its view is strided."""
-        if self._wide and self.x.buffer is not self._gathered.view.buffer:
-            view = Region(self._gathered.view, self._gathered.box).part(self.context.own)
-            self.context.copy((view, self.x), timing=Timing("copy", (), copied=view.nbytes))
+        """Start the exchanges of the margins, which travel during the sum of the statistics; make owned boxes packed.
+        """
+        for x in self._gathered.values():
+            x.start()
+        if not self._wide:
+            self._arrive()
+            return
+        strided = [(view, array) for view, array in zip(self._views, self.inputs) if view is not array]
+        self.context.copy(*strided, timing=Timing("copy", (), copied=sum(view.nbytes for view, _ in strided)))
+
+    def _arrive(self) -> None:
+        for x in self._gathered.values():
+            x.finish()
+
+    def _parts(self, boxes: Sequence[Box]) -> dict[str, View]:
+        """Return the inputs in the boxes, by name and number."""
+        regions = {name: Region(x.view, x.box) for name, x in self._gathered.items()}
+        packed = self.context.packed
+        return {f"{name}{i}": packed(r.part(box)) for name, r in regions.items() for i, box in enumerate(boxes)}
 
     def normalize(self, layer: Any, f: FusedActivation | None) -> None:
         """Add the forward pass of the margin, and the copy of the owned box into the output."""
         if not self._wide:
             return
         context = self.context
+        self._arrive()
         if self._boxes:
-            x, y = Region(self._gathered.view, self._gathered.box), Region(context.y, context.box)
-            views = {f"x{i}": context.packed(x.part(box)) for i, box in enumerate(self._boxes)}
+            views, y = self._parts(self._boxes), Region(context.y, context.box)
             views |= {f"y{i}": self._made(y, box) for i, box in enumerate(self._boxes)}
             vectors = {k: v for k, v in self._vectors.items() if k != "moments"}
             kernel = context.kernel(partial(_normalizing, layer.eps, f), **views, **vectors)
@@ -94,25 +111,37 @@ class NormMargin:
             context.run(kernel, "train", when="training", timing=timing)
         self._write()
 
-    def gradients(self, layer: Any, f: FusedActivation | None, count: int) -> tuple[View, View]:
-        """Return the arrays of the gradients of output and input in the owned box."""
-        context, value = self.context, self.context.inputs[0]
-        dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.own.shape)
-        dy, box = context.gradient_for(0), value.held_gradient[context.rank]
-        if not self._wide and box == context.own:
-            return dy, dx
-        grads, target = Region(dy, box), Region(dx, box)
-        boxes = _around(box, context.own)
-        if boxes:
-            x = Region(self._gathered.view, self._gathered.box)
-            views = {f"x{i}": context.packed(x.part(one)) for i, one in enumerate(boxes)}
-            views |= {f"dy{i}": context.packed(grads.part(one)) for i, one in enumerate(boxes)}
-            views |= {f"y{i}": context.scratch(one.shape) for i, one in enumerate(boxes)}
-            views |= {f"dx{i}": self._made(target, one) for i, one in enumerate(boxes)}
+    def gradients(self, layer: Any, f: FusedActivation | None, count: int) -> dict[str, View]:
+        """Return the arrays of the gradients in the owned box: of the output, ``dy``, and of the inputs, ``dx`` and, if
+        the activation separates it from ``dy``, ``dresidual``.
+        """
+        context = self.context
+        names = ["dx", "dresidual"][: len(context.inputs) if f is not None else 1]
+        values = [context.inputs[i] for i in range(len(names)) if context.needs_gradient(i)]
+        boxes = context.output.layout.boxes.joined([value.held_gradient for value in values])
+        targets = {
+            name: Region(context.gradient(i), context.inputs[i].held_gradient[context.rank])
+            for i, name in enumerate(names)
+            if context.needs_gradient(i)
+        }
+        grads = Region(context.gradient_in(boxes), boxes[context.rank])
+        if len(context.inputs) > len(names) and context.needs_gradient(1):
+            context.pass_gradient(1, context.gradient_for(1))
+        margin = _around(grads.box, context.own)
+        if margin:
+            views = self._parts(margin)
+            views |= {f"dy{i}": context.packed(grads.part(one)) for i, one in enumerate(margin)}
+            views |= {f"y{i}": context.scratch(one.shape) for i, one in enumerate(margin)}
+            for name in names:
+                views |= {f"{name}{i}": self._gradient(targets, name, one) for i, one in enumerate(margin)}
             vectors = {k: self._vectors[k] for k in ("gamma", "beta", "mean", "var", "sums", "means")}
             self._kernel = context.kernel(partial(_differentiating, layer.eps, f, count), **views, **vectors)
-            self._timing = _timing(context, boxes)
-        return context.packed(grads.part(context.own)), self._made(target, context.own)
+            self._timing = _timing(context, margin)
+        own = {name: self._gradient(targets, name, context.own) for name in names}
+        return {"dy": context.packed(grads.part(context.own)), **own}
+
+    def _gradient(self, targets: Mapping[str, Region], name: str, box: Box) -> View:
+        return self._made(targets[name], box) if name in targets else self.context.scratch(box.shape)
 
     def differentiate(self) -> None:
         """Add the first part of the backward pass of the margin; it overwrites the sums."""
@@ -146,7 +175,7 @@ def _timing(context: Context, boxes: Sequence[Box]) -> Timing:
     samples, *spatial, channels = boxes[0].shape
     elements = sum(math.prod(box.shape[1:-1]) for box in boxes)
     shape = (samples, elements, *(1 for _ in spatial[1:]), channels)
-    return context.timing("boundary", inputs=(shape,), outputs=shape[1:-1])
+    return context.timing("boundary", inputs=(shape,) * len(context.inputs), outputs=shape[1:-1])
 
 
 class _Kernels:
@@ -181,7 +210,7 @@ class _Normalizing:
             made.close()
 
 
-_READ = ("x*", "gamma", "beta")
+_READ = ("x*", "residual*", "gamma", "beta")
 
 
 @makes(
@@ -213,8 +242,8 @@ class _Differentiating(_Kernels):
 
 
 @makes(
-    begin=Access((*_READ, "dy*", "mean", "var"), ("y*", "dx*", "sums")),
-    correct=Access((*_READ, "dy*", "dx*", "mean", "var", "sums"), ("dx*", "means")),
+    begin=Access((*_READ, "dy*", "mean", "var"), ("y*", "dx*", "dresidual*", "sums")),
+    correct=Access((*_READ, "y*", "dy*", "dx*", "dresidual*", "mean", "var", "sums"), ("dx*", "means")),
 )
 def _differentiating(
     eps: float, f: FusedActivation | None, count: int, environment: Any, **arrays: Any
@@ -229,9 +258,12 @@ def _numbers(arrays: Mapping[str, Any]) -> range:
     return range(sum(name[0] == "x" for name in arrays))
 
 
+_BOXES = ("x", "y", "dy", "dx", "residual", "dresidual")
+
+
 def _made(environment: Any, arrays: Mapping[str, Any], i: int, **more: Any) -> BatchNormKernels:
     """Return the backend's kernels of one box."""
-    given: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in ("x", "y", "dy", "dx")}
+    given: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in _BOXES}
     given |= {name: arrays[name] for name in ("gamma", "beta", "sums", "means")}
     found: BatchNormKernels = environment.kernels.batch_norm(BatchNormArrays(**given, **more))
     return found

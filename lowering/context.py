@@ -374,7 +374,10 @@ class Context:
 
         `masked` replaces `dy`, as in `gather_gradient`.
         """
-        boxes = self.inputs[i].held_gradient
+        return self.gradient_in(self.inputs[i].held_gradient, masked)
+
+    def gradient_in(self, boxes: Blocks, masked: View | None = None) -> View:
+        """Return the gradient of the output in these boxes, as `gradient_for`."""
         if boxes == self.output.held_gradient:
             return self.dy if masked is None else masked
         return self.gather_gradient(boxes, masked).run().view

@@ -1,9 +1,11 @@
 """Choice of wide values: layers of a plan that compute margins instead of exchanging halos, where this is faster.
 
-The layers between two halo exchanges are a *link*: if all of them are wide, the exchange behind them is left out. Links
-are joined to runs, and for every length in `RUNS` the whole network is simulated. The runs that gain most by these
-simulations form one more strategy. The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the
-times of kernels on larger blocks, and of copies, are less certain than those of exchanges.
+The layers between two halo exchanges are a *link*: if all of them are wide, the exchange behind them is left out. If
+only its last layers are wide, from a norm on, the exchange moves before this norm, and travels during the sum of its
+statistics. Links are joined to runs: the last link of a run is wide from its norm on, the others as a whole. For every
+length in `RUNS` the whole network is simulated. The runs that gain most by these simulations form one more strategy.
+The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the times of kernels on larger blocks,
+and of copies, are less certain than those of exchanges.
 
 If the halos that computation does not hide, and packing, take less than `MARGIN` of the step, nothing is simulated.
 """
@@ -21,8 +23,8 @@ __all__ = ["MARGIN", "RUNS", "wider"]
 
 #: Part of the step's time that wide values must save.
 MARGIN = 0.05
-#: Numbers of links that are joined: all but the last of them become wide.
-RUNS = (2, 3, 4, 6, 12)
+#: Numbers of links that are joined: all but the last of them become wide, and the last from its statistics on.
+RUNS = (1, 2, 3, 4, 6, 12)
 
 
 def wider(
@@ -49,7 +51,7 @@ def wider(
     for length in RUNS:
         runs = [range(first, min(first + length, len(links))) for first in range(0, len(links), length)]
         made = with_wide(strategy, _wide(plain, links, runs))
-        if made.layers in [other.layers for _, other in found]:
+        if made.layers in [strategy.layers, *(other.layers for _, other in found)]:
             continue
         prediction = simulate(made)
         found.append((prediction.step_seconds, made))
@@ -82,8 +84,13 @@ def _links(records: Sequence[LayerRecord]) -> list[range]:
 
 
 def _wide(plain: Prediction, links: Sequence[range], runs: Sequence[range]) -> list[str]:
-    """Return the names of the layers in all links of the runs but the last of each."""
-    return [plain.layers[i].name for run in runs for link in run[:-1] for i in links[link]]
+    """Return the names of the wide layers of the runs."""
+    numbers: list[int] = []
+    for run in runs:
+        numbers += [i for link in run[:-1] for i in links[link]]
+        last = links[run[-1]]
+        numbers += range(next((i for i in last if plain.layers[i].statistics), last.stop), last.stop)
+    return [plain.layers[i].name for i in numbers]
 
 
 def _gains(

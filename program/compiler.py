@@ -24,7 +24,7 @@ from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
 from .recompute import exchanges, exchanges_again, recompute
-from .widening import layout_held, widen
+from .widening import hide_sums, layout_held, widen
 
 __all__ = ["Alone", "compile_program", "lower_program", "outline"]
 
@@ -68,7 +68,7 @@ def lower_program(
     """Compile a program in which nothing is computed again. Local. The parameters are those of `compile_program`."""
     compiler = _Compiler(network, strategy, target, replicable)
     compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
-    return apply_passes(compiler.program, strategy.passes)
+    return apply_passes(hide_sums(compiler.program), strategy.passes)
 
 
 def outline(network: Network, strategy: Strategy, target: Target) -> Program:

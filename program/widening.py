@@ -10,17 +10,27 @@ wider: a run of wide layers exchanges once, at its beginning. ::
 In the backward pass, the gradient of a wide value is computed with the margin that the layer before needs
 (`Value.held_gradient`), if the value itself is held there; the halo of the gradient of the last layer is wider. Sums
 over elements (gradients of parameters, statistics of batch norms) have the elements that a rank owns only.
+
+The filter gradient of a layer that exchanges nothing in the backward pass has no halo to hide. It hides the sum of the
+norm before this layer instead (`hide_sums`). ::
+
+    plain    filter gradient of conv2 | data gradient of conv2      | sums of bn1 |
+             halo of dy ......|                                     | all-reduce  | bn1
+    wide     data gradient of conv2 | sums of bn1 | filter gradient of conv2      | bn1
+                                                  | all-reduce ..|
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..dtensor import Blocks, Layout
+from ..lowering.operations import Operation, Run, Total
 from ..lowering.views import Value
-from .program import Step
+from .program import Program, Step
 
-__all__ = ["layout_held", "widen"]
+__all__ = ["hide_sums", "layout_held", "widen"]
 
 
 def layout_held(value: Value) -> Layout:
@@ -80,3 +90,41 @@ def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
         if reader.layer.stencil is None and not reader.output.held.contain(boxes):
             return own.boxes
     return boxes if value.held.contain(boxes) else own.boxes
+
+
+def hide_sums(program: Program) -> Program:
+    """Return the program in which filter gradients run during the sums of the next layers of the backward pass. Local.
+
+    The operations up to the start of such a sum move before the filter gradient. They do not use what it writes. No sum
+    or exchange moves past another one, nor past a layer after which sums of gradients may start: their order is the
+    same on all ranks.
+    """
+    if not any(value.wide for value in program.values.values()):
+        return program
+    trained = {step.name for step in program.steps if step.parameters}
+    segments = [list(segment.operations) for segment in program.backward]
+    for at, own in enumerate(segments):
+        if not own or not _is_filter_gradient(own[-1]):
+            continue
+        for i in range(at + 1, len(segments)):
+            following = segments[i]
+            plain = next((k for k, one in enumerate(following) if not _is_plain(one)), len(following))
+            starts = following[plain : plain + 1]
+            if starts and isinstance(starts[0], Total) and starts[0].end == "start":
+                moved = [one for some in segments[at + 1 : i] for one in some] + following[: plain + 1]
+                own[-1:] = [*moved, own[-1]]
+                segments[at + 1 : i + 1] = [*([] for _ in range(at + 1, i)), following[plain + 1 :]]
+            if starts or program.backward[i].name in trained:
+                break
+    backward = [replace(segment, operations=own) for segment, own in zip(program.backward, segments)]
+    return replace(program, backward=backward)
+
+
+def _is_filter_gradient(operation: Operation) -> bool:
+    timing = operation.timing if isinstance(operation, Run) else None
+    return timing is not None and timing.phase == "backward_filter"
+
+
+def _is_plain(operation: Operation) -> bool:
+    """Return whether an operation communicates nothing."""
+    return isinstance(operation, Run) and not operation.guarded and not any(True for _ in operation.sums())

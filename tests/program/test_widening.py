@@ -8,7 +8,7 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
-from halograd.lowering.operations import Transfer
+from halograd.lowering.operations import Total, Transfer
 from halograd.perfmodel.cost import count_step
 from halograd.program.compiler import compile_program
 from halograd.program.program import Target
@@ -59,7 +59,16 @@ def mixed():
     return ended(y)
 
 
-NETWORKS = {make.__name__: make for make in (units, branches, pools, mixed)}
+def shortcuts():
+    """Return residual blocks whose norms add a shortcut: with an activation or none, an identity or a convolution."""
+    y = hg.Conv(4, 3, padding=1, activation="relu", name="conv0")(hg.Input((HEIGHT, WIDTH, 3), name="x"))
+    z = hg.BatchNorm("sample", activation="relu", name="bn1")(hg.Conv(4, 3, padding=1, bias=False, name="conv1")(y))
+    y = hg.BatchNorm(activation="relu", name="bn2")(hg.Conv(4, 3, padding=1, bias=False, name="conv2")(z), y)
+    z = hg.BatchNorm(name="bn3")(hg.Conv(3, 3, 2, padding=1, name="conv3")(y), hg.Conv(3, 1, 2, name="short")(y))
+    return ended(hg.BatchNorm(activation="relu", name="bn4")(hg.Conv(3, 3, padding=1, name="conv4")(z), z))
+
+
+NETWORKS = {make.__name__: make for make in (units, branches, pools, mixed, shortcuts)}
 
 
 def stepped(comm, network, strategy, dtype="float64", backend="numpy", debug=False):
@@ -89,6 +98,7 @@ def exchanges(program):
     [
         pytest.param("units", marks=pytest.mark.ranks(2, 4)),
         pytest.param("branches", marks=pytest.mark.ranks(4)),
+        pytest.param("shortcuts", marks=pytest.mark.ranks(2, 4)),
         pytest.param("pools", marks=pytest.mark.ranks(3)),
         pytest.param("mixed", marks=pytest.mark.ranks(2)),
     ],
@@ -139,6 +149,29 @@ def test_a_run_exchanges_at_its_ends():
     assert program.values["bn1"].held[1].shape == (2, 5, WIDTH, 4)
     assert program.values["conv0"].held[1].shape == (2, 7, WIDTH, 4)
     assert program.values["conv1"].held_gradient[1].shape == (2, 5, WIDTH, 4)
+
+
+def test_a_halo_travels_during_the_sum_of_the_statistics_of_a_wide_norm():
+    strategy = Strategy({"height": 2, "width": 2}, {"bn1": {"wide": True}})
+    program = compile_program(units(), strategy, Target(2, 4, rank=1))
+    (forward,) = (s.operations for s in program.forward if s.name == "bn1")
+    halo = [i for i, o in enumerate(forward) if isinstance(o, Transfer)]
+    total = [i for i, o in enumerate(forward) if isinstance(o, Total)]
+    assert halo[0] < total[0] < total[1] < halo[1]
+    assert not any(isinstance(o, Transfer) for s in program.forward if s.name == "conv2" for o in s.operations)
+
+
+def test_filter_gradients_hide_sums_only_where_they_hide_no_halo():
+    """The last of the run hides the halo of its dy; before bn1, a sum of running statistics must end first."""
+    for wide, hidden in ((True, {"bn0": "conv1"}), (False, {})):
+        program = compile_program(units(), Strategy({"height": 4}, options={"wide": wide}), Target(2, 4, rank=1))
+        found, pending = {}, None
+        for operation in (o for s in program.backward for o in s.operations):
+            if isinstance(operation, Total):
+                pending = operation.layer if operation.end == "start" else None
+            elif pending and operation.timing is not None and operation.timing.phase == "backward_filter":
+                found[pending] = operation.layer
+        assert found == hidden
 
 
 def test_what_cannot_be_wide_is_exchanged():
