@@ -28,31 +28,19 @@ class CudaLoss(ScratchKernel, LossKernel):
         Number by which every scale is divided (elements per position).
     """
 
-    def __init__(
-        self, launches: tuple[Launch, Launch], scratch: Scratch, impl: str, samples: int, rows: int, divisor: int
-    ) -> None:
-        self._launches, self._rows, self._divisor, self._samples = launches, rows, divisor, samples
-        blocks = launches[0].blocks
-        launches[1].set(partials=blocks)
+    def __init__(self, launch: Launch, scratch: Scratch, impl: str, samples: int, rows: int, divisor: int) -> None:
+        self._launch, self._rows, self._divisor, self._samples = launch, rows, divisor, samples
 
         def bind() -> Callable[[], Any]:
-            partial = scratch.view((blocks,), np.float64)
-            for launch in launches:
-                launch.set(partial=partial)
-            return self._both
+            launch.set(partial=scratch.view((launch.blocks,), np.float64))
+            return launch
 
-        super().__init__(bind, scratch, 8 * blocks, f"cuda:{impl}")
+        super().__init__(bind, scratch, 8 * launch.blocks, f"cuda:{impl}")
         self.set(samples, 1.0)
-
-    def _both(self) -> None:
-        first, second = self._launches
-        first()
-        second()
 
     def set(self, samples: int, scale: float) -> None:
         counted = max(0, min(samples, self._samples)) * self._rows
-        for launch in self._launches:
-            launch.set(counted=counted, scale=scale / self._divisor)
+        self._launch.set(counted=counted, scale=scale / self._divisor)
 
 
 class CudaLosses(Losses):
@@ -122,9 +110,9 @@ class CudaLosses(Losses):
         """
         per_block = block[1] if block[1] > 1 else THREADS
         blocks = max(1, min(math.ceil(items / per_block), self.launcher.blocks(8)))
-        first = Launch(self.launcher, program, name, (blocks,), block, **members)
-        last = Launch(self.launcher, program, "finish_loss", (1,), **members)
-        return CudaLoss((first, last), self.scratch, name, samples, members["rows"] // samples, divisor)
+        arrived = self.launcher.upload(np.zeros(1, np.uint64))
+        launch = Launch(self.launcher, program, name, (blocks,), block, arrived=arrived, **members)
+        return CudaLoss(launch, self.scratch, name, samples, members["rows"] // samples, divisor)
 
 
 def _members(arrays: LossArrays) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,30 @@ from .launch import (
 )
 from .sources import CudaProgram, dtype_name
 
-__all__ = ["WHOLE_ROWS", "CudaNorms"]
+__all__ = ["CudaNorms", "pays_whole"]
+
+#: Rows up to which an estimate decides if a norm is one launch per direction: a multiprocessor reads all rows of 32
+#: bytes of channels, which its block has, at 60 GB/s, once from memory and once from a cache; two launches read and write
+#: at the rate of the memory, and take 2 us more.
+MOST_ROWS = 4096
+BLOCK_RATE, MEMORY_RATE, LAUNCH = 60e9, 2.7e12, 2e-6
+
+
+def pays_whole(rows: int, nbytes: int, blocks: int, units: int, inputs: int) -> bool:
+    """Return whether a norm takes no longer in one launch than in two, by an estimate.
+
+    Parameters
+    ----------
+    nbytes
+        Size of one tensor [B].
+    blocks, units
+        Blocks of one launch, and multiprocessors.
+    inputs
+        Tensors that both passes read: x, in backward also dy.
+    """
+    whole = 2 * inputs * rows * 32 / BLOCK_RATE * -(-blocks // units)
+    estimate = whole <= LAUNCH + (2 * inputs + 1) * nbytes / MEMORY_RATE
+    return rows <= WHOLE_ROWS or (rows <= MOST_ROWS and estimate)
 
 
 @dataclass(frozen=True)
@@ -135,7 +159,7 @@ class Norm:
         kernels.
         """
         if self.a.local:
-            return self._whole() if self.rows <= WHOLE_ROWS else self._local_kernels()
+            return self._local_kernels()
         statistics = self._statistics()
         forward = sequence("norm", self._forward())
         if self.a.dx is None:
@@ -144,21 +168,23 @@ class Norm:
         return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
 
     def _local_kernels(self) -> BatchNormKernels:
-        """Return the kernels for statistics of `x` alone, without intermediate sums."""
-        forward = self._statistics(self._forward())
-        if self.a.dx is None:
-            return BatchNormKernels(idle(), forward, None, None)
-        return BatchNormKernels(idle(), forward, self._gradient_sums(self._gradient_data()), idle())
-
-    def _whole(self) -> BatchNormKernels:
-        """Return the kernels for statistics of `x` alone, one launch per direction."""
+        """Return the kernels for statistics of `x` alone, one or two launches per direction."""
         a = self.a
         grid = ColumnsGrid.whole(self.batch, self.rows, self.channels, a.x, a.y, a.dy, a.dx, a.residual, a.dresidual)
-        forward = sequence("norm", self._launch("whole_forward", grid, fused=True, **self._moments()))
+        blocks, units = math.prod(grid.grid), self.launcher.units
+        whole = [pays_whole(self.rows, a.x.nbytes, blocks, units, inputs) for inputs in (1, 2)]
+        if whole[0]:
+            forward = sequence("norm", self._launch("whole_forward", grid, fused=True, **self._moments()))
+        else:
+            forward = self._statistics(self._forward())
         if a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
-        backward = self._launch("whole_backward", grid, fused=True, **self._gradients(), **self._means())
-        return BatchNormKernels(idle(), forward, sequence("norm gradient", backward), idle())
+        if whole[1]:
+            both = self._launch("whole_backward", grid, fused=True, **self._gradients(), **self._means())
+            backward = sequence("norm gradient", both)
+        else:
+            backward = self._gradient_sums(self._gradient_data())
+        return BatchNormKernels(idle(), forward, backward, idle())
 
 
 def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any) -> Kernel:

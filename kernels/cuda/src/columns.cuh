@@ -29,6 +29,10 @@ template <int V> DEVICE Columns columns(int64 rows, int64 channels) {
 // Element of the first of this thread's channels in row r.
 DEVICE Index element(const Columns& at, Index r) { return at.base + r * at.channels; }
 
+// The same, counted from the last row: a pass over rows that another pass has just read begins with those that are still
+// in a cache (L2: some 25 MB of the last ones).
+DEVICE Index from_end(const Columns& at, Index r) { return element(at, at.rows - 1 - r); }
+
 // Add up the sums of two quantities over the threads of a block that have the same channels, as a tree; right where
 // threadIdx.y is 0 only. All threads must come here.
 template <int V> DEVICE void add_threads(double (&sums)[2][V]) {

@@ -1,4 +1,4 @@
-// Losses with their gradients in one pass. Blocks leave partial sums in double; `finish` adds them up.
+// Losses with their gradients in one pass. Blocks leave partial sums in double, which the one that ends last adds up.
 #include "rows.cuh"
 
 struct LossParams {
@@ -22,7 +22,7 @@ struct LossParams {
     double smoothing;
     int64 ignores;
     int64 ignored;
-    int64 partials;
+    uint64* arrived;  // blocks that have left their sum: 0 before and after
 };
 
 DEVICE double loss_scale(const LossParams& p) {
@@ -32,16 +32,28 @@ DEVICE double loss_scale(const LossParams& p) {
 
 DEVICE A gradient_scale(const LossParams& p) { return A(p.factor ? loss_scale(p) * *p.factor : loss_scale(p)); }
 
+// Add up what the threads of all blocks have found, in an order that never changes. All threads must come here.
 DEVICE void leave(const LossParams& p, double sum) {
+    __shared__ bool last;
+    const bool first = threadIdx.x == 0 && threadIdx.y == 0;
     const double found = block_sum(sum);
-    if (threadIdx.x == 0 && threadIdx.y == 0) p.partial[blockIdx.x] = found;
-}
-
-BLOCK_KERNEL(finish_loss, LossParams) {
-    double sum = 0;
-    for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
+    if (first) p.partial[blockIdx.x] = found;
+    __threadfence();
+    __syncthreads();
+    if (first) {
+        last = atomicAdd(p.arrived, uint64(1)) == uint64(gridDim.x - 1);
+        if (last) *p.arrived = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    // Not from a cache of this multiprocessor, which does not have what others have written since.
+    const volatile double* partial = p.partial;
+    const volatile uint64* wrong = p.wrong;
+    sum = 0;
+    for (int i = int(threadIdx.y * blockDim.x + threadIdx.x); i < int(gridDim.x); i += 256) sum += partial[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *p.loss = p.wrong && *p.wrong ? INFINITY - INFINITY : sum * loss_scale(p);
+    if (first) *p.loss = wrong && *wrong ? INFINITY - INFINITY : sum * loss_scale(p);
 }
 
 // The weight of element `channel` of a row.

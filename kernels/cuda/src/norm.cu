@@ -194,8 +194,8 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             if (row + t * at.step >= at.rows) continue;
-            load<V>(p.x + element(at, row + t * at.step), x[t]);
-            if (RESIDUAL) load<V>(p.residual + element(at, row + t * at.step), residual[RESIDUAL ? t : 0]);
+            load<V>(p.x + from_end(at, row + t * at.step), x[t]);
+            if (RESIDUAL) load<V>(p.residual + from_end(at, row + t * at.step), residual[RESIDUAL ? t : 0]);
         }
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
@@ -206,7 +206,7 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
                 if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
                 x[t][k] = fused(x[t][k], A(p.alpha));
             }
-            store<V>(x[t], p.y + element(at, row + t * at.step));
+            store<V>(x[t], p.y + from_end(at, row + t * at.step));
         }
     }
 }
@@ -235,8 +235,8 @@ template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, con
         for (int t = 0; t < 2; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
-            load<V>(p.x + element(at, r), x[t]);
-            load<V>(given + element(at, r), dy[t]);
+            load<V>(p.x + from_end(at, r), x[t]);
+            load<V>(given + from_end(at, r), dy[t]);
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -248,7 +248,7 @@ template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, con
                 const A gradient = MASKED ? dy[t][k] : fused_gradient(z, A(p.alpha), dy[t][k]);
                 dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
             }
-            store<V>(dy[t], p.dx + element(at, r));
+            store<V>(dy[t], p.dx + from_end(at, r));
         }
     }
 }

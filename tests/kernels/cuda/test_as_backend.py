@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import ClassTargets, FusedActivation, LossArrays, UpdateArrays
+from halograd.kernels.kernel import BatchNormArrays
 
 from ..conftest import BFLOAT16, Arrays
 from ..test_attention import (  # noqa: F401
@@ -93,6 +94,27 @@ def test_local_statistics_of_many_rows(typed, shape, f, monkeypatch):
     """A norm of more rows than one block takes: chunks of rows, whose sums the block that ends last adds up."""
     monkeypatch.setattr("halograd.kernels.cuda.norms.WHOLE_ROWS", 0)
     test_on_its_statistics(typed, shape, f, local=True)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_second_passes_over_the_rows_begin_at_the_end(cuda, direction):
+    """An output 8 rows (one round of threads) behind an input: from the first row on, it would overwrite rows to read.
+    """
+    rows, channels, ahead = 64, 256, 8
+    rng = np.random.default_rng(1)
+    x, dy = rng.standard_normal((2, rows, channels), np.float32)
+    memory = np.zeros((rows + ahead, channels), np.float32)
+    memory[:rows] = x if direction == "forward" else dy
+    found = []
+    for source, target in ((memory[:rows].copy(), np.zeros_like(x)), (memory[:rows], memory[ahead:])):
+        forward, vectors = direction == "forward", [np.full(channels, value, np.float32) for value in (1, 0.5, 0, 1)]
+        tensors = (source, target, dy, np.zeros_like(x)) if forward else (x, np.zeros_like(x), source, target)
+        sums, means = np.zeros((2, channels)), np.zeros((2, channels))
+        kernels = cuda.batch_norm(BatchNormArrays(*tensors, *vectors, sums, means, 1e-3))
+        (kernels.forward if forward else kernels.backward_data)()
+        found.append(target.copy())
+    np.testing.assert_array_equal(*found)
+    assert found[0].any()
 
 
 def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
