@@ -3,6 +3,7 @@
 from .base import (
     HOST,
     LOW,
+    Branch,
     Device,
     DeviceError,
     DeviceGraph,
@@ -23,6 +24,7 @@ from .base import (
 __all__ = [
     "HOST",
     "LOW",
+    "Branch",
     "Device",
     "DeviceError",
     "DeviceGraph",

@@ -30,6 +30,7 @@ from halograd.errors import UserError
 __all__ = [
     "HOST",
     "LOW",
+    "Branch",
     "Device",
     "DeviceError",
     "DeviceMemory",
@@ -132,6 +133,17 @@ class Stamp(Protocol):
     def done(self) -> bool:
         """Return whether the device has reached the position. Does not wait."""
         ...
+
+
+class Branch:
+    """Work that may run beside the work enqueued after it, until it is joined; here it runs in its place. Local."""
+
+    def __call__(self, run: Callable[[], object]) -> None:
+        """Call `run`, which enqueues the work, after all work enqueued so far."""
+        run()
+
+    def join(self) -> None:
+        """Make later work wait for the work of the last call."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +279,10 @@ class Device(ABC):
     @abstractmethod
     def seconds(self, first: Stamp, second: Stamp) -> float:
         """Return the time from one stamp to another, both done [s]."""
+
+    def fork(self) -> Branch:
+        """Return a fork of the compute stream, which may be used again and again, also within a graph."""
+        return Branch()
 
     # -- graphs, threads, memory ----------------------------------------------------------------
     def capture(self, run: Callable[[], None]) -> DeviceGraph:

@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .base import Device, DeviceError, DeviceGraph, DeviceMemory, Ticket, packed_as, register
+from .base import Branch, Device, DeviceError, DeviceGraph, DeviceMemory, Ticket, packed_as, register
 
-__all__ = ["CupyDevice", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
+__all__ = ["CupyDevice", "StreamBranch", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
 
 
 def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: int) -> int:
@@ -133,6 +133,24 @@ class _Place:
         self.event.synchronize()
 
 
+class StreamBranch(Branch):
+    """Work on a second stream, which events order with the compute stream. Local."""
+
+    def __init__(self, cupy: Any, compute: Any, beside: Any) -> None:
+        self._compute, self._beside = compute, beside
+        self._before, self._after = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+
+    def __call__(self, run: Callable[[], object]) -> None:
+        self._before.record(self._compute)
+        self._beside.wait_event(self._before)
+        with self._beside:
+            run()
+        self._after.record(self._beside)
+
+    def join(self) -> None:
+        self._compute.wait_event(self._after)
+
+
 class CupyDevice(Device):
     """One CUDA device. Its compute stream becomes the current stream of the thread that opens it. Local.
 
@@ -170,7 +188,7 @@ class CupyDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.use()
         self.compute = cupy.cuda.Stream(non_blocking=True)
-        self._ahead = cupy.cuda.Stream(non_blocking=True)
+        self._ahead, self._beside = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.stay_current()
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
@@ -253,6 +271,9 @@ class CupyDevice(Device):
 
     def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
         return self.fused_sums(pairs) if self.fused_sums else super().sums(pairs)
+
+    def fork(self) -> Branch:
+        return StreamBranch(self._cupy, self.compute, self._beside)
 
     # -- time, graphs, memory -------------------------------------------------------------------
     def stamp(self) -> Any:

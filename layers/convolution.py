@@ -181,6 +181,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
         else:
             views, made = {"x": x.view, "dy": dy}, geometry
         weights = context.kernel(partial(conv_filter, made), **views, **grads)
+        weights.forks = grads["db"] is None  # sums of a bias use work space
         if not context.needs_gradient(0):
             context.run(weights, timing=context.timing("backward_filter"))
             return

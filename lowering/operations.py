@@ -16,6 +16,7 @@ from .views import Buffer, View
 
 __all__ = [
     "ExchangeSpec",
+    "ForkEnd",
     "KernelSpec",
     "NormSums",
     "Operation",
@@ -156,6 +157,8 @@ class KernelSpec:
         Sums that other kernels may compute for this kernel, a norm.
     summing
         Variant that computes the sums of a norm.
+    forks
+        Whether the kernel may run beside others: it uses no work space that kernels on other streams use.
     """
 
     make: Callable[..., Any]
@@ -166,6 +169,7 @@ class KernelSpec:
     fuse: Callable[[FusedActivation], Callable[..., Any]] | None = None
     norm: NormSums | None = None
     summing: Summing | None = None
+    forks: bool = False
 
     def add(self, **views: View | None) -> None:
         """Add arrays, such as those of the backward pass, which are not known when the forward pass is lowered."""
@@ -276,12 +280,15 @@ class Run(Operation):
         Description for the performance model; None: its time is negligible.
     guarded
         Operations that follow if the method returns true; it returns the same on all ranks.
+    forked
+        Whether it may run beside the operations that follow, up to its :class:`ForkEnd`.
     """
 
     kernel: KernelSpec
     method: str | None = None
     timing: Timing | None = None
     guarded: tuple[Operation, ...] = ()
+    forked: bool = False
 
     @property
     def access(self) -> Access:
@@ -306,6 +313,23 @@ class Run(Operation):
 
     def sums(self) -> Iterator[Sum]:
         yield from (one for one in self.kernel.sums.values() if one is not None)
+
+
+@dataclass(eq=False)
+class ForkEnd(Operation):
+    """End of a forked kernel: later operations see its results, and may write what it has read.
+
+    Until then its arrays are in use, so that no other buffer takes their memory.
+    """
+
+    kernel: KernelSpec
+    arrays: tuple[View, ...]
+
+    def views(self) -> Iterator[View]:
+        yield from self.arrays
+
+    def describe(self) -> str:
+        return f"join of {self.layer}"
 
 
 @dataclass(eq=False)

@@ -17,12 +17,12 @@ from halograd.registry import Registry
 from halograd.schema import STRICT
 
 from ..kernels.summed import SummedConvolution
-from ..lowering.operations import KernelSpec, NormSums, Operation, Run, SumsOver, Timing, Total, Transfer
+from ..lowering.operations import ForkEnd, KernelSpec, NormSums, Operation, Run, SumsOver, Timing, Total, Transfer
 from ..lowering.views import Buffer, View
 from .program import Program, Segment
 from .recompute import recomputed
 
-__all__ = ["PASSES", "Fuse", "FuseSums", "Overlap", "Pass", "apply_passes"]
+__all__ = ["PASSES", "Fork", "Fuse", "FuseSums", "Overlap", "Pass", "apply_passes"]
 
 
 class Pass(ABC):
@@ -318,6 +318,65 @@ class Overlap(Pass):
         forward = _moved(program.forward, closed)
         closed = [False, *(segment.name in trained for segment in program.backward[:-1])]
         return replace(program, forward=forward, backward=_moved(program.backward, closed))
+
+
+@PASSES.register
+@dataclass(frozen=True)
+class Fork(Pass):
+    """Pass that lets gradients of filters run on a second stream of a GPU, beside the operations after them.
+
+    They fill multiprocessors that small kernels, and the last blocks of large ones, leave idle. On one rank a gradient
+    ends before the next one begins, so that one of them runs at a time, and before an operation that uses its result or
+    writes what it reads; on several ranks, where its sum may follow the layer, at the latest with the operations of its
+    layer. Its arrays stay in use until then, which takes memory. The results do not change in any bit. Elsewhere than
+    on a GPU it runs in its place.
+    """
+
+    __pydantic_config__ = STRICT
+    name: ClassVar[str] = "fork"
+
+    def __call__(self, program: Program) -> Program:
+        trained = {step.name for step in program.steps if step.parameters}
+        # After the last layer with parameters come operations on gradients, which the program does not have yet.
+        last = max((i for i, segment in enumerate(program.backward) if segment.name in trained), default=0)
+        backward, beside = list[Segment](), list[Run]()
+        for i, segment in enumerate(program.backward):
+            operations = list[Operation]()
+            for operation in segment.operations:
+                forks = isinstance(operation, Run) and operation.kernel.forks and not operation.guarded
+                if forks or any(_conflicts(run, operation) for run in beside):
+                    operations += _ends(beside)
+                if forks:
+                    assert isinstance(operation, Run)
+                    operation = replace(operation, forked=True)
+                    beside.append(operation)
+                operations.append(operation)
+            if program.target.size > 1 or i == last:
+                operations += _ends(beside)
+            backward.append(replace(segment, operations=operations))
+        return replace(program, backward=backward)
+
+
+def _ends(beside: list[Run]) -> list[Operation]:
+    """Return the ends of the kernels that run beside others, of which there are none afterwards."""
+    found: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in beside]
+    beside.clear()
+    return found
+
+
+def _conflicts(run: Run, other: Operation) -> bool:
+    """Return whether an operation writes what a run reads, or uses what it writes."""
+    (used, written), (others, overwritten) = _accesses(run), _accesses(other)
+    return bool(written & others or used & overwritten)
+
+
+def _accesses(operation: Operation) -> tuple[frozenset[object], frozenset[object]]:
+    """Return the arrays that an operation uses, and those that it may write."""
+    used = frozenset(buffer.place or buffer for buffer in operation.buffers())
+    if not isinstance(operation, Run) or operation.guarded:
+        return used, used
+    names = operation.access.written(operation.arrays)
+    return used, frozenset((b := operation.arrays[name].buffer).place or b for name in names)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Item:
     held
         Whether a graph may contain it.
     pair
-        Number of the exchange or sum that it starts or finishes, the same on all ranks. Start and finish are in one
-        graph, or in none.
+        Number of the exchange or sum that it starts or finishes, the same on all ranks; below 0 that of a fork. Start
+        and finish are in one graph, or in none.
     starts
         Whether it starts the exchange or sum.
     when
@@ -59,7 +59,7 @@ class Section:
     @property
     def communicates(self) -> bool:
         """Whether a call of the section starts or finishes an exchange or a sum."""
-        return any(item.pair is not None for item in self.items)
+        return any(item.pair is not None and item.pair >= 0 for item in self.items)
 
     def run(self) -> None:
         """Run all calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.reduction import ReductionSpec
+from ..device import Branch
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
 from ..kernels.guards import GUARDS
-from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Release, Run, Sum, Total, Transfer
+from ..lowering.operations import ExchangeSpec, ForkEnd, KernelSpec, Operation, Release, Run, Sum, Total, Transfer
 from ..lowering.views import Buffer, Region, View
 from .poison import Poison
 from .program import Program, Segment, name_of
@@ -143,6 +145,7 @@ class Runner:
         self.arena = kernels.zeros((0 if debug else placement.size,), np.dtype("uint8"))
         self._arrays: dict[Buffer, Any] = {}
         self._made: dict[object, Any] = {}
+        self._forks = defaultdict[KernelSpec, Branch](kernels.device.fork)
         for buffer in placement.offsets:
             if buffer.kept and buffer.fill:
                 self._array(buffer).fill(buffer.fill)
@@ -189,7 +192,7 @@ class Runner:
     def item(self, segment: Segment, operation: Operation, call: Call) -> Item:
         """Return the call of an operation, with its properties for graphs (:class:`Item`). Local."""
         travels = _travels(operation)
-        starts = isinstance(operation, Transfer | Total) and operation.end == "start"
+        starts = isinstance(operation, Run) or (isinstance(operation, Transfer | Total) and operation.end == "start")
         return Item(
             call, segment.name, self._held(operation), self._pairs.get(travels), starts, operation.when, segment.again
         )
@@ -205,7 +208,10 @@ class Runner:
 
     def _plain(self, operation: Operation) -> Call:
         if isinstance(operation, Run):
-            return self._run(operation)
+            call = self._run(operation)
+            return partial(self._forks[operation.kernel], call) if operation.forked else call
+        if isinstance(operation, ForkEnd):
+            return self._forks[operation.kernel].join
         if isinstance(operation, Transfer):
             return getattr(self._made[operation.exchange], operation.end)
         if isinstance(operation, Release):
@@ -219,7 +225,7 @@ class Runner:
         if isinstance(operation, Run):
             alone = operation.kernel.recordable and not operation.kernel.sums
             return alone and all(map(self._held, operation.guarded))
-        if self.comm.size == 1 or isinstance(operation, Release):
+        if self.comm.size == 1 or isinstance(operation, ForkEnd | Release):
             return True
         choice = self.comm.devices.choice
         by_host = isinstance(operation, Total) and not operation.sum.algorithm.on_devices
@@ -227,10 +233,12 @@ class Runner:
 
     @cached_property
     def _pairs(self) -> dict[object, int]:
-        """Numbers of exchanges and sums in the order of operations; the same on all ranks."""
+        """Numbers of exchanges and sums in the order of operations, the same on all ranks; below 0 those of forks."""
         found = dict.fromkeys(_travels(operation) for operation in self.program)
         found.pop(None, None)
-        return {key: number for number, key in enumerate(found)}
+        forks = [key for key in found if isinstance(key, KernelSpec)]
+        moves = [key for key in found if not isinstance(key, KernelSpec)]
+        return {key: number for number, key in enumerate(moves)} | {key: -1 - i for i, key in enumerate(forks)}
 
     def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
         if key not in self._made:
@@ -300,9 +308,12 @@ class UnderWay:
 
 
 def _travels(operation: Operation) -> object:
-    """Return the exchange or sum that an operation starts or finishes; None for a kernel."""
+    """Return the exchange, the sum or the forked kernel that an operation starts or finishes; None for other kernels.
+    """
     if isinstance(operation, Transfer):
         return operation.exchange
+    if isinstance(operation, ForkEnd) or (isinstance(operation, Run) and operation.forked):
+        return operation.kernel
     return operation.sum if isinstance(operation, Total) else None
 
 

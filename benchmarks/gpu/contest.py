@@ -31,6 +31,8 @@ DTYPES = {"bf16": "bfloat16", "tf32": "float32"}
 LIMITS = {"bf16": 0.05, "tf32": 0.01}
 ROUNDS, ROUND_SECONDS, MOST_STEPS = 5, 0.25, 50
 EAGER_PATIENCE, COMPILE_PATIENCE, STEPS_PATIENCE = 60.0, 100.0, 60.0  # [s]
+#: Passes of our steps as graphs; with "fork" gradients of filters are on a second stream.
+GRAPHED: dict[str, tuple[str, ...]] = {"ours, graph": (), "ours, graph, fork": ("fork",)}
 #: Modes of `torch.compile` by name; that of CUDA graphs has little overhead on the host.
 COMPILED = {"compiled": "default", "compiled, reduce-overhead": "reduce-overhead"}
 
@@ -46,9 +48,10 @@ class Ours:
         dtype: str,
         graph: bool = False,
         parts: Mapping[str, int] | None = None,
+        passes: tuple[str, ...] = (),
     ) -> None:
         network = subject.network()
-        strategy = Strategy(dict(parts or {"sample": 1}))
+        strategy = Strategy(dict(parts or {"sample": 1}), passes=passes)
         self._device = kernels.device
         self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph)
         self.trainer = Trainer(self.executor, SGD(self.executor.store, momentum=MOMENTUM), Constant(RATE))
@@ -133,7 +136,7 @@ def _nodes(graph: Any) -> int:
 
 
 def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess | None) -> Outcome:
-    """Time steps of halograd, without and with a graph, and of torch's eager mode; medians [s].
+    """Time steps of halograd, without and with graphs, and of torch's eager mode; medians [s].
 
     Before that, halograd alone: memory compared with the prediction, launches, and time of the host.
     """
@@ -151,13 +154,14 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
         numbers["host"] = plain.host_seconds(5)
         contestants: dict[str, Callable[[int], float]] = {"ours": plain.seconds}
         try:
-            graphed = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
-            opened.append(graphed)
-            graphed.warm_up()
-            contestants["ours, graph"] = graphed.seconds
-            launches = graphed.launches()
-            if launches is not None:
-                numbers["launches"] = launches
+            for name, passes in GRAPHED.items():
+                graphed = Ours(kernels, comm, subject, DTYPES[precision], graph=True, passes=passes)
+                opened.append(graphed)
+                graphed.warm_up()
+                contestants[name] = graphed.seconds
+                launches = graphed.launches()
+                if launches is not None:
+                    numbers["launches"] = launches
         except Exception as error:
             notes.append("no graph: " + " ".join(str(error).split())[:120])
         if torch is None:

@@ -32,8 +32,8 @@ from .sources import CudaProgram, dtype_name
 __all__ = ["CudaNorms", "pays_whole"]
 
 #: Rows up to which an estimate decides if a norm is one launch per direction: a multiprocessor reads all rows of 32
-#: bytes of channels, which its block has, at 60 GB/s, once from memory and once from a cache; two launches read and write
-#: at the rate of the memory, and take 2 us more.
+#: bytes of channels, which its block has, at 60 GB/s, once from memory and once from a cache; two launches read and
+#: write at the rate of the memory, and take 2 us more.
 MOST_ROWS = 4096
 BLOCK_RATE, MEMORY_RATE, LAUNCH = 60e9, 2.7e12, 2e-6
 

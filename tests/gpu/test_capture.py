@@ -55,12 +55,14 @@ def test_operations(what):
         assert np.array_equal(k.device.to_host(y), expected)
 
 
+@pytest.mark.parametrize("passes", [(), ("fork",)], ids=["", "fork"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_training_steps(kernels, name, dtype):
+def test_training_steps(kernels, name, dtype, passes):
     with Communicator(MPI.COMM_SELF) as comm:
         options = {"comm": comm, "kernels": kernels, "parts": {}, "dtype": dtype, "steps": STEPS}
-        found = {graph: _train(NETWORKS[name](), graph, **options) for graph in (False, True)}
+        graphs = {False: {}, True: {"reduction": {"passes": passes}}}
+        found = {graph: _train(NETWORKS[name](), graph, **options, **more) for graph, more in graphs.items()}
     losses, params = found[False]
     np.testing.assert_allclose(found[True][0], losses, rtol=1e-6, err_msg="losses")
     for key, array in params.items():

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from halograd.device import Branch
+from halograd.device.cupy import StreamBranch
 from halograd.kernels.kernel import BatchNormKernels
 from tests.support.device_array import DeviceArray, unwrap
 from tests.support.fake_cuda import FakeCuda, FakeCupy, FakeEvent, FakeStream
@@ -31,12 +33,16 @@ class StreamDevice(FakeDevice):
         self._allocated: dict[int, tuple[int, Any]] = {}
         self.cuda = FakeCuda(self.trace, self._waited, self.seen)
         self.cupy: Any = FakeCupy(self.cuda, address)
+        self._beside = self.cupy.cuda.Stream(non_blocking=True)
         self.ordinal, self.host_waits = 0, 0
         super().__init__()
 
     @property
     def compute(self) -> FakeStream:
         return self.cuda.compute
+
+    def fork(self) -> Branch:
+        return StreamBranch(self.cupy, self.compute, self._beside)
 
     def _waited(self, event: FakeEvent) -> None:
         self.host_waits += 1

@@ -7,8 +7,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
+from halograd.layers import Conv, Input, MeanSquaredError, Network, ReLU
 from halograd.layers.strategy import Strategy
-from halograd.lowering.operations import Transfer
+from halograd.lowering.operations import ForkEnd, Run, Transfer
 from halograd.models import alexnet
 from halograd.training.executor import Executor
 from halograd.training.graph import GraphedPass
@@ -16,6 +17,7 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.timeline import Timeline
 from halograd.training.trainer import Diverged, Trainer
+from tests.support.stream_device import StreamBackend
 from tests.training.device_steps import NETWORKS, OPTIMIZERS, STEPS, both, own_layer, train
 from tests.training.steps import advance, assert_arrays, fill
 
@@ -117,6 +119,13 @@ def test_graphs_repeat_what_the_steps_before_did(name, axis, options, kernels):
     assert_arrays(ours, params)
 
 
+def convolved_twice():
+    """Return a network in which two gradients of one filter are added up."""
+    x, target, shared = Input((12, 8, 4), "x"), Input((12, 8, 4), "target"), Conv(4, 3, padding=1, bias=False, name="c")
+    y = Conv(4, 3, padding=1, name="last")(shared(ReLU(name="relu")(shared(Conv(4, 3, padding=1, name="first")(x)))))
+    return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)}, "twice")
+
+
 def small_alexnet():
     return alexnet(classes=3, resolution=67, width=0.1)
 
@@ -178,6 +187,38 @@ def test_a_pass_that_cannot_be_captured_goes_on_without_graphs(kernels, monkeypa
         assert [line for line in caplog.messages if "cannot be captured (operation not permitted" in line]
         with pytest.raises(RuntimeError, match="not permitted"):
             train(network, comm, kernels, {"sample": 1}, graph=True)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("name", "options"), [("mesh", {}), ("resnet", {"recompute": "pointwise"}), ("twice", {})])
+def test_gradients_of_filters_on_a_second_stream(name, options, graph, kernels, monkeypatch):
+    """They change no bit although the second stream runs as late as it may: what they read stays in use until then."""
+
+    def losses(of, *passes):
+        cut = Strategy({"height": comm.size}, options=options, passes=passes)
+        network = {**NETWORKS, "twice": convolved_twice}[name]()
+        with Executor(network, comm, of, 4, cut, "float64", seed=3, graph=graph) as executor:
+            trainer, found = Trainer(executor, OPTIMIZERS["sgd"](executor.store), Constant(0.05)), []
+            for step in range(4):
+                fill(executor, step)
+                found.append(float(trainer.step()))
+            trainer.settle()
+            for segment in executor.program.backward if passes else ():
+                forked = [o.layer for o in segment.operations if isinstance(o, Run) and o.forked]
+                joined = [o.layer for o in segment.operations if isinstance(o, ForkEnd)]
+                assert forked == joined or comm.size == 1
+            return found
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        if comm.size > 1:
+            assert losses(kernels, "fork") == losses(kernels)
+            return
+        with StreamBackend(0) as late:
+            assert losses(late, "fork") == losses(late)
+            assert late.device.cuda.streams[late.device._beside.ptr].ran > 0
+            monkeypatch.setattr(ForkEnd, "views", lambda self: iter(()))
+            assert losses(late, "fork") != losses(late)
 
 
 @pytest.mark.ranks(1)
