@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ from ..layers.reduction_scheme import Scheme
 from ..program.keeping import Keeping
 from .changes import Changes
 from .contenders import Contender, Contenders, planned_schemes
-from .cost.network_costs import NetworkCosts, network_costs
+from .cost.network_costs import NetworkCosts, varied_costs
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
@@ -198,6 +198,9 @@ class StrategySearch:
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
         self.planner: Planner
+        #: Cost models of candidates on other machines, and the costs, for which the candidates are lowered once.
+        self.also: Sequence[Pricing] = ()
+        self.varied: list[NetworkCosts] = []
         #: Search for another machine whose programs, and their memory, are the same.
         self.origin: StrategySearch | None = None
 
@@ -219,7 +222,7 @@ class StrategySearch:
         return best
 
     def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> Contender | None:
-        """Search briefly on a machine that differs from that of another search; return the fastest strategy that fits.
+        """Search on a machine that differs from that of another search, and shorter; return the fastest that fits.
 
         Parameters
         ----------
@@ -231,7 +234,10 @@ class StrategySearch:
             Whether the fastest strategy of the other search does not fit.
         """
         self.origin, self.costs, self.has_costs = origin, costs, True
-        self.changes, self.planner, self.budget = Changes(costs), origin.planner, FEWEST
+        self.changes, self.planner = Changes(costs), origin.planner
+        self.budget = max(FEWEST, origin.budget // 2)
+        for name, found in origin.compared.items():  # a descent begins with the best of these and the planner's choices
+            self._try(name, found.strategy)
         with suppress(NoneFits):
             self._explore(self.limit if binds else math.inf)
         return self._recomputed(self.contenders.fastest(self.limit)) if binds else self.contenders.fastest(self.limit)
@@ -286,8 +292,9 @@ class StrategySearch:
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
-        some = (self.network, self.batch, self.ranks, self.quick, self.training, self.planning.full, self.middle)
-        self.costs, self.has_costs = network_costs(*some, self.best_grids()), True
+        some = (self.network, self.batch, self.ranks, [self.quick, *self.also], self.training, self.planning.full)
+        self.costs, *self.varied = varied_costs(*some, self.middle, self.best_grids())
+        self.has_costs = True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
         best = self.contenders.fastest()
@@ -309,10 +316,9 @@ class StrategySearch:
         known = self.contenders.find(strategy)
         if known is not None:
             return known
-        simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
         same = None if self.origin is None else self.origin.contenders.find(strategy)
-        if same is not None:
-            simulation.share_memory(same.simulation)
+        some = (self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+        simulation = Simulation(*some) if same is None else same.simulation.on(self.pricing)
         return self.contenders.add(Contender(name, simulation, optimal, indices))
 
     # -- what is simulated ---------------------------------------------------------------------

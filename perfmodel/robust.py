@@ -8,9 +8,10 @@ over several variations of the machine is smallest, among
   layers are lowered once;
 * the planner's choices by weighted sums of the costs on all of them, with more weight where the regret is large;
 * their schemes of gradient reduction;
-* changes of the best of these, towards the best strategy of the variation with the largest regret, and others.
+* changes of the best of these, towards the best strategies of the variations with the largest regrets, and others.
 
-It simulates a strategy on further variations only as long as it may still be the choice.
+It simulates a strategy on further variations only as long as it may still be the choice. All strategies have the halo
+algorithms for the machine itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from halograd.errors import UserError
 from ..layers import Network, Strategy
 from .changes import Changes
 from .contenders import Contender
-from .cost.network_costs import NetworkCosts, mean_costs, varied_costs
+from .cost.network_costs import NetworkCosts, mean_costs
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation
 from .kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
@@ -47,8 +48,13 @@ FACTOR = 3.0
 FEW = 3
 #: Number of choices by costs between those of the machines, and growth of the weight of the largest regret.
 ROUNDS, STEEP = 3, 1.5
-#: Number of changes of the choice to try, and largest estimated loss of one, as a part of the step.
-CHANGED, SLACK = 24, 0.03
+#: Layers to simulate on one machine and changes to try at least, per start; largest estimated loss of a change, as a
+#: part of the step.
+WORK, FEWEST, SLACK = 2500, 16, 0.03
+#: Part of the mean regret in the objective, which otherwise is the largest one.
+MEAN = 0.05
+#: Number of machines towards whose best strategies the choice changes.
+TARGETS = 3
 #: Number of parts of the way from a choice to the best one of the machine with the largest regret.
 PARTS = 4
 #: Relative difference below which times are equal.
@@ -180,26 +186,25 @@ def plan_robust(
                 f"robust: expected a planner that chooses among strategies, such as elimination, got "
                 f"{planning.planner!r}; leave one of both out"
             )
+        others = list(variations(machine, times, factor))[1:]
+        first.also = [quick_pricing(one.machine, one.times, planning.training.dtype) for one in others]
         fastest = first.best()
         free = first.contenders.fastest()
-        others = list(variations(machine, times, factor))[1:]
+        limit = math.inf if free is not None and free.fits(first.limit) else first.limit
+        # The halo algorithms of a plan do not change with the machine.
+        costs = [first.costs, *(replace(own, halos=first.costs.halos) for own in first.varied)]
         searches = [first]
-        shared = [quick_pricing(one.machine, one.times, planning.training.dtype) for one in others]
-        costs = varied_costs(
-            network, batch, ranks, shared, planning.training, planning.full, first.middle, first.best_grids()
-        )
-        found = [fastest]
-        for one, own in zip(others, costs):
-            search = StrategySearch(network, batch, ranks, one.machine, one.times, planning, quick)
-            best = search.vary(first, own, binds=free is not None and not free.fits(first.limit))
+        for one, own in zip(others, costs[1:]):
+            search = StrategySearch(network, batch, ranks, one.machine, one.times, planning)
+            search.vary(first, own, binds=limit < math.inf)
             searches.append(search)
-            found += [] if best is None else [best]
-        for search in searches:
-            found += search.contenders.few(first.limit, FEW)
-        table = _StepTable(searches, found)
-        table.add_between([first.costs, *costs])
+        table = _StepTable(searches, costs, limit)
+        for some in ([fastest], *(search.contenders.few(limit, FEW) for search in searches)):
+            for found in some:
+                table.add(found)
+        table.add_between()
         table.add_variants()
-        table.descend([first.costs, *costs])
+        table.descend()
         chosen = table.choose()
         plan = first.result(table.contender(chosen), began)
         names = ["", *(one.name for one in others)]
@@ -211,165 +216,160 @@ def plan_robust(
 class _StepTable:
     """Steps of strategies on several machines, simulated on demand; the first strategy is the fastest on the first."""
 
-    def __init__(self, searches: Sequence[StrategySearch], found: Sequence[Contender]) -> None:
-        self._searches = searches
+    def __init__(self, searches: Sequence[StrategySearch], costs: Sequence[NetworkCosts], limit: float) -> None:
+        self._searches, self._costs, self._limit = searches, costs, limit
+        self._machines = range(len(searches))
         self._found: list[Contender] = []
-        self._keys: set[object] = set()
-        self._add(found)
+        self._keys: list[tuple[Cuts, object]] = []
+        self._numbers: dict[tuple[Cuts, object], int] = {}
         self._seconds: dict[tuple[int, int], float] = {}
-        self._simulations: dict[tuple[int, object], Simulation] = {}
+        self._simulations: dict[Cuts, dict[int, Simulation]] = {}
+        #: Number of changes to try per start of a descent.
+        self._budget = max(FEWEST, WORK // len(costs[0].names))
+        #: Shortest known step on each machine [s], and its strategy.
+        self._best = [(math.inf, 0)] * len(searches)
 
-    def _add(self, found: Iterable[Contender]) -> int:
-        """Add strategies that are new; return their number."""
-        new = {_key(one.strategy): one for one in found if _key(one.strategy) not in self._keys}
-        self._keys.update(new)
-        self._found += new.values()
-        return len(new)
+    def add(self, one: Contender) -> int:
+        """Add a strategy if it is new; return its number."""
+        key = _key(one.strategy)
+        number = self._numbers.setdefault(key, len(self._found))
+        if number == len(self._found):
+            self._found.append(one)
+            self._keys.append(key)
+        known = self._simulations.setdefault(key[0], {})
+        for machine, search in enumerate(self._searches):
+            if one.simulation.pricing is search.pricing:
+                known.setdefault(machine, one.simulation)
+                self.seconds(number, machine)
+        return number
 
-    def add_between(self, costs: Sequence[NetworkCosts]) -> None:
+    def add_between(self) -> None:
         """Add choices of the planner by costs between those of the machines, with more weight on large regrets."""
-        first, weights = self._searches[0], np.ones(len(costs))
+        first, weights = self._searches[0], np.ones(len(self._costs))
         for _ in range(ROUNDS):
             regrets = np.array(self.regrets(self.choose()))
             weights = weights * np.exp(STEEP * regrets / max(regrets.max(), ROUNDING))
-            between = self._between(costs, weights)
+            between = self._between(weights)
+            limit = None if self._limit == math.inf else self._limit
             for exposed in EXPOSED:
                 with suppress(NoneFits):
-                    choice = first.planner.plan(between.problem(exposed, self._room))
-                    made = first.contenders.best_of(first.choose(choice.indices), first.limit)
-                    self._add([] if made is None else [made])
+                    choice = first.planner.plan(between.problem(exposed, limit))
+                    made = first.contenders.best_of(first.choose(choice.indices), self._limit)
+                    if made is not None:
+                        self.add(made)
 
-    def descend(self, costs: Sequence[NetworkCosts]) -> None:
-        """Add changes of the cuts of the best strategies, as long as their largest regrets become smaller."""
+    def add_variants(self) -> None:
+        """Add the schemes of gradient reduction for the cuts of the best strategies."""
+        first = self._searches[0]
+        for i in self._few():
+            one = self._found[i]
+            for variant in first.contenders.variants(first.contenders.find(one.strategy) or one):
+                if variant.strategy.layers == one.strategy.layers and variant.fits(self._limit):
+                    self.add(variant)
+
+    def descend(self) -> None:
+        """Add changes of the best strategies, as long as their regrets become smaller."""
+        for i in self._few():
+            left, tried = self._budget, set[tuple[int, ...]]()
+            better: int | None = i
+            while better is not None:
+                left, better = self._changed(better, left, tried)
+
+    def _few(self) -> list[int]:
+        """Return the strategies with the smallest regrets."""
         known = [i for i in range(len(self._found)) if self._below(i, math.inf)]
-        for i in sorted(known, key=lambda i: max(self.regrets(i)))[:FEW]:
-            left, tried = CHANGED, set[tuple[int, ...]]()
-            better: Contender | None = self._found[i]
-            while left and better is not None:
-                left, better = self._changed(better, costs, left, tried)
+        return sorted(known, key=self.objective)[:FEW]
 
-    def _changed(
-        self, one: Contender, costs: Sequence[NetworkCosts], left: int, tried: set[tuple[int, ...]]
-    ) -> tuple[int, Contender | None]:
+    def _changed(self, i: int, left: int, tried: set[tuple[int, ...]]) -> tuple[int, int | None]:
         """Return how many changes of a strategy are left to try, and the changed strategy; None: nothing is better."""
-        first, strategy, regrets = self._searches[0], one.strategy, self.regrets(self._found.index(one))
+        first, strategy, regrets = self._searches[0], self._found[i].strategy, self.regrets(i)
         indices = first.costs.indices(strategy)
+        least = self.objective(i) - ROUNDING
         if indices is None:
             return left, None
-        worst = int(np.argmax(regrets))
-        target = first.costs.indices(self.best(worst))
-        changes = Changes(self._between(costs, np.exp(2 * STEEP * np.array(regrets) / max(*regrets, ROUNDING))))
-        changed = (change.indices for change in changes.of(indices, -SLACK))
-        for new in (*_toward(indices, target or indices), *changed):
-            if new in tried:
+        order = sorted(self._machines, key=lambda machine: -regrets[machine])
+        for new in self._changes(indices, regrets, order):
+            if new in tried or new == tuple(indices):
                 continue
             if not left:
                 break
             tried.add(new)
             left -= 1
-            made = first.choose(new)
-            if not first.contenders.allows(made.strategy, strategy.reduction):
+            made = first.costs.strategy(new, strategy.bucket_bytes)
+            if not first.contenders.allows(made, strategy.reduction):
                 continue
-            simulation = made.simulation.with_reduction(strategy.reduction, strategy.bucket_bytes)
-            other = Contender(made.name, simulation, indices=new)
-            if not self._add([other]):
-                continue
-            if self._below(len(self._found) - 1, max(regrets) - ROUNDING, regrets) and other.fits(first.limit):
-                return left, other
-            self._drop()
+            search = self._searches[order[0]]
+            some = (search.network, made, search.batch, search.pricing, search.training, search.ranks)
+            simulation = Simulation(*some).with_reduction(strategy.reduction, strategy.bucket_bytes)
+            number = self.add(Contender(first.chooser.name, simulation, indices=new))
+            if self._below(number, least, order) and self.objective(number) < least and self._fits(number):
+                return left, number
         return left, None
 
-    def _drop(self) -> None:
-        """Remove the strategy that was added last."""
-        self._keys.discard(_key(self._found.pop().strategy))
-        self._seconds = {key: s for key, s in self._seconds.items() if key[0] < len(self._found)}
+    def _changes(
+        self, indices: Sequence[int], regrets: Sequence[float], order: Sequence[int]
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield changes of a choice: towards the best ones of the machines with large regrets, and single changes."""
+        for machine in order[:TARGETS]:
+            yield from _toward(indices, self._searches[0].costs.indices(self.best(machine)) or indices)
+        weights = np.exp(2 * STEEP * np.array(regrets) / max(*regrets, ROUNDING))
+        yield from (change.indices for change in Changes(self._between(weights)).of(indices, -SLACK))
 
-    def _between(self, costs: Sequence[NetworkCosts], weights: NDArray[np.float64]) -> NetworkCosts:
+    def _between(self, weights: NDArray[np.float64]) -> NetworkCosts:
         """Return costs between those of the machines, in parts of the shortest steps."""
-        return mean_costs(costs, [w / self._best(machine) for machine, w in enumerate(weights / weights.sum())])
-
-    @property
-    def _room(self) -> float | None:
-        """Memory limit of the planner [B]; None if the fastest strategy fits without one."""
-        first = self._searches[0]
-        free = first.contenders.fastest()
-        return None if free is not None and free.fits(first.limit) else first.limit
-
-    def add_variants(self) -> None:
-        """Add the schemes of gradient reduction for the cuts of the strategies with the smallest largest regrets."""
-        known = [i for i in range(len(self._found)) if self._below(i, math.inf)]
-        first, limit = self._searches[0].contenders, self._searches[0].limit
-        for i in sorted(known, key=lambda i: max(self.regrets(i)))[:FEW]:
-            one = self._found[i]
-            own = first.find(one.strategy) or one
-            for variant in first.variants(own):
-                layers = one.strategy.layers
-                if variant.strategy.layers == layers and variant.fits(limit):
-                    self._add([variant])
+        return mean_costs(self._costs, [w / self._best[m][0] for m, w in enumerate(weights / weights.sum())])
 
     def contender(self, i: int) -> Contender:
         """Return a strategy, simulated on the first machine."""
         one = self._found[i]
-        return Contender(one.name, self._simulated(0, one.strategy), one.optimal)
+        return Contender(one.name, self._simulated(i, 0), one.optimal)
+
+    def _fits(self, i: int) -> bool:
+        return self.contender(i).fits(self._limit)
 
     def best(self, machine: int) -> Strategy:
         """Return the strategy with the shortest known step on a machine."""
-        return self._found[self._fastest(machine)[1]].strategy
+        return self._found[self._best[machine][1]].strategy
 
-    def _fastest(self, machine: int) -> tuple[float, int]:
-        """Return the shortest known step on a machine [s], and its strategy."""
-        return min((seconds, i) for (i, other), seconds in self._seconds.items() if other == machine)
-
-    def _simulated(self, machine: int, strategy: Strategy) -> Simulation:
-        search, key = self._searches[machine], (machine, _key(strategy)[0])
-        if key not in self._simulations:
-            some = (search.network, strategy, search.batch, search.pricing, search.training, search.ranks)
-            self._simulations[key] = Simulation(*some)
-        return self._simulations[key].with_reduction(strategy.reduction, strategy.bucket_bytes)
+    def _simulated(self, i: int, machine: int) -> Simulation:
+        known, strategy = self._simulations[self._keys[i][0]], self._found[i].strategy
+        if machine not in known:
+            known[machine] = next(iter(known.values())).on(self._searches[machine].pricing)
+        return known[machine].with_reduction(strategy.reduction, strategy.bucket_bytes)
 
     def seconds(self, i: int, machine: int) -> float:
         """Return the step of a strategy on a machine [s]."""
-        key = i, machine
-        if key not in self._seconds:
-            self._seconds[key] = self._simulated(machine, self._found[i].strategy).step_seconds
-        return self._seconds[key]
-
-    def _best(self, machine: int) -> float:
-        """Return the shortest known step on a machine [s]."""
-        return self._fastest(machine)[0]
+        if (i, machine) not in self._seconds:
+            seconds = self._simulated(i, machine).step_seconds
+            self._seconds[i, machine] = seconds
+            self._best[machine] = min(self._best[machine], (seconds, i))
+        return self._seconds[i, machine]
 
     def regrets(self, i: int) -> list[float]:
         """Return the regrets of a strategy on all machines."""
-        machines = range(len(self._searches))
-        for machine in machines:
-            self.seconds(i, machine)
-        return [self.seconds(i, machine) / self._best(machine) - 1 for machine in machines]
+        seconds = [self.seconds(i, machine) for machine in self._machines]
+        return [own / best - 1 for own, (best, _) in zip(seconds, self._best)]
+
+    def objective(self, i: int) -> float:
+        """Return the largest regret of a strategy, and a small part of the mean one."""
+        regrets = self.regrets(i)
+        return max(regrets) + MEAN * sum(regrets) / len(regrets)
 
     def choose(self) -> int:
-        """Return the strategy with the smallest largest regret; among equal ones, the fastest on the first machine."""
-        for i, one in enumerate(self._found):  # what a search found for its machine
-            for machine, search in enumerate(self._searches):
-                if one.simulation.pricing is search.pricing:
-                    self.seconds(i, machine)
-        self.regrets(0)
+        """Return the strategy with the smallest regrets; among equal ones, the fastest on the first machine."""
         order = sorted(range(len(self._found)), key=lambda i: (i > 0, self.seconds(i, 0)))
         chosen, before = -1, -2
         while chosen != before:  # a strategy of another machine may turn out to be the best of this one
             before, least = chosen, math.inf
             for i in order:
-                if self._below(i, least - ROUNDING):
-                    chosen, least = i, max(self.regrets(i))
+                if self._below(i, least - ROUNDING) and self.objective(i) < least - ROUNDING and self._fits(i):
+                    chosen, least = i, self.objective(i)
         return chosen
 
-    def _below(self, i: int, least: float, regrets: Sequence[float] | None = None) -> bool:
-        """Return whether all regrets of a strategy are below a limit; simulate it no longer than they are.
-
-        The machines with the largest of some other `regrets` come first.
-        """
-        machines: Iterable[int] = range(len(self._searches))
-        if regrets is not None:
-            machines = sorted(machines, key=lambda machine: -regrets[machine])
-        return all(self.seconds(i, machine) < (1 + least) * self._best(machine) for machine in machines)
+    def _below(self, i: int, least: float, order: Iterable[int] | None = None) -> bool:
+        """Return whether all regrets of a strategy are below a limit; simulate it no longer than they are."""
+        machines = self._machines if order is None else order
+        return all(self.seconds(i, machine) < (1 + least) * self._best[machine][0] for machine in machines)
 
 
 def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -386,6 +386,9 @@ def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int
         yield tuple(target[v] if v in set(some) else a for v, a in enumerate(indices))
 
 
-def _key(strategy: Strategy) -> tuple[object, object, int]:
+Cuts = tuple[str, str]
+
+
+def _key(strategy: Strategy) -> tuple[Cuts, object]:
     cuts = repr(sorted((name, sorted(options.items())) for name, options in strategy.layers.items()))
-    return (cuts, repr(sorted(strategy.options.items()))), strategy.reduction, strategy.bucket_bytes
+    return (cuts, repr(sorted(strategy.options.items()))), (strategy.reduction, strategy.bucket_bytes)

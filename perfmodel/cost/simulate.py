@@ -139,10 +139,13 @@ class Simulation:
             self._gathered: Mapping[Value, Collection[Any]] = {v: v.gathered for v in self._outline.values.values()}
         else:
             self._outline = outline(network, strategy, self._target(self._rank))
-            steps = price_steps(network, self._outline, pricing)
-            self._outline.backward, self.costs, self._gathered = steps.backward, steps.costs, steps.gathered
-            self.strategy = self._with_algorithms()
+            self._price_steps()
         self.steps = {step.name: step for step in self._outline.steps}
+
+    def _price_steps(self) -> None:
+        steps = price_steps(self.network, self._outline, self.pricing)
+        self._outline.backward, self.costs, self._gathered = steps.backward, steps.costs, steps.gathered
+        self.strategy = self._with_algorithms()
 
     def _with_algorithms(self) -> Strategy:
         """Return the strategy with the halo algorithms that were chosen for layers with operations of their own for
@@ -181,11 +184,19 @@ class Simulation:
         other.strategy = self.strategy.with_reduction(scheme, nbytes)
         return other
 
-    def share_memory(self, other: Simulation) -> None:
-        """Share the memory of programs with a simulation on another machine, if the operations are the same."""
-        if self.strategy.layers == other.strategy.layers:
-            mine, known = self._known, other._known
-            mine.memory, mine.fullest, mine.uniform = known.memory, known.fullest, known.uniform
+    def on(self, pricing: Pricing) -> Simulation:
+        """Return the simulation of the same strategy on another machine; the outline of the program is shared."""
+        other = copy.copy(self)
+        other.pricing = pricing
+        for name in ("computing", "_chunked"):  # cached times and buckets of this machine
+            vars(other).pop(name, None)
+        if self.costs:
+            other._outline = copy.copy(self._outline)
+            other._price_steps()
+        other._known, known = _Remembered(), self._known
+        if other.strategy.layers == self.strategy.layers:  # the operations are the same, and so is their memory
+            other._known = replace(known, replicated={})
+        return other
 
     def keeping(self, kinds: Collection[str]) -> Keeping:
         """Return the choices of outputs that are computed again under the same cuts, in layers of these kinds."""

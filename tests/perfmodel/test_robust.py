@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from halograd.errors import UserError
-from halograd.layers import Conv
+from halograd.layers import Conv, Strategy
+from halograd.layers.reduction_scheme import Scheme
 from halograd.models import mesh, vgg_a
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.cost.network_costs import mean_costs, network_costs, varied_costs
+from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, quick_pricing
@@ -62,6 +64,21 @@ def test_costs_on_several_machines_are_those_on_each():
         assert all((costs.edges[edge] == alone.edges[edge]).all() for edge in alone.edges)
     mean = mean_costs(together[:2], [0.25, 0.75])
     assert mean.times[0] == pytest.approx(0.25 * together[0].times[0] + 0.75 * together[1].times[0])
+
+
+@pytest.mark.parametrize("halo", ["auto", "overlap"])
+def test_a_simulation_on_another_machine_equals_a_new_one(halo):
+    network, some = small(), list(variations(LASSEN, TIMES))
+    layers = {name: {"height": 4, "halo": halo} for name in network.layers}
+    pricings = [Pricing(Wires(one.machine), one.times, best_halo=True) for one in some]
+    first = Simulation(network, Strategy({}, layers), 2, pricings[0], Training())
+    before = first.step_seconds, first.computing, first.memory
+    for pricing in pricings[1:]:
+        moved = first.with_reduction(Scheme("sharded")).on(pricing)
+        new = Simulation(network, Strategy({}, layers), 2, pricing, Training()).with_reduction(Scheme("sharded"))
+        assert (moved.step_seconds, moved.computing, moved.memory) == (new.step_seconds, new.computing, new.memory)
+        assert moved.computing != first.computing
+    assert (first.step_seconds, first.computing, first.memory) == before
 
 
 def test_the_largest_regret_is_smaller_than_that_of_the_fastest_plan():
