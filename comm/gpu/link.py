@@ -259,5 +259,5 @@ def gpu_address(device: Any) -> str:
 
 def _instance(device: Any) -> str:
     """Return the identifier of a CUDA device. An instance of a GPU (MIG) has its own, but the address of the GPU."""
-    found = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", "")
-    return found.hex() if isinstance(found, bytes) else str(found)
+    found = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", b"")
+    return bytes(found)[:16].hex()  # CuPy reads on to the next byte that is 0

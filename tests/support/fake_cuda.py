@@ -7,6 +7,7 @@ that were not ordered at all.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -159,11 +160,12 @@ class FakeCuda:
 class FakeCupy:
     """Double of the part of the module ``cupy`` that transports use."""
 
-    def __init__(self, cuda: FakeCuda, address: str = "0000:00:00.0", uuid: bytes = b"GPU") -> None:
+    def __init__(self, cuda: FakeCuda, address: str = "0000:00:00.0") -> None:
         runtime = SimpleNamespace(
             eventQuery=lambda ptr: 0 if cuda.events[ptr].done else 600,
             deviceGetPCIBusId=lambda ordinal: address,
-            getDeviceProperties=lambda ordinal: {"uuid": uuid},
+            # CuPy reads on to the next byte that is 0.
+            getDeviceProperties=lambda ordinal: {"uuid": b"identifier of it" + os.urandom(4)},
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
