@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -110,6 +111,7 @@ def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
     from halograd.training.checkpoints import CheckpointFolder
     from halograd.training.executor import Executor
 
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file
     MPI.COMM_WORLD.Barrier()
     rank, by_mpi = MPI.COMM_WORLD.rank, listening()
     steps = [0]
@@ -185,6 +187,8 @@ def names(job: Job, output: str, run: Path) -> str:
     if own:
         return own[-1]
     victim = read_places(run / STALLS).get(job.victim)
+    if victim is not None and victim.line.startswith("Fatal"):
+        return f"rank {job.victim} on {victim.host}: {victim.line}"
     process = "none" if victim is None else str(victim.process)
     said = rf"process rank {job.victim} with PID|task {job.victim}: (?:Killed|Seg)|PID {process} RUNNING AT"
     return next((line for line in output.splitlines() if re.search(said, line)), "")

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ class Place:
         ``"kind: name"`` of the exchange or sum that the rank waits for, and the ranks that take part; empty if it does
         not wait.
     line
-        Line of code that its main thread executes.
+        Line of code that its main thread executes; ``"Fatal Python error: ..."`` if it crashed.
     since
         Time of the last progress [s], as in `time.time`.
     """
@@ -140,15 +140,16 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 def describe_stall(places: Mapping[int, Place]) -> tuple[int, str]:
     """Return the rank that blocks the other ranks, and a text with the reason.
 
-    It is a rank whose position is not known, if possible one that another rank waits for; else the rank that is in no
-    exchange; else the rank with the least progress.
+    It is a rank that crashed; else one whose position is not known, if possible one that another rank waits for; else
+    the rank that is in no exchange; else the rank with the least progress.
     """
     known = {rank: place for rank, place in sorted(places.items()) if place.phase}
     awaited = {rank for place in known.values() for rank in place.ranks}
-    silent = sorted(places.keys() - known.keys(), key=lambda rank: (rank not in awaited, rank))
+    silent = sorted(places.keys() - known.keys(), key=lambda rank: (not places[rank].line, rank not in awaited, rank))
     if silent:
         culprit = silent[0]
         text = "it does not respond (killed, stopped, in a call that locks the interpreter, or its node hangs)"
+        text = places[culprit].line or text
     else:
         culprit = min(known, key=lambda rank: (bool(known[rank].waiting), known[rank].step, known[rank].since))
         text = known[culprit].text()
@@ -168,17 +169,19 @@ def read_places(folder: Path) -> dict[int, Place]:
     for path in sorted(folder.glob("rank-*.txt")):
         name = _NAME.fullmatch(path.name)
         if name is not None:
-            found[int(name[1])] = _read_place(path) or Place(name[2], int(name[3]))
+            found[int(name[1])] = _read_place(path, Place(name[2], int(name[3])))
     return found
 
 
-def _read_place(path: Path) -> Place | None:
-    try:
+def _read_place(path: Path, silent: Place) -> Place:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         with path.open("rb") as file:
             line = file.readline(TAIL)
-        return Place(**json.loads(line)) if line.endswith(b"\n") else None
-    except (OSError, ValueError, TypeError):
-        return None
+        if line.startswith(b"Fatal Python error"):
+            return replace(silent, line=line.decode(errors="replace").strip())
+        if line.endswith(b"\n"):
+            return Place(**json.loads(line))
+    return silent
 
 
 class _StallFile:
@@ -188,6 +191,9 @@ class _StallFile:
         self._path, self.descriptor, self.written = path, 2, False
         with contextlib.suppress(OSError):  # the folder is not shared with this node: stacks go to stderr
             self.descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+        self._catches = self.shared and not faulthandler.is_enabled()
+        if self._catches:  # a crash (SIGSEGV, SIGBUS, SIGABRT, ...) leaves its stacks here
+            faulthandler.enable(self.descriptor)
 
     @property
     def shared(self) -> bool:
@@ -213,6 +219,8 @@ class _StallFile:
     def remove(self) -> None:
         """Remove the file, and the folder if it is the last one."""
         if self.shared:
+            if self._catches:
+                faulthandler.disable()
             os.close(self.descriptor)
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -400,9 +408,9 @@ class Watchdog:
 def _clear(folder: Path) -> None:
     """Remove the files of a killed job; warn if it made no progress when it was killed."""
     places = read_places(folder)
-    if any(place.phase for place in places.values()):
+    if any(place.line for place in places.values()):
         rank, text = describe_stall(places)
-        _log.warning("the job before made no progress at its end: rank %d on %s: %s", rank, places[rank].host, text)
+        _log.warning("the job before ended without progress: rank %d on %s: %s", rank, places[rank].host, text)
     for path in folder.glob("rank-*.txt"):
         path.unlink()
 

@@ -247,9 +247,10 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
     places = read_places(record.directory / STALLS)
     since = max((place.since for place in places.values()), default=0.0)
     stalled = ""
-    if since:
+    if any(place.line for place in places.values()):
         rank, where = describe_stall(places)
-        stalled = f"no progress for {duration_text(max(0.0, now - since))}: rank {rank} on {places[rank].host}: {where}"
+        stalled = f"no progress for {duration_text(max(0.0, now - since))}: " if since else ""
+        stalled += f"rank {rank} on {places[rank].host}: {where}"
     every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
     gone = _is_gone(record.directory)
     if gone or age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):

@@ -166,7 +166,7 @@ def test_a_rank_without_progress(whole, fault, victim):
     if fault == "stops":
         done = mpiexec(1, ["-m", "halograd", *train, "--resume"])
         assert done.returncode == 0, done.stderr
-        told = f"halograd: the job before made no progress at its end: rank {victim} on {HOST}: {SILENT}"
+        told = f"halograd: the job before ended without progress: rank {victim} on {HOST}: {SILENT}"
         assert [line for line in said(done.stderr) if line.startswith(told)], done.stderr
         assert_same(out, whole / "whole")
         assert not (out / STALLS).exists()

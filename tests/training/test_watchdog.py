@@ -4,6 +4,9 @@ import json
 import os
 import platform
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,6 +15,7 @@ from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
 from halograd.training import watchdog as module
 from halograd.training.watchdog import STALLS, Place, Pulse, Watchdog, describe_stall, read_places
+from tests.harness import jobs
 from tests.harness.limits import wait_until
 
 
@@ -28,6 +32,11 @@ STALLED = [
         2,
         "does not .*waiting for 'halo' with rank 2 .at fla",
     ),
+    (
+        [SILENT, place(waiting="halo", ranks=[0]), replace(SILENT, line="Fatal Python error: x")],
+        2,
+        "Fatal Python error: x",
+    ),
     ([place(waiting="loss"), place(step=3, waiting="loss")], 1, "step 4, .* waiting for 'loss' .at flags.py:88"),
     ([place(since=90), place(since=60, layer="")], 1, "step 5, forward, not in .*The others: rank 0 on n0: .*'conv1'"),
     ([place(waiting="sum", ranks=range(9))] * 7 + [place()], 7, "ranks 0, 1, 2, 3 and 5 more .*rank 3 .*; and 3 more"),
@@ -35,7 +44,7 @@ STALLED = [
 
 
 @pytest.mark.parametrize(
-    ("places", "culprit", "text"), STALLED, ids=["idle", "silent", "awaited", "behind", "first", "many"]
+    ("places", "culprit", "text"), STALLED, ids=["idle", "silent", "awaited", "crashed", "behind", "first", "many"]
 )
 def test_the_rank_that_blocks_the_others(places, culprit, text):
     rank, told = describe_stall(dict(enumerate(places)))
@@ -86,3 +95,26 @@ def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_pa
         comm.Barrier()
     comm.Barrier()
     assert not folder.exists() and log.read_text() == ""
+
+
+CRASHES = """
+import os, resource, signal, sys
+from pathlib import Path
+from mpi4py import MPI
+from halograd.comm import Communicator
+from halograd.training.watchdog import Pulse, Watchdog
+
+with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 5.0, Path(sys.argv[1]), lambda: None) as watchdog:
+    watchdog.follow(Pulse())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_crash_is_found_in_the_file_of_its_rank(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"event": "begin"}) + "\n")
+    done = subprocess.run([sys.executable, "-c", CRASHES, str(log)], env=jobs.job_environment(jobs.new_mark()))
+    assert done.returncode == -signal.SIGSEGV
+    detail = status_of(read_record(tmp_path)).detail
+    assert detail == f"rank 0 on {platform.node()}: Fatal Python error: Segmentation fault"
