@@ -258,7 +258,7 @@ class Communicator:
         codec
             Format of contributions in messages (:mod:`halograd.comm.codec`), such as ``BFloat16()``. The first two
             methods take a codec other than the default, and then add in the order of the ranks. The reduction's
-            `encoding` can :meth:`~halograd.comm.codec.Encoding.compensate` for the encoding error.
+            `encoding` can :meth:`~halograd.comm.encoding.Encoding.compensate` for the encoding error.
 
         Raises
         ------

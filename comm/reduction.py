@@ -130,7 +130,7 @@ class ReductionPlan:
     direct
         Function that makes the sum at once, for `Reduction.run`; None: `start` and `finish` do.
     encoding
-        Encoder of the sum, with the encoding errors (:class:`halograd.comm.codec.Encoding`); None: messages hold the
+        Encoder of the sum, with the encoding errors (:class:`halograd.comm.encoding.Encoding`); None: messages hold the
         elements as they are.
     nbytes, device_nbytes
         Memory in addition to the buffer, on the host and on a device [B].
