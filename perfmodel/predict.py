@@ -435,17 +435,23 @@ class StrategySearch:
     def _widened(self, best: Contender | None) -> Contender | None:
         """Return the fastest strategy that fits, also with wide values if that is faster than `best` by a margin.
 
-        If the limit binds, several of the fastest strategies are tried, also those that only fit with wide values.
+        If they make the fastest strategy faster, or if the limit binds, several of the fastest strategies are tried,
+        also those that only fit with wide values.
         """
 
         def simulation(strategy: Strategy) -> Simulation:
             return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
 
-        some = [best]
-        if best is None or best is not self.contenders.fastest():
+        def tried() -> Iterator[Contender]:
+            if plain_best is not None:
+                yield plain_best
+                if best is plain_best and best is self.contenders.fastest():
+                    return
             some = [*self.contenders.few(self.limit, WIDENED), *self.contenders.few(math.inf, WIDENED)]
-        limit = math.inf if best is None else (1 - MARGIN) * best.seconds
-        for one in filter(None, dict.fromkeys(some) if self.chooser.widens else []):
+            yield from (one for one in dict.fromkeys(some) if one is not plain_best)
+
+        plain_best, limit = best, math.inf if best is None else (1 - MARGIN) * best.seconds
+        for one in tried() if self.chooser.widens else ():
             plain = one.simulation.prediction(account=False)
             if one.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
                 continue
