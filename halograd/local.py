@@ -109,7 +109,7 @@ class CoreSplit:
         Time of a step under the fastest strategy, predicted and measured [s].
     by
         Name of the fastest strategy: a planner or baseline.
-    alike
+    uniform
         Measured time with all layers cut in the same way over all ranks [s]; for one rank equal to `seconds`.
     """
 
@@ -118,7 +118,7 @@ class CoreSplit:
     predicted: float
     seconds: float
     by: str
-    alike: float
+    uniform: float
 
 
 def splits(cores: int) -> list[tuple[int, int]]:
@@ -201,6 +201,6 @@ def try_split(job: Path, result: Path) -> None:
         trial = try_run(config, comm)
         if comm.rank == 0:
             seconds, threads = trial.seconds[trial.name], config.backend.threads
-            alike = trial.seconds.get(GRID, seconds)
-            found = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, alike)
+            uniform = trial.seconds.get(GRID, seconds)
+            found = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, uniform)
             result.write_text(json.dumps(asdict(found)))

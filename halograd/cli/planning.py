@@ -232,15 +232,15 @@ def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
     for one in found:
         times = [milliseconds(t) for t in (one.predicted, one.seconds)]
-        alike = milliseconds(one.alike) if one.ranks > 1 else "-"
-        rows.append([split_text(one.ranks, one.threads), *times, one.by, alike, "the best" if one is best else ""])
-    heading = ["cores as", "predicted", "step", "cut by", "all layers alike", ""]
+        uniform = milliseconds(one.uniform) if one.ranks > 1 else "-"
+        rows.append([split_text(one.ranks, one.threads), *times, one.by, uniform, "the best" if one is best else ""])
+    heading = ["cores as", "predicted", "step", "cut by", "one cut for all", ""]
     lines = [f"{model}, batch {batch}, tried on this machine", "", *table(heading, rows, left=1)]
     lines += ["", f"best: {split_text(best.ranks, best.threads)}, {time_text(best.seconds)} a step"]
     cut = [one for one in found if one.ranks > 1]
     if best.ranks == 1 and cut:
-        least = min(cut, key=lambda one: one.alike)
-        more = least.alike / best.seconds - 1
+        least = min(cut, key=lambda one: one.uniform)
+        more = least.uniform / best.seconds - 1
         lines.append(f"cutting every layer over {least.ranks} ranks would take {more:.0%} longer")
     return lines
 

@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..local import find_mpiexec, run_ranks
 from ..output import progress_bar
 from .files import FULL, QUICK, DemoSettings, Files, make_dataset, prepare, replace_run, write_config
-from .report import Clock, Judged, draw_pictures, judge, write_report
+from .report import Clock, HeldOutResults, draw_pictures, score_held_out, write_report
 
 __all__ = [
     "FULL",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-def run_demo(out: Path, settings: DemoSettings) -> Judged:
+def run_demo(out: Path, settings: DemoSettings) -> HeldOutResults:
     """Generate, train on several ranks, evaluate, compare with a logistic regression, and report. Local.
 
     Parameters
@@ -49,12 +49,12 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
         arguments = ["evaluate", str(files.run), "--samples", "all", "--predictions", str(files.predictions)]
         run_ranks(mpiexec, settings.ranks, [*arguments, "--set", "output.timeline=false"], _quiet)
     with clock.stage("logistic regression"):
-        judged = judge(files, settings)
+        results = score_held_out(files, settings)
     with clock.stage("pictures"):
-        draw_pictures(files, judged)
-    write_report(files, settings, judged, headline, clock)
-    _summarize(files, judged, clock)
-    return judged
+        draw_pictures(files, results)
+    write_report(files, settings, results, headline, clock)
+    _summarize(files, results, clock)
+    return results
 
 
 def _generate(files: Files, settings: DemoSettings) -> None:
@@ -91,10 +91,10 @@ def _quiet(line: str) -> None:
         print(f"    {line}", flush=True)
 
 
-def _summarize(files: Files, judged: Judged, clock: Clock) -> None:
+def _summarize(files: Files, results: HeldOutResults, clock: Clock) -> None:
     print(f"4/4 report {files.report}\n")
     print(f"{'on held-out simulations':42}{'IoU':>7}{'F1':>7}")
-    for score in judged.scores:
+    for score in results.scores:
         print(f"{score.name:42}{score.iou:>7.3f}{score.values['f1'] or 0.0:>7.3f}")
     stages = ", ".join(f"{stage.name} {stage.seconds:.0f}" for stage in clock.stages)
     print(f"\n{clock.total.seconds:.0f} s: {stages}")

@@ -33,7 +33,7 @@ from ..training.metrics import Confusion
 from ..version import __version__
 from .files import DemoSettings, Files
 
-__all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]
+__all__ = ["Clock", "HeldOutResults", "draw_pictures", "score_held_out", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Judged:
+class HeldOutResults:
     """Results on the held-out samples, for tables and pictures.
 
     Attributes
@@ -116,7 +116,7 @@ class Judged:
         return np.array([_scores(p, t)["iou"] or 0.0 for p, t in zip(self.network, self.truth)])
 
 
-def judge(files: Files, settings: DemoSettings) -> Judged:
+def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
     """Fit the regression to the network's own inputs, and score both. Local; all inputs are in memory at once."""
     logits = _logits(files)
     with Hdf5Dataset(files.data) as dataset:
@@ -136,7 +136,7 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
         Score("cells below the quality limit already", None, _scores(now < _limit(files), truth)),
     )
     cells = len(training) * masks[0].size
-    return Judged(scores, held_out, density, truth, network, regression, cells, model.iterations)
+    return HeldOutResults(scores, held_out, density, truth, network, regression, cells, model.iterations)
 
 
 def _logits(files: Files) -> np.ndarray:
@@ -223,7 +223,7 @@ def read_phases(files: Files) -> dict[str, Any]:
     return read_log(files.run / "log.jsonl", "phases")[-1]
 
 
-def draw_pictures(files: Files, judged: Judged) -> None:
+def draw_pictures(files: Files, results: HeldOutResults) -> None:
     """Write ``loss.png``, ``predictions.png`` and ``timeline.png``. Local."""
     log = files.run / "log.jsonl"
     steps, held_out = read_log(log, "step"), read_log(log, "validation")
@@ -231,33 +231,33 @@ def draw_pictures(files: Files, judged: Judged) -> None:
         {"iou": "network, threshold 0.5"},
         "Cells found in held-out simulations",
         "intersection over union",
-        ("logistic regression per cell", judged.scores[1].iou),
+        ("logistic regression per cell", results.scores[1].iou),
         "weighted cross-entropy [nat/cell]",
     )
     draw_curves(files.out / "loss.png", steps, held_out, held_out[0]["step"], quality)
-    draw_masks(files.out / "predictions.png", _masks(judged))
+    draw_masks(files.out / "predictions.png", _masks(results))
     title = f"Two training steps · {hidden_text(read_phases(files)['phases'])}"
     draw_timeline(files.out / "timeline.png", files.run / "timeline.json", title)
 
 
-def _masks(judged: Judged) -> Masks:
+def _masks(results: HeldOutResults) -> Masks:
     """Return the masks of some held-out samples, from the best predicted to the worst."""
-    rows = best_to_worst(judged.ious)
+    rows = best_to_worst(results.ious)
     return Masks(
-        judged.samples[rows],
-        judged.truth[rows],
-        {"network": judged.network[rows], "logistic regression": judged.regression[rows]},
+        results.samples[rows],
+        results.truth[rows],
+        {"network": results.network[rows], "logistic regression": results.regression[rows]},
         title="cells that need relaxation",
-        image=judged.density[rows],
+        image=results.density[rows],
         image_title="density",
         image_unit=DENSITY_UNIT,
     )
 
 
-def write_report(files: Files, settings: DemoSettings, judged: Judged, headline: str, clock: Clock) -> None:
+def write_report(files: Files, settings: DemoSettings, results: HeldOutResults, headline: str, clock: Clock) -> None:
     """Write ``report.html`` with the existing pictures. Local."""
     timeline = files.out / "timeline.png"
-    network, regression, _ = judged.scores
+    network, regression, _ = results.scores
     write_html(
         "demo.html.j2",
         files.report,
@@ -265,10 +265,10 @@ def write_report(files: Files, settings: DemoSettings, judged: Judged, headline:
         regression=regression,
         channels=len(CHANNELS),
         settings=settings,
-        held_out=len(judged.samples),
+        held_out=len(results.samples),
         headline=headline,
-        judged=judged,
-        scores=[("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)],
+        results=results,
+        scores=[("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, results.scores)],
         out=files.out,
         config=files.config,
         timeline_picture=timeline if timeline.exists() else None,

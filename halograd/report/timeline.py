@@ -32,7 +32,7 @@ class Bar:
 
     Attributes
     ----------
-    lane
+    row
         Row of the trace: "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other".
     kind
         "forward", "backward", "again", "update", "wait", "io"; for communication "halo", "allreduce", "statistics", ...
@@ -41,7 +41,7 @@ class Bar:
     """
 
     rank: int
-    lane: str
+    row: str
     kind: str
     begin: float
     end: float
@@ -50,14 +50,14 @@ class Bar:
 def read_bars(path: Path) -> list[Bar]:
     """Return the bars of a Chrome trace that a run has written. Local."""
     events = json.loads(path.read_text())["traceEvents"]
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     bars = []
     for e in events:
         if e["ph"] == "X":
-            lane, kind = lanes[e["pid"], e["tid"]], e["cat"]
+            row, kind = rows[e["pid"], e["tid"]], e["cat"]
             if kind == "communication":  # a halo, or an all-reduce of gradients, statistics or the loss
                 kind = e["name"].partition(":")[0]
-            bars.append(Bar(e["pid"], lane, kind, 1e-3 * e["ts"], 1e-3 * (e["ts"] + e["dur"])))
+            bars.append(Bar(e["pid"], row, kind, 1e-3 * e["ts"], 1e-3 * (e["ts"] + e["dur"])))
     return bars
 
 
@@ -97,7 +97,7 @@ def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interv
     return left
 
 
-LANES = ("compute", "wait", "halo", "gradient sums", "other sums", "I/O")
+ROWS = ("compute", "wait", "halo", "gradient sums", "other sums", "I/O")
 COLOURS = {
     "forward": (BLUE, "forward"),
     "backward": (SKY, "backward"),
@@ -116,7 +116,7 @@ LEGEND = 9
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> bool:
-    """Draw the lanes of every rank over two typical steps; return whether the trace has enough steps. Local."""
+    """Draw the rows of every rank over two typical steps; return whether the trace has enough steps. Local."""
     bars = read_bars(trace)
     window = typical_steps(bars, STEPS)
     if window is None:
@@ -139,17 +139,17 @@ def draw_timeline(path: Path, trace: Path, title: str) -> bool:
 
 
 def _draw_rank(axes: Any, bars: Sequence[Bar], steps: Sequence[float], origin: float) -> None:
-    waits = sorted((bar.begin, bar.end) for bar in bars if bar.lane == "wait")
-    for row, lane in enumerate(LANES):
-        axes.axhspan(row - 0.42, row + 0.42, color=LIGHT, linewidth=0)
+    waits = sorted((bar.begin, bar.end) for bar in bars if bar.row == "wait")
+    for y, row in enumerate(ROWS):
+        axes.axhspan(y - 0.42, y + 0.42, color=LIGHT, linewidth=0)
         for kind, (colour, _) in COLOURS.items():
-            spans = sorted((bar.begin, bar.end) for bar in bars if bar.lane == lane and bar.kind == kind)
-            if lane == "compute":
+            spans = sorted((bar.begin, bar.end) for bar in bars if bar.row == row and bar.kind == kind)
+            if row == "compute":
                 spans = without(spans, waits)
-            axes.broken_barh([(b - origin, e - b) for b, e in spans], (row - 0.42, 0.84), facecolor=colour, linewidth=0)
+            axes.broken_barh([(b - origin, e - b) for b, e in spans], (y - 0.42, 0.84), facecolor=colour, linewidth=0)
     for begin in steps:
         axes.axvline(begin - origin, color=DARK, linewidth=0.8, linestyle=":")
-    axes.set(yticks=range(len(LANES)), yticklabels=LANES, ylim=(len(LANES) - 0.5, -0.5))
+    axes.set(yticks=range(len(ROWS)), yticklabels=ROWS, ylim=(len(ROWS) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0, labelsize=7.5)
     axes.tick_params(axis="x", labelsize=8)
     for side in ("left", "bottom"):
