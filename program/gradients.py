@@ -27,7 +27,7 @@ from ..layers.reduction_chunks import GradientChunk
 from ..layers.reduction_scheme import Scheme
 from ..lowering.operations import KernelSpec, Operation, Run, Sum, Timing, Total
 from ..lowering.views import Buffer
-from .program import Program
+from .program import Program, Segment
 
 __all__ = [
     "Accumulate",
@@ -189,6 +189,9 @@ class _Placing:
         #: Positions of layers in the forward pass; backward has the opposite order.
         self._places = {segment.name: i for i, segment in enumerate(program.forward)}
         self._reached = {segment.name for segment in program.backward}
+        #: Sizes of the buckets on this rank [B], and their first layers in the forward pass.
+        self._own = [self._size(bucket) for bucket in buckets]
+        self._first = [min(bucket.layers, key=self._places.__getitem__) for bucket in buckets]
 
     def program(self) -> Program:
         self._add_sums([i for i, bucket in enumerate(self._buckets) if not bucket.replicated])
@@ -196,11 +199,15 @@ class _Placing:
         before, after = self._before, self._after
         # A redistribution has two segments of one name, its start and its end: operations stand before the first.
         forward = [
-            replace(s, before=before.pop(s.name, [])) if s.before or s.name in before else s
+            Segment(s.name, s.operations, before.pop(s.name, []), s.after, again=s.again)
+            if s.before or s.name in before
+            else s
             for s in self._program.forward
         ]
         backward = [
-            replace(s, after=after.pop(s.name, [])) if s.after or s.name in after else s
+            Segment(s.name, s.operations, s.before, after.pop(s.name, []), again=s.again)
+            if s.after or s.name in after
+            else s
             for s in self._program.backward
         ]
         return replace(
@@ -217,24 +224,24 @@ class _Placing:
             self._end += [BucketTotal("", sums[i][0], "finish", i, when="step") for i in summed]
         for i in reversed(summed) if kind.shards else summed:
             # All shards are updated before the first layer, the last bucket first, and travel during forward.
-            before = self._before[self._program.forward[0].name if kind.shards else self._first(i)]
+            before = self._before[self._program.forward[0].name if kind.shards else self._first[i]]
             if not kind.waits:
                 before.append(BucketTotal("", sums[i][0], "finish", i))
             before.append(self._update(i))
             if kind.shards:
                 before.append(ShardGather("", sums[i][1], "start", i))
         for i in summed if kind.shards else ():
-            refresh = [Refresh("", i, self._own(i))] if self._low else []
-            self._before[self._first(i)] += [ShardGather("", sums[i][1], "finish", i), *refresh]
+            refresh = [Refresh("", i, self._own[i])] if self._low else []
+            self._before[self._first[i]] += [ShardGather("", sums[i][1], "finish", i), *refresh]
 
     def _starts(self, i: int, total: Sum) -> list[Operation]:
         """Return the operations that prepare the gradients of a bucket, and start their sum."""
-        cast = [Cast("", i, self._own(i))] if self._low and self._program.target.rounds else []
+        cast = [Cast("", i, self._own[i])] if self._low and self._program.target.rounds else []
         return [*cast, *self._prepared(i), BucketTotal("", total, "start", i, when="step")]
 
     def _prepared(self, i: int) -> list[Operation]:
         """Return the local operations on the gradients of a bucket that come before their sum."""
-        own = self._own(i)
+        own = self._own[i]
         operations: list[Operation] = [Accumulate("", i, own, self._parts)] if self._parts > 1 else []
         return [*operations, Compensate("", i, own, when="step")] if self._scheme.keeps_errors else operations
 
@@ -263,15 +270,15 @@ class _Placing:
 
     # -- descriptions --------------------------------------------------------------------------
 
-    def _own(self, i: int) -> int:
+    def _size(self, bucket: GradientChunk) -> int:
         """Return the size of a bucket on this rank [B]."""
-        color = self._buckets[i].sharing.color(self._program.target.rank)
-        return 0 if color is None else self._buckets[i].nbytes[color]
+        color = bucket.sharing.color(self._program.target.rank)
+        return 0 if color is None else bucket.nbytes[color]
 
     def _sums(self, i: int) -> list[Sum]:
         """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
         bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
-        shape, label, found = (self._own(i) // dtype.itemsize,), f"bucket {i}", []
+        shape, label, found = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
         for place, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
             kind = method.name if scheme.kind.shards else "allreduce"  # the kind under which traffic is counted
             view = Buffer(shape, dtype, "parameter gradient", place=(place, label)).view
@@ -280,7 +287,7 @@ class _Placing:
         return found
 
     def _update(self, i: int) -> Update:
-        bucket, own = self._buckets[i], self._own(i)
+        bucket, own = self._buckets[i], self._own[i]
         updated, largest = own, float(max(bucket.nbytes))
         if self._scheme.kind.shards and not bucket.replicated:
             updated, largest = self._shard(bucket, own), largest / bucket.sharing.members_each
@@ -296,13 +303,9 @@ class _Placing:
         part = shard(own // itemsize, len(members), itemsize, members.index(rank))
         return (part.stop - part.start) * itemsize
 
-    def _first(self, i: int) -> str:
-        """Return the first layer of a bucket in the forward pass."""
-        return min(self._buckets[i].layers, key=self._places.__getitem__)
-
     def _last(self, i: int) -> str | None:
         """Return the last layer of a bucket in backward; None: backward does not reach all of them."""
-        return self._first(i) if self._reached.issuperset(self._buckets[i].layers) else None
+        return self._first[i] if self._reached.issuperset(self._buckets[i].layers) else None
 
 
 def completions(program: Program) -> list[Operation]:

@@ -15,14 +15,11 @@ import numpy as np
 
 from ..comm.sums import node_shares, shards
 from ..dtensor import Groups
-from ..dtensor.layout import Blocks, Interval, Intervals, outer, padded
+from ..dtensor.layout import Blocks, Intervals, outer, padded
 from ..lowering.operations import ExchangeSpec, Operation, Sum, Total, Transfer
 from .program import Program
 
 __all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "Sent", "messages_of", "senders", "sums_of"]
-
-
-_FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,35 @@ class Move:
             own *= o[a[:ranks], b[:ranks]]
         return own
 
+    @cached_property
+    def _crossings(self) -> tuple[int, list[tuple[int, int, Crossing]]]:
+        """Size of a message without cut axes [B], and the cut axes: number, target parts, overlaps."""
+        nbytes, cut = self.itemsize, list[tuple[int, int, Crossing]]()
+        for axis, (own, others) in enumerate(zip(self.source.axes, self.target.axes)):
+            if len(own) > 1 or len(others) > 1:
+                cut.append((axis, len(others), crossing(own, others)))
+            else:
+                nbytes *= sum(elements for _, elements in crossing(own, others)[0])
+        return nbytes, cut
+
+    def messages(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the messages of some ranks: position of the sender in `ranks`, receiver, and size [B], one each."""
+        nbytes, cut = self._crossings
+        found: list[tuple[int, int, int]] = []
+        for i, rank in enumerate(ranks if nbytes else ()):
+            at = self.source.coordinates(rank)
+            if at is not None:
+                others = [(0, nbytes)]
+                for axis, parts, overlaps in cut:
+                    row = overlaps[at[axis]]
+                    others = [(peer * parts + part, size * n) for peer, size in others for part, n in row]
+                found += [(i, peer, size) for peer, size in others if peer != rank]
+        senders, peers, sizes = np.array(found, np.int64).reshape(-1, 3).T
+        return senders, peers, sizes
+
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the other ranks to which `rank` sends, and the bytes per rank [B]."""
-        at = self.source.coordinates(rank)
-        if at is None:
-            return _NONE, _NONE
-        cut, nbytes = [], self.itemsize
-        for i, axis, others in zip(at, self.source.axes, self.target.axes):
-            if len(others) > 1:
-                cut.append((axis[i], others))
-            else:
-                (start, stop), (first, last) = axis[i], others[0]
-                nbytes *= max(0, min(stop, last) - max(start, first))
-        if not nbytes:
-            return _NONE, _NONE
-        ranks, elements = met(rank, tuple(cut))
-        return ranks, elements * nbytes
+        return self.messages([rank])[1:]
 
 
 @dataclass(frozen=True)
@@ -179,32 +189,21 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
     return np.maximum(0, high - low)
 
 
-@lru_cache(maxsize=4096)  # arrays are long with thousands of ranks
-def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the other ranks whose boxes intersect that of `rank` along cut axes, and the numbers of common elements.
+class Crossing(dict[int, list[tuple[int, int]]]):
+    """Per interval of `source`, the intervals of `target` that it intersects, with the numbers of common elements."""
 
-    Layers that differ only in channels share the result.
+    def __init__(self, source: Intervals, target: Intervals) -> None:
+        self._source, self._target = source, target
 
-    Parameters
-    ----------
-    cut
-        Per axis, the interval of the rank, and the intervals of all parts.
-    """
-    ranks, elements = _FIRST, _ONE
-    for own, parts in cut:
-        places, common = row(own, parts)
-        ranks = (ranks[:, None] * len(parts) + places).reshape(-1)
-        elements = (elements[:, None] * common).reshape(-1)
-    others = ranks != rank
-    return ranks[others], elements[others]
+    def __missing__(self, i: int) -> list[tuple[int, int]]:
+        start, stop = self._source[i]
+        common = ((k, min(b, stop) - max(a, start)) for k, (a, b) in enumerate(self._target))
+        self[i] = [(k, n) for k, n in common if n > 0]
+        return self[i]
 
 
-@lru_cache(maxsize=65536)
-def row(own: Interval, parts: Intervals) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the intervals in `parts` that `own` intersects, and the numbers of common elements."""
-    common = overlap((own,), parts)[0]
-    (places,) = np.nonzero(common)
-    return places, common[places]
+#: Overlaps of two cuts of an axis: layers that differ in other axes share them.
+crossing = lru_cache(maxsize=16384)(Crossing)
 
 
 @lru_cache(maxsize=4096)

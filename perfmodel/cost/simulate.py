@@ -179,7 +179,9 @@ class Simulation:
 
         The costs of layers are not computed again.
         """
+        self._chunked  # noqa: B018  (all schemes of these cuts share it)
         other = copy.copy(self)
+        vars(other).pop("_buckets", None)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
         other.strategy = self.strategy.with_reduction(scheme, nbytes)
         return other
@@ -274,6 +276,7 @@ class Simulation:
         found: _Chunked = self.pricing.known[key]
         return found
 
+    @cached_property
     def _buckets(self) -> list[GradientChunk]:
         scheme, chunked = self.strategy.reduction, self._chunked
         apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
@@ -289,12 +292,12 @@ class Simulation:
     @property
     def chunking(self) -> int:
         """Number that is equal for simulations of the same cuts with the same buckets."""
-        return id(self._buckets())
+        return id(self._buckets)
 
     def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:
         """Return the cost and the kernel of every dense layer whose gradient the scheme replicates."""
         known, found = self._known.replicated, {}
-        for name in (name for bucket in self._buckets() if bucket.replicated for name in bucket.layers):
+        for name in (name for bucket in self._buckets if bucket.replicated for name in bucket.layers):
             if name not in known:
                 known[name] = price_replicated(self.steps[name], self.pricing)
             found[name] = known[name]
@@ -305,7 +308,7 @@ class Simulation:
         exposed = {name: kernel for name, (_, kernel) in self._replicated().items()}
         parts = 2 if self.training.accumulates else 1
         outlined = replace(outlined, exposed=exposed)
-        return self._checked(reduce_gradients(outlined, self._buckets(), self.strategy.reduction, parts))
+        return self._checked(reduce_gradients(outlined, self._buckets, self.strategy.reduction, parts))
 
     def _play(self) -> tuple[Mapping[str, LayerCost], StepTimeline]:
         """Return the costs of layers under the scheme, and the timeline."""
@@ -392,7 +395,7 @@ class Simulation:
         """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
         weights = {step.name: sum(p.size for p in step.parameters.values()) for step in self._outline.steps}
         found: dict[str, tuple[float, float]] = {}
-        for i, bucket in enumerate(self._buckets()):
+        for i, bucket in enumerate(self._buckets):
             total = sum(weights[name] for name in bucket.layers)
             for name in bucket.layers:
                 share, (seconds, waited) = weights[name] / total, found.get(name, (0.0, 0.0))

@@ -85,28 +85,6 @@ class ExchangeTimes(NamedTuple):
     peers: int = 0
 
 
-class _Way(NamedTuple):
-    """Links from a rank to some other ranks, for messages of any size.
-
-    Attributes
-    ----------
-    alpha, outside_alpha
-        Sum of latencies of all these links, and of those to other nodes [s].
-    betas
-        Inverse bandwidth to each rank [s/B].
-    outside
-        Mask of the ranks on other nodes; None: there are none.
-    across
-        Mask of the ranks below other switches.
-    """
-
-    alpha: float
-    betas: np.ndarray
-    outside: np.ndarray | None
-    outside_alpha: float
-    across: np.ndarray
-
-
 class Wires:
     """Times of communication on a machine. Local; caches its results.
 
@@ -121,7 +99,6 @@ class Wires:
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
         self._exchanges: dict[Move, ExchangeTimes] = {}
-        self._ways: dict[tuple[int, bytes], _Way] = {}
         self._sums: dict[tuple[str, float, Ranks, int], tuple[float, float]] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
@@ -280,17 +257,20 @@ class Wires:
             return ExchangeTimes(0.0, 0.0)
         # In most exchanges receivers have as much work as senders.
         ways = [move] if self.quick else [move, move.adjoint]
-        ranks = self._ranks(move)
-        sent = [{rank: way.peers(rank) for rank in ranks} for way in ways]
+        ranks = np.array(self._ranks(move))
+        sent = [way.messages(ranks.tolist()) for way in ways]
         busy = 0.0
         if self.emulated:
-            seconds = max(self._farthest(*others, rank) for some in sent for rank, others in some.items())
+            seconds = max(self._farthest(ranks[senders], *others) for senders, *others in sent)
         else:
-            seconds, busy = max(self._nodewise(some) for some in sent)
-        messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
-        nbytes = [sum(int(some[rank][1].sum()) for some in sent) * 2 / len(sent) for rank in ranks]
-        peers = max(len(others[0]) for some in sent for others in some.values())
-        packing = 0.0 if self.packed else self.copy(max(nbytes)) + self.machine.launch * max(messages)
+            seconds, busy = max(self._nodewise(ranks, *some) for some in sent)
+        counts = [np.bincount(senders, minlength=len(ranks)) for senders, _, _ in sent]
+        sizes = [np.bincount(senders, nbytes, len(ranks)) for senders, _, nbytes in sent]
+        packing = 0.0
+        if not self.packed:
+            nbytes, messages = (2 * float(sum(some).max()) / len(sent) for some in (sizes, counts))
+            packing = self.copy(nbytes) + self.machine.launch * messages
+        peers = max(int(count.max()) for count in counts)
         return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, peers)
 
     def _ranks(self, move: Move) -> list[int]:
@@ -306,62 +286,49 @@ class Wires:
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
-    def _farthest(self, peers: np.ndarray, nbytes: np.ndarray, rank: int) -> float:
+    def _farthest(self, senders: np.ndarray, peers: np.ndarray, nbytes: np.ndarray) -> float:
         """Return the time of the largest message to another node [s]; all these messages travel at the same time."""
-        far = nbytes[peers // self.per_node != rank // self.per_node]
+        far = nbytes[peers // self.per_node != senders // self.per_node]
         return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
-    def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:
+    def _nodewise(
+        self, ranks: np.ndarray, senders: np.ndarray, peers: np.ndarray, nbytes: np.ndarray
+    ) -> tuple[float, float]:
         """Return the time of the slowest rank, and the time in which the adapters of a node are busy [s].
 
-        All ranks of a node send to other nodes through its adapters.
+        All ranks of a node send to other nodes through its adapters. `senders` are positions in `ranks`, which are in
+        increasing order.
         """
-        topology, rails = self.machine.topology, 1
+        topology, width = self.machine.topology, self.machine.devices_per_node
+        levels = self.levels(ranks[senders], peers)
+        alpha, beta, outside = self._alpha[levels], self._beta[levels] * nbytes, levels > 0
+        first = np.flatnonzero(np.diff(ranks // width, prepend=-1))
+
+        def by_rank(weights: np.ndarray) -> np.ndarray:
+            return np.bincount(senders, weights, len(ranks))
+
+        def by_node(weights: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(by_rank(weights * outside), first)
+
+        alphas, totals = by_rank(alpha), by_rank(beta)
+        shared = by_node(beta) / (1 if topology is None else self.machine.rails)
+        slowest = float((alphas + totals).max())
         if topology is not None:
-            rails = self.machine.rails
-        slowest, busy, node, beyond, alphas, inside = 0.0, 0.0, -1, 0.0, 0.0, 0.0
-        out = across = 0
-        for rank, (peers, nbytes) in sent.items():
-            if rank // self.machine.devices_per_node != node:
-                node, beyond, alphas, inside = rank // self.machine.devices_per_node, 0.0, 0.0, 0.0
-                out = across = 0
-            if not len(peers):
-                continue
-            way = self._way(rank, peers)
-            beta = way.betas * nbytes
-            if way.outside is not None:
-                beyond += float(np.add.reduce(beta[way.outside])) / rails
-                alphas = max(alphas, way.outside_alpha)
-            total = float(np.add.reduce(beta))
-            shared = beyond
-            if topology is not None:
-                if way.outside is not None:
-                    out += int(np.add.reduce(nbytes[way.outside]))
-                    across += int(np.add.reduce(nbytes[way.across]))
-                shared = out / topology.network if topology.network else beyond
-                if topology.uplink:
-                    shared = max(shared, across / topology.uplink)
-                if topology.node_links:
-                    inside += total if way.outside is None else float(np.add.reduce(beta[~way.outside]))
-                    slowest = max(slowest, way.alpha + inside / topology.node_links)
-            slowest, busy = max(slowest, way.alpha + total, shared + alphas), max(busy, shared)
-        return slowest, busy
+            shared = by_node(nbytes) / topology.network if topology.network else shared
+            if topology.uplink:
+                shared = np.maximum(shared, by_node(nbytes * (levels > 1)) / topology.uplink)
+            if topology.node_links:
+                inside = np.split(by_rank(beta * ~outside), first[1:])
+                before = np.concatenate([some.cumsum() for some in inside])
+                slowest = max(slowest, float((alphas + before / topology.node_links).max()))
+        beyond = shared + np.maximum.reduceat(by_rank(alpha * outside), first)
+        return max(slowest, float(beyond.max())), float(shared.max())
 
-    def _way(self, rank: int, peers: np.ndarray) -> _Way:
-        key = rank, peers.tobytes()
-        if key not in self._ways:
-            levels = self.levels(rank, peers)
-            alpha, outside = self._alpha[levels], levels > 0
-            beyond = outside if outside.any() else None
-            alphas = float(alpha.sum()), float(alpha[outside].sum())
-            self._ways[key] = _Way(alphas[0], self._beta[levels], beyond, alphas[1], levels > 1)
-        return self._ways[key]
-
-    def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:
-        """Return the level of the link to each of the other ranks: 0 within the node, 1 within the switch, 2 across."""
+    def levels(self, ranks: np.ndarray, peers: np.ndarray) -> np.ndarray:
+        """Return the level of the link of each pair of ranks: 0 within the node, 1 within the switch, 2 across."""
         width = self.machine.devices_per_node
         wide = width * self.machine.nodes_per_switch
-        return (peers // width != rank // width).astype(np.int64) + (peers // wide != rank // wide)
+        return (peers // width != ranks // width).astype(np.int64) + (peers // wide != ranks // wide)
 
 
 def middle_rank(blocks: Blocks) -> int:
