@@ -68,7 +68,7 @@ class Box:
         """Extent per axis; an empty axis has extent 0."""
         return tuple([b - a if b > a else 0 for a, b in zip(self.start, self.stop)])
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -28,7 +28,6 @@ from .perfmodel.quantities import Bytes
 from .perfmodel.robust import RobustPlan, plan_robust
 from .schema import build as read
 from .schema import nearest
-from .training.config import DataConfig
 from .training.optimizers import OPTIMIZERS, OptimizerSettings
 
 __all__ = [
@@ -45,8 +44,8 @@ __all__ = [
     "training_of",
 ]
 
-#: Number of batches that a run with default settings reads ahead.
-AHEAD: int = DataConfig.model_fields["prefetch"].default + 1
+#: Number of batches that a run with default settings reads ahead (`data.prefetch` + 1).
+AHEAD = 2
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 

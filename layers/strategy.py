@@ -156,7 +156,14 @@ class Strategy:
 
     def parts_of(self, layer: str) -> dict[str, int]:
         """Return the number of parts per axis of one layer; every axis is named."""
-        return counts_of(self.cuts_of(layer))
+        if layer not in self._counts:
+            self._counts[layer] = counts_of(self.cuts_of(layer))
+        return self._counts[layer]
+
+    @cached_property
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """Cache of `parts_of`."""
+        return {}
 
     def options_of(self, layer: str) -> dict[str, Any]:
         """Return the options of one layer."""
@@ -381,7 +388,7 @@ def _hashable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut(parts: int | Sequence[int]) -> Cut:
     """Return the number of parts for equal shares, else the shares."""
-    if not isinstance(parts, Sequence):
+    if isinstance(parts, int) or not isinstance(parts, Sequence):  # the first is much faster
         return int(parts)
     shares = tuple(int(n) for n in parts)
     return len(shares) if len(set(shares)) == 1 else shares

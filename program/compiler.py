@@ -130,7 +130,8 @@ class _Compiler:
         options = self.strategy.options_of(name)
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
-        step = Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "", frozen)
+        parts = self.strategy.parts_of(name)
+        step = Step(name, node.layer, inputs, output, options, parts, owner if owner != name else "", frozen)
         if not step.owner:  # all programs of a network share the descriptions
             vars(step).update(parameters=self.network.own_parameters(name), states=self.network.own_states(name))
         output.trainable = (bool(step.parameters) and not frozen) or any(v.trainable for v in inputs)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +57,7 @@ class Step:
 
     def under(self, parts: Mapping[str, int], inputs: list[Value], output: Value) -> Step:
         """Return the step of the same layer under another cut."""
-        other = replace(self, parts=parts, inputs=inputs, output=output)
+        other = Step(self.name, self.layer, inputs, output, self.options, parts, self.owner, self.frozen)
         # Descriptions of whole arrays do not depend on the cut, so all candidates of a plan share them.
         vars(other).update(parameters=self.parameters, states=self.states)
         return other

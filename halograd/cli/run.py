@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     error. Only rank 0 prints; an error on any rank ends the job at once with that rank's traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["plan"], ["predict"]):
+        gc.disable()  # they keep what they make, and scanning it takes long
     world = _world(arguments)
     end_on_interrupt(world)
     if world is not None and world.rank:
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     finally:
         ignore_stop_signals()
     if world is None:
+        gc.freeze()  # else the interpreter scans all objects at its end
         sys.exit(code)
     leave(code)
 

@@ -22,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...device import as_dtype
+from ...dtensor import Layout
 from ...layers import Input, Network, Node, Strategy
 from ...layers.parameter import blocks_of
 from ...layers.strategy import AXES, layout_of
@@ -76,10 +77,11 @@ class Grids:
     shape: tuple[int, ...]
     parts: Ints
 
-    @classmethod
-    def of(cls, shape: tuple[int, ...], candidates: Sequence[Parts]) -> Grids:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(shape: tuple[int, ...], candidates: tuple[Parts, ...]) -> Grids:
         grids = [layout_of(shape, dict(zip(AXES, parts)), math.prod(parts)).boxes.grid for parts in candidates]
-        return cls(shape, np.array(grids, np.int64))
+        return Grids(shape, np.array(grids, np.int64))
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
         """Return starts and stops of a rank's box, ``[candidates, axes]``; a rank without a part has an empty box."""
@@ -139,7 +141,7 @@ def edge_seconds(
 
     The adjoint redistribution takes the same time.
     """
-    u, v = Grids.of(shape, makers), Grids.of(shape, readers)
+    u, v = Grids.of(shape, tuple(makers)), Grids.of(shape, tuple(readers))
     seconds = np.zeros((len(makers), len(readers)))
     for rank in _looked_at(ranks):
         sent = _one_way(u, v, rank, wires, itemsize, ranks)
@@ -199,7 +201,7 @@ def redistributed_bytes(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], itemsize: int
 ) -> NDArray[np.float64]:
     """Return the size of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
-    u, v = Grids.of(shape, makers), Grids.of(shape, readers)
+    u, v = Grids.of(shape, tuple(makers)), Grids.of(shape, tuple(readers))
     differ = (u.parts[:, None, :] != v.parts[None, :, :]).any(axis=2)
     return differ * (v.fullest * itemsize)[None, :].astype(np.float64)
 
@@ -408,13 +410,12 @@ class _Maker:
         if key not in self._priced:
             # A layer does not use more ranks than its cut has parts, so searches for other numbers of ranks share rows.
             same = key[:-1], self.batch, self.training, self.bucket_bytes, *self.pricings
-            known = self.pricing.known
+            known = self.pricing.known.setdefault(same, {})
             rows = []
             for parts in some:
-                row = same, parts
-                if row not in known:
-                    known[row] = self._row(plain, parts)
-                rows.append(known[row])
+                if parts not in known:
+                    known[parts] = self._row(plain, parts)
+                rows.append(known[parts])
             self._priced[key] = []
             for own in zip(*rows):
                 times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in own)))
@@ -428,8 +429,7 @@ class _Maker:
         def under(step: Step) -> Step:
             return _under(step, dict(zip(AXES, parts)), math.prod(parts))
 
-        chosen = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
-        step = under(chosen)
+        step = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
         alone = Alone(step, trained, self.pricing.overlaps)
         backward = alone.backward() if trained else []
         summed: list[tuple[int, Ranks]] = []
@@ -508,9 +508,10 @@ def _parameters(network: Network) -> int:
 def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
     """Return the layer under a cut, on a rank in the middle of the grid, which has halos on all sides."""
 
-    def cut(value: Value) -> Value:
-        layout = layout_of(value.layout.shape, parts, ranks)
+    output, *inputs = (layout_of(v.layout.shape, parts, ranks) for v in (plain.output, *plain.inputs))
+    middle = middle_rank(output.boxes)
+
+    def cut(value: Value, layout: Layout) -> Value:
         return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
 
-    middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
-    return plain.under(parts, [cut(v) for v in plain.inputs], cut(plain.output))
+    return plain.under(parts, list(map(cut, plain.inputs, inputs)), cut(plain.output, output))

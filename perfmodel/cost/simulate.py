@@ -170,9 +170,11 @@ class Simulation:
 
     def _checked(self, program: Program) -> Program:
         """Return a program with the norm of its gradients, if they are clipped."""
+        if not self.training.clips:
+            return program
         # Ranks that hold all gradients whole need no message.
         cut = self.strategy.reduction.kind.shards or not all(one.whole for one in self.blocks.values())
-        return check_gradients(program, "norm", cut and self.ranks > 1) if self.training.clips else program
+        return check_gradients(program, "norm", cut and self.ranks > 1)
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """Return the simulation with another scheme of gradient reduction, or buckets of another size [B].

@@ -165,7 +165,8 @@ class _Steps:
         trained = step.output.trainable and (summands > 0 or (step.name == self._loss and layer.is_loss))
         cost, contributions, gathered = layer.passes(self._gathered_of(step) if trained else None, self._pricing)
         if trained:
-            self._contributions.update(dict(zip(dict.fromkeys(step.inputs), contributions)))
+            for value, count in zip(dict.fromkeys(step.inputs), contributions):
+                self._contributions[value] += count
             self._add(step, gathered)
         return cost
 

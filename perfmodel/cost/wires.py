@@ -268,7 +268,7 @@ class Wires:
         sizes = [np.bincount(senders, nbytes, len(ranks)) for senders, _, nbytes in sent]
         packing = 0.0
         if not self.packed:
-            nbytes, messages = (2 * float(sum(some).max()) / len(sent) for some in (sizes, counts))
+            nbytes, messages = (2 * float(np.add.reduce(some).max()) / len(sent) for some in (sizes, counts))
             packing = self.copy(nbytes) + self.machine.launch * messages
         peers = max(int(count.max()) for count in counts)
         return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, peers)
@@ -296,13 +296,13 @@ class Wires:
     ) -> tuple[float, float]:
         """Return the time of the slowest rank, and the time in which the adapters of a node are busy [s].
 
-        All ranks of a node send to other nodes through its adapters. `senders` are positions in `ranks`, which are in
-        increasing order.
+        All ranks of a node send to other nodes through its adapters. `senders` are positions in `ranks`, which are the
+        ranks of whole nodes in increasing order.
         """
         topology, width = self.machine.topology, self.machine.devices_per_node
         levels = self.levels(ranks[senders], peers)
         alpha, beta, outside = self._alpha[levels], self._beta[levels] * nbytes, levels > 0
-        first = np.flatnonzero(np.diff(ranks // width, prepend=-1))
+        first = np.flatnonzero(ranks % width == 0)
 
         def by_rank(weights: np.ndarray) -> np.ndarray:
             return np.bincount(senders, weights, len(ranks))

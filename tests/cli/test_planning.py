@@ -24,7 +24,8 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
 from halograd.perfmodel.robust import RobustPlan
 from halograd.plan_text import plan_text, robust_text
-from halograd.planning import Asked, baselines_of
+from halograd.planning import AHEAD, Asked, baselines_of
+from halograd.training.config import DataConfig
 from tests.launch import command_line
 from tests.perfmodel.pricing import priced
 from tests.support.terminal import on_terminal
@@ -181,6 +182,10 @@ def test_the_arrays_of_the_optimizer_count(typed):
         found[optimizer] = [plan["prediction"]["memory_bytes"], baseline, grid["memory_bytes"]]
     for some, more in zip(found["sgd"], found["adam"]):
         assert parameters * 0.9 < more - some < parameters * 1.2
+
+
+def test_plans_count_the_batches_that_a_run_reads_ahead_by_default():
+    assert DataConfig.model_fields["prefetch"].default + 1 == AHEAD
 
 
 def test_less_memory_makes_a_leaner_plan(typed):

@@ -24,7 +24,7 @@ MACHINE = Machine(
 
 @given(shapes(), parts(), parts(), st.integers(0, RANKS - 1))
 def test_boxes_overlaps_and_counts_of_a_rank(shape, before, after, rank):
-    u, v = Grids.of(shape, [before]), Grids.of(shape, [after])
+    u, v = Grids.of(shape, (before,)), Grids.of(shape, (after,))
     start, stop = u.boxes(rank)
     box = cut(shape, before).box(rank)
     assert np.maximum(stop - start, 0).prod() == box.size

@@ -84,6 +84,8 @@ def test_halos_and_what_every_rank_sends_to_whom(pair):
             assert len(peers) == messages[rank] and sizes.sum() == nbytes[rank]
             common = {p: math.prod((source.box(rank) & target.box(int(p))).shape) * 8 for p in peers}
             assert dict(zip(peers.tolist(), sizes.tolist())) == common
+        senders, _, sizes = way.messages([3, 0])
+        assert [sizes[senders == i].tolist() for i in (0, 1)] == [way.peers(rank)[1].tolist() for rank in (3, 0)]
 
 
 @given(grown())
