@@ -7,7 +7,6 @@ samples and blocks of them, windows) and cuDNN has a plan; else our own. With au
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -225,14 +224,12 @@ class CudnnBackend(CudaKernels):
     def _with_statistics(
         self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums_: Any, geometry: Geometry
     ) -> Kernel:
-        made = partial(sums.forward, self._engine, x, w, b, y, sums_, geometry)
-        return sums.faster(self._engine, made, separate)
+        return sums.faster(self._engine, separate, *sums.forward(self._engine, x, w, b, y, sums_, geometry))
 
     def _with_gradient_sums(
         self, separate: Kernel, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
     ) -> Kernel:
-        made = partial(sums.backward_data, self._engine, dy, w, geometry, norm)
-        return sums.faster(self._engine, made, separate)
+        return sums.faster(self._engine, separate, *sums.backward_data(self._engine, dy, w, geometry, norm))
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:

@@ -189,6 +189,11 @@ class CudnnPlan:
         raise self._candidates.none(f"all launches failed, the last one with: {reason}")
 
 
+def _comparison(keys: Sequence[GraphKey]) -> str:
+    """Return the key under which the times of a kernel with these plans and of another one are stored."""
+    return " ".join(("fastest of", *(key.text for key in keys)))
+
+
 class Plans:
     """The plans of one backend. Local.
 
@@ -237,7 +242,7 @@ class Plans:
 
     def faster(self, keys: Sequence[GraphKey], kernel: Kernel, other: Kernel) -> bool:
         """Return whether `other` is faster than `kernel`, which runs the plans of these keys. The times are stored."""
-        text = " ".join(("fastest of", *(key.text for key in keys)))
+        text = _comparison(keys)
         entry = self._store.get(text)
         if entry is None:
             seconds = {"cudnn": self._timer(kernel, math.inf)}
@@ -249,6 +254,11 @@ class Plans:
             ours, plans = {other.impl: entry.seconds[other.impl]}, self.found.get(key, {})
             self.found[key] = {**ours, **plans} if taken else {**plans, **ours}
         return taken
+
+    def known_slower(self, keys: Sequence[GraphKey], other: str) -> bool:
+        """Return whether a stored measurement says that the kernel `other` is faster than one with these plans."""
+        entry = self._store.get(_comparison(keys))
+        return entry is not None and entry.name == other
 
     def _propose(self, key: GraphKey) -> Candidates:
         handle, _ = self._handles.current()

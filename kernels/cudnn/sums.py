@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,8 +136,8 @@ class _Graph:
 
 def forward(
     engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry
-) -> tuple[SumsKey, Kernel]:
-    """Return the key and the kernel of ``y = conv(x, w) + b`` and ``sums`` in one plan."""
+) -> tuple[SumsKey, Callable[[], Kernel]]:
+    """Return the key of ``y = conv(x, w) + b`` and ``sums`` in one plan, and a function that returns the kernel."""
     operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(W, w, of_group(channels, geometry))
@@ -149,8 +150,9 @@ def forward(
 
 def backward_data(
     engine: ConvSettings, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
-) -> tuple[SumsKey, Kernel]:
-    """Return the key and the kernel of the data gradient in ``norm.dy`` and the sums of the norm, in one plan.
+) -> tuple[SumsKey, Callable[[], Kernel]]:
+    """Return the key of the data gradient in ``norm.dy`` and the sums of the norm in one plan, and a function that
+    returns the kernel.
 
     Rows that no output reads become zero, and add nothing to the sums.
     """
@@ -175,8 +177,8 @@ def backward_data(
 
 def _kernel(
     engine: ConvSettings, operands: Operands, direction: str, shapes: Shapes, rows: Any, sums: Any, **fused: bool
-) -> tuple[SumsKey, Kernel]:
-    """Return a plan with the kernels around it.
+) -> tuple[SumsKey, Callable[[], Kernel]]:
+    """Return the key of a plan, and a function that returns it with the kernels around it.
 
     It writes the arrays `rows`, or arrays of its own, in float32; these are then copied to `sums`.
     """
@@ -189,6 +191,11 @@ def _kernel(
     key = SumsKey(
         direction, dtype, shapes, engine.arithmetic, **fused, workspace_limit=engine.workspace_limit, tuned=engine.tuned
     )
+    return key, partial(_around, engine, operands, key, sums)
+
+
+def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -> Kernel:
+    """Return the kernel of a plan: its inputs, the plan, and its outputs, of which the last two are the sums."""
     kernel = planned(engine, key, operands.addresses, operands.arrays, operands.nbytes)
     # Whether a plan overwrites its sums, or adds to them, is not documented: NaN stays NaN if it adds.
     written = operands.arrays[-2:]
@@ -198,14 +205,16 @@ def _kernel(
         step()
     before = [engine.boxes.fill(0, *written)] if any(np.isnan(float(row.sum())) for row in written) else []
     copies = engine.boxes.copy(list(zip(written, sums)))
-    return key, chain(*before, *operands.before, kernel, *operands.after, copies)
+    return chain(*before, *operands.before, kernel, *operands.after, copies)
 
 
-def faster(engine: ConvSettings, fused: Callable[[], tuple[SumsKey, Kernel]], separate: Kernel) -> Kernel:
+def faster(engine: ConvSettings, separate: Kernel, key: SumsKey, fused: Callable[[], Kernel]) -> Kernel:
     """Return the faster kernel by measurement: the result of `fused`, or `separate`, which is closed otherwise."""
     separate.impl = "two kernels"  # the same name in the file of plans, whichever engines they have
+    if engine.plans.known_slower([key], separate.impl):
+        return separate  # without the plan, which takes seconds to compile
     try:
-        key, kernel = fused()
+        kernel = fused()
         slower = engine.plans.faster([key], kernel, separate)
     except KernelError as error:
         _log.debug("kernels: sums in kernels of their own: %s", one_line(error))

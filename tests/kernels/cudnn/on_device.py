@@ -93,7 +93,7 @@ def sums_errors(backend: Backend, case: Case, dtype: str) -> dict[str, float]:
     norm = BatchNormArrays(z, z, dx, None, **vectors, sums=both, means=both, eps=1e-5)
     norm = replace(norm, activation=RELU, training=training)
     engine = backend._engine
-    kernels = [sums.forward(engine, x, w, b, y, totals, g)[1], sums.backward_data(engine, dy, w, g, norm)[1]]
+    kernels = [sums.forward(engine, x, w, b, y, totals, g)[1](), sums.backward_data(engine, dy, w, g, norm)[1]()]
     for kernel in kernels * 2:
         kernel()
     xhat = (flat - numbers["mean"]) / np.sqrt(numbers["var"] + 1e-5)

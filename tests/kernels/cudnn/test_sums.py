@@ -107,10 +107,12 @@ def test_sums_are_those_of_separate_kernels(machine, host, case, dtype, seconds)
             assert (np.abs(norm.dx.reshape(rest.shape).astype(np.float64) - rest) <= limit).all()
         stored = machine.store.read_text()
     with machine.open(autotune=True) as backend:
+        known = len(machine.cudnn.graphs)
         a = Arrays(backend, as_dtype(dtype))
         arrays = a.draw(*x.shape), a.draw(*w.shape), a.draw(outputs), a.poisoned(*shape)
         again = backend.conv_forward_sums(*arrays, a.poisoned(2, outputs, dtype=np.float64), geometry)
         assert ("eng7" in again.impl) == (seconds < 1e-3) and machine.store.read_text() == stored, "not measured again"
+        assert any(graph.sums for graph in machine.cudnn.graphs[known:]) == (seconds < 1e-3), "nor planned, if slower"
 
 
 def test_without_a_plan_there_are_two_kernels(machine):
