@@ -140,7 +140,7 @@ def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) 
 
 
 def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Check shapes and strides of a batch norm: `vectors` are (C,), `sums` float64 (2, C)."""
+    """Check shapes and strides of a batch norm: `vectors` are (C,), `sums` (2, C)."""
     what = "batch_norm"
     if (dy is None) != (dx is None):
         raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
@@ -157,10 +157,12 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
             )
     for name, a in sums.items():
         _expect_shape(what, name, a, (2, x.shape[-1]), "it has two values per channel")
-        if np.dtype(a.dtype) != np.float64:
+        if np.dtype(a.dtype) != np.float64 and not (is_low(x.dtype) and np.dtype(a.dtype) == np.float32):
             raise KernelError(
                 f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
             )
+    if len({np.dtype(a.dtype) for a in sums.values()}) > 1:
+        raise KernelError(f"{what}: expected sums and means of one dtype, got two; make both float64")
 
 
 def check_residual(a: BatchNormArrays) -> None:

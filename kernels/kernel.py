@@ -340,7 +340,8 @@ class BatchNormArrays:
     gamma, beta, mean, var
         ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
     sums, means
-        float64 ``(2, C)``: sums over this process, and means over all processes.
+        float64 ``(2, C)``: sums over this process, and means over all processes. With arrays of 16 bits both may be
+        float32, so that the kernel of a convolution can write the sums.
     local
         False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
         float64, or no less accurately than the local statistics) and may overwrite `y`; ``forward()`` takes `mean` and

@@ -117,8 +117,8 @@ def mean_and_variance(a: BatchNormArrays, count: int, device: Device = HOST) -> 
     mean, var, square = device.empty((3, a.sums.shape[1]), np.float64)
 
     def run() -> None:
-        np.divide(a.sums[0], count, out=mean)
-        np.divide(a.sums[1], count, out=var)
+        np.divide(a.sums[0], count, out=mean, dtype=np.float64)
+        np.divide(a.sums[1], count, out=var, dtype=np.float64)
         np.copyto(a.mean, mean, casting="same_kind")
         np.multiply(mean, mean, out=square)
         np.subtract(var, square, out=var)

@@ -81,7 +81,8 @@ class SummedConvolutions(Convolutions, Norms):
         return False
 
     def conv_forward_sums(self, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry) -> Kernel:
-        """Build `conv_forward` without activation, which also writes ``sums = [sum y, sum y^2]``, float64 ``(2, K)``.
+        """Build `conv_forward` without activation, which also writes ``sums = [sum y, sum y^2]``, ``(2, K)``, float64
+        or, with images of 16 bits, float32.
 
         Sums are over this process. With images of 16 bits they may come from sums in float32, over `y` before it is
         rounded: the relative error of ``E[y^2] - E[y]^2`` is then some 1e-6 times ``1 + E[y]^2 / var``.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..device import is_low
 from ..dtensor import Blocks, Groups, sample_groups
 from ..kernels.access import again, reads, writes
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, FusedActivation
@@ -180,7 +181,10 @@ class BatchNorm(Layer):
         kernel = context.kernel(partial(kind, numbers), **views, x=margin.inputs[0], y=margin.y, residual=None)
         if len(inputs) > 1:
             kernel.add(residual=margin.inputs[1])
-        kernel.norm = self._sums(partial(partial, kind), numbers)
+        narrow = {}
+        if alone and is_low(context.dtype):
+            narrow = {name: context.keep((2, channels), "float32", "statistics") for name in ("sums", "means")}
+        kernel.norm = self._sums(partial(partial, kind), numbers, narrow)
 
         def settle() -> None:
             if running is not None:
@@ -219,7 +223,9 @@ class BatchNorm(Layer):
 
         return Lowered(backward)
 
-    def _sums(self, make: Callable[[_Numbers], Callable[..., Any]], numbers: _Numbers) -> NormSums:
+    def _sums(
+        self, make: Callable[[_Numbers], Callable[..., Any]], numbers: _Numbers, narrow: Mapping[str, View]
+    ) -> NormSums:
         """Return the sums that kernels before and after the norm may compute: each saves a pass over its array."""
         passes, f, more = self.passes, numbers.activation, numbers.inputs - 1
         others = passes.others or (0, 0)
@@ -230,7 +236,7 @@ class BatchNorm(Layer):
             "x": SumsOver("statistics", "train", "train", ("sums",), forward),
             "dy": SumsOver("backward_sums", "backward_data", "backward_rest", gradients, backward, f, refused),
         }
-        return NormSums(over, lambda names: make(replace(numbers, alone=False, summed=names)), self.eps)
+        return NormSums(over, lambda names: make(replace(numbers, alone=False, summed=names)), self.eps, narrow)
 
 
 @dataclass(frozen=True)

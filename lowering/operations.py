@@ -103,11 +103,15 @@ class NormSums:
         kernels compute those over the arrays `names`.
     eps
         Number that is added to the variance.
+    narrow
+        Arrays in place of those of these names, if another kernel computes the sums over ``x``: it writes them without
+        a conversion, because no sum over ranks reads them.
     """
 
     over: Mapping[str, SumsOver]
     without: Callable[[frozenset[str]], Callable[..., Any]]
     eps: float
+    narrow: Mapping[str, View] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -211,11 +211,12 @@ class _FusedSums:
         self._made[kernel] = kernel
         if not fused:
             return
-        self._made[kernel] = replace(kernel, make=norm.without(frozenset(fused)))
+        views = {**kernel.views, **(norm.narrow if "x" in fused else {})}
+        made = self._made[kernel] = replace(kernel, make=norm.without(frozenset(fused)), views=views)
         for name, some in runs.items():
             self._split(some, norm.over[name], name in fused)
         for name, writer in fused.items():
-            self._sum_up(writer, kernel, norm, norm.over[name])
+            self._sum_up(writer, made, norm, norm.over[name])
 
     def _writer(self, kernel: KernelSpec, norm: NormSums, name: str, local: bool) -> Run | str:
         """Return the operation that can compute the sums of a norm over an array, or the reason why none can."""

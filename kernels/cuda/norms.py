@@ -63,7 +63,7 @@ class Norm:
     ----------
     a
         Arguments. x, y, dy, dx are (batch, rows, channels) in memory; gamma and beta ``(channels,)``, mean and var
-        ``(batch, channels)``, sums and means float64 ``(batch, 2, channels)``.
+        ``(batch, channels)``, sums and means ``(batch, 2, channels)``.
     premultiplied
         Whether the means are of ``gamma * dy'``, as in group norm.
     """
@@ -93,7 +93,7 @@ class Norm:
         given = {
             **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps")},
             **vectors,
-            **{f"{name}_float": is_float(v) for name, v in vectors.items()},
+            **{f"{name}_float": is_float(v) for name, v in {**vectors, "sums": a.sums}.items()},
             **{"batch": self.batch, "rows": self.rows, "channels": self.channels},
             **{"premultiplied": self.premultiplied, "factor": 1.0, "alpha": alpha_of(a.activation)},
             **members,

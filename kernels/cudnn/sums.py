@@ -5,7 +5,7 @@ output of a batch norm with or without ReLU: ``dy' = relu'(gamma xhat + beta) co
 ``sum dy' xhat``, where ``xhat = (x - mean) / sqrt(var + eps)``. This saves a pass over the array that is written.
 
 cuDNN compiles these plans when they are built, which takes 0.5 to 5 s, so they are stored. They are taken only where
-they are faster than the two kernels, by measurement. Sums are in float32, and copied to the arrays of the norm.
+they are faster than the two kernels, by measurement. Sums are in float32, and converted for sums over ranks.
 """
 
 from __future__ import annotations
@@ -180,10 +180,12 @@ def _kernel(
 ) -> tuple[SumsKey, Callable[[], Kernel]]:
     """Return the key of a plan, and a function that returns it with the kernels around it.
 
-    It writes the arrays `rows`, or arrays of its own, in float32; these are then copied to `sums`.
+    It writes the arrays `rows`, or `sums`, in float32; what is not written to `sums` is then copied there.
     """
     dtype = operands.arrays[0].dtype.name
-    if rows is None:
+    if rows is None and sums.dtype == np.float32:
+        rows = sums
+    elif rows is None:
         rows = engine.empty(sums.shape, np.float32)
         operands.nbytes += rows.nbytes
     for uid, row in zip((FIRST, SECOND), rows):
@@ -204,8 +206,9 @@ def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -
     for step in (*operands.before, kernel):
         step()
     before = [engine.boxes.fill(0, *written)] if any(np.isnan(float(row.sum())) for row in written) else []
-    copies = engine.boxes.copy(list(zip(written, sums)))
-    return chain(*before, *operands.before, kernel, *operands.after, copies)
+    pairs = [(row, total) for row, total in zip(written, sums) if row.data.ptr != total.data.ptr]
+    copies = [engine.boxes.copy(pairs)] if pairs else []
+    return chain(*before, *operands.before, kernel, *operands.after, *copies)
 
 
 def faster(engine: ConvSettings, separate: Kernel, key: SumsKey, fused: Callable[[], Kernel]) -> Kernel:

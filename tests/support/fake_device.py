@@ -445,8 +445,9 @@ class FakeBackend(_Delegated):
 
     def _one_plan(self, separate: Kernel, sums: Any, *gradients: Any) -> Kernel:
         """Return the kernels of a plan whose sums are copied from float32; it computes them as `separate` does."""
-        written = gradients if gradients and gradients[0] is not None else self.device.empty(sums.shape, np.float32)
-        copy = self.cuda.boxes.copy(list(zip(written, sums)))
+        found = sums if sums.dtype == np.float32 else self.device.empty(sums.shape, np.float32)
+        written = gradients if gradients and gradients[0] is not None else found
+        copies = [] if written is sums else [self.cuda.boxes.copy(list(zip(written, sums)))]
         device, launched = self.device, self.cuda.launcher.launched
 
         def run() -> None:
@@ -457,7 +458,7 @@ class FakeBackend(_Delegated):
             for row, total in zip(written, sums):
                 unwrap(row)[...] = unwrap(total)
 
-        return chain(Kernel(run, "plan"), copy)
+        return chain(Kernel(run, "plan"), *copies)
 
     def _around(self, kernel: Kernel, before: Any, after: Any, *more: Kernel) -> Kernel:
         parts = [self.cuda.boxes.copy([pair]) for pair in before], [self.cuda.boxes.copy([pair]) for pair in after]

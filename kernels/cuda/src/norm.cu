@@ -18,8 +18,9 @@ struct NormParams {
     int64 beta_float;
     int64 mean_float;
     int64 var_float;
-    double* sums;         // (batch, 2, channels)
-    const double* means;  // (batch, 2, channels), times `factor`
+    void* sums;         // (batch, 2, channels), double or float
+    const void* means;  // (batch, 2, channels), times `factor`, of the same type
+    int64 sums_float;
     double factor;
     double* partial;
     uint64* arrived;
@@ -40,14 +41,23 @@ struct NormParams {
     int64 gradients_float;
 };
 
+DEVICE double sum_at(const void* sums, int64 is_float, int64 i) {
+    return is_float ? double(static_cast<const float*>(sums)[i]) : static_cast<const double*>(sums)[i];
+}
+
+DEVICE void set_sum(double value, void* sums, int64 is_float, int64 i) {
+    if (is_float) static_cast<float*>(sums)[i] = float(value);
+    else static_cast<double*>(sums)[i] = value;
+}
+
 // Write the sums of all chunks, right where threadIdx.y is 0; in backward they are the gradients of the parameters too.
 template <int V> DEVICE void leave_sums(const NormParams& p, const Columns& at, const double (&sums)[2][V]) {
     if (threadIdx.y != 0 || !at.inside) return;
     for (int k = 0; k < V; ++k) {
         const Index c = at.channel + k;
-        double* out = p.sums + int64(blockIdx.z) * 2 * at.channels + c;
-        out[0] = sums[0][k];
-        out[at.channels] = sums[1][k];
+        const int64 at_sum = int64(blockIdx.z) * 2 * at.channels + c;
+        set_sum(sums[0][k], p.sums, p.sums_float, at_sum);
+        set_sum(sums[1][k], p.sums, p.sums_float, at_sum + at.channels);
         if (!p.dgamma) continue;
         set_parameter(sums[0][k], p.dbeta, p.gradients_float, c);
         set_parameter(sums[1][k], p.dgamma, p.gradients_float, c);
@@ -159,10 +169,11 @@ DEVICE void take_up(double batch, void* running, int64 is_float, double momentum
 // that share the channel `writes` them, and takes them up into the running statistics.
 DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A& mean, A& var) {
     if (p.share > 0) {
-        const double* sums = p.sums + int64(blockIdx.z) * 2 * p.channels + c;
-        const double first = sums[0] * p.share;
+        const int64 at = int64(blockIdx.z) * 2 * p.channels + c;
+        const double first = sum_at(p.sums, p.sums_float, at) * p.share;
+        const double second = sum_at(p.sums, p.sums_float, at + p.channels) * p.share;
         mean = kept(first, p.mean_float);
-        var = kept(not_negative(sums[p.channels] * p.share - first * first), p.var_float);
+        var = kept(not_negative(second - first * first), p.var_float);
         if (writes) {
             set_parameter(double(mean), p.mean, p.mean_float, set);
             set_parameter(double(var), p.var, p.var_float, set);
@@ -218,16 +229,16 @@ template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, con
     if (!at.inside) return;
     A mean[V], scale[V], slope[V], offset[V], shift[V];
     const Index set = Index(blockIdx.z) * at.channels + at.channel;
-    const double* means = p.means + int64(blockIdx.z) * 2 * at.channels + at.channel;
+    const int64 at_mean = int64(blockIdx.z) * 2 * at.channels + at.channel;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
         mean[k] = parameter(p.mean, p.mean_float, set + k);
         const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
         scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
         const A outer = p.premultiplied ? inverse : scale[k];
-        offset[k] = outer * A(means[k] * p.factor);
+        offset[k] = outer * A(sum_at(p.means, p.sums_float, at_mean + k) * p.factor);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
-        slope[k] = outer * inverse * A(means[at.channels + k] * p.factor);
+        slope[k] = outer * inverse * A(sum_at(p.means, p.sums_float, at_mean + at.channels + k) * p.factor);
     }
     for (Index row = at.row; row < at.rows; row += 2 * at.step) {
         A x[2][V], dy[2][V];

@@ -44,13 +44,13 @@ def engines(machine, seconds):
     machine.cudnn.engines = lambda: found if machine.cudnn.graphs[-1].sums else plain()
 
 
-def norm_of(a, x, dy, relu, offset=0.0):
+def norm_of(a, x, dy, relu, wide=np.float64):
     """Return the arrays of a norm of `x` with statistics of `x`, and its sums and gradients in NumPy, float64."""
     channels = x.shape[-1]
     flat, gradient = x.astype(np.float64).reshape(-1, channels), dy.astype(np.float64).reshape(-1, channels)
     vectors = {name: a.draw(channels, dtype=np.float32) for name in ("gamma", "beta", "mean", "var")}
     vectors["mean"][...], vectors["var"][...] = flat.mean(0), flat.var(0)
-    sums, means = (a.poisoned(2, channels, dtype=np.float64) for _ in range(2))
+    sums, means = (a.poisoned(2, channels, dtype=wide) for _ in range(2))
     training = BatchNormTraining(len(flat), **{k: a.poisoned(channels, dtype=np.float32) for k in ("dgamma", "dbeta")})
     arrays = BatchNormArrays(x, x, dy, a.poisoned(*x.shape), **vectors, sums=sums, means=means, eps=EPS)
     xhat = (flat - vectors["mean"]) / np.sqrt(vectors["var"].astype(np.float64) + EPS)
@@ -71,12 +71,15 @@ def test_sums_are_those_of_separate_kernels(machine, host, case, dtype, seconds)
         a = Arrays(backend, as_dtype(dtype))
         x, w, b = a.draw(samples, *extents, channels), a.draw(outputs, *geometry.kernel, channels), a.draw(outputs)
         shape = (samples, *geometry.output_shape(extents), outputs)
-        y, plain, sums = a.poisoned(*shape), a.poisoned(*shape), a.poisoned(2, outputs, dtype=np.float64)
+        # Sums that no other rank adds to are float32.
+        wide = np.float64 if seconds > 1e-3 or dtype == "float16" else np.float32
+        y, plain, sums = a.poisoned(*shape), a.poisoned(*shape), a.poisoned(2, outputs, dtype=wide)
         kernel = backend.conv_forward_sums(x, w, b, y, sums, geometry)
         backend.conv_forward(x, w, b, plain, geometry)()
         for _ in range(2):  # sums of a run do not reach the next one
             kernel()
         assert ("eng7" in kernel.impl) == (seconds < 1e-3) and np.array_equal(y, plain)
+        assert ("convert" in kernel.impl) == (seconds < 1e-3 and wide == np.float64), kernel.impl
         assert ("fill" in kernel.impl) == (seconds < 1e-3 and machine.cudnn.accumulates)
         flat = y.astype(np.float64).reshape(-1, outputs)
         scale = np.stack([np.abs(flat).sum(0), (flat**2).sum(0)])
@@ -88,7 +91,7 @@ def test_sums_are_those_of_separate_kernels(machine, host, case, dtype, seconds)
         dy, dx, plain = a.draw(*shape), a.poisoned(*x.shape), a.poisoned(*x.shape)
         backend.conv_backward_data(dy, w, plain, geometry)()
         for relu in (True, False):
-            norm, expected, xhat, masked = norm_of(a, x, plain, relu)
+            norm, expected, xhat, masked = norm_of(a, x, plain, relu, wide)
             norm = replace(norm, dy=dx)
             kernel = backend.conv_backward_data_sums(dy, w, geometry, norm)
             for _ in range(2):
