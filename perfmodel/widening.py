@@ -63,7 +63,7 @@ def wider(
             taken |= {*run}
     if chosen:
         made = with_wide(strategy, _wide(plain, links, chosen))
-        if made.layers not in [other.layers for _, other in found]:
+        if made.layers not in [strategy.layers, *(other.layers for _, other in found)]:
             found.append((simulate(made).step_seconds, made))
     faster = (one for one in found if one[0] < (1 - margin) * plain.step_seconds)
     return [made for _, made in sorted(faster, key=lambda one: one[0])]
