@@ -121,7 +121,7 @@ def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
 
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
             if isinstance(self, Executor):
-                steps[0] = self.pulse.step
+                steps[0] = self.heartbeat.step
             if steps[0] >= job.step and name == job.place:
                 sockets = listening() - by_mpi
                 (folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "sockets": sockets}))

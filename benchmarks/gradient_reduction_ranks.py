@@ -26,7 +26,7 @@ from halograd.training.auto_reduction import ChunkSearch
 from halograd.training.store import Bucket
 from halograd.training.timeline import Timeline, overlap_ratio
 
-__all__ = ["Contender", "Place", "main"]
+__all__ = ["Place", "PlanCandidate", "main"]
 
 #: Kinds of communication with gradients, or with data that replace them.
 KINDS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
@@ -103,7 +103,7 @@ class Place:
         self.comm.close()
 
 
-class Contender:
+class PlanCandidate:
     """Scheme with its measurements. Collective."""
 
     def __init__(self, place: Place, scheme: Scheme) -> None:
@@ -174,8 +174,8 @@ class Contender:
         return int(sent.max())
 
 
-def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contender]:
-    """Return one :class:`Contender` per scheme; compatible schemes share an executor. Collective."""
+def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[PlanCandidate]:
+    """Return one :class:`PlanCandidate` per scheme; compatible schemes share an executor. Collective."""
     places: dict[tuple, Place] = {}
     found = []
     for entry in schemes:
@@ -183,7 +183,7 @@ def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contend
         key = node, scheme.payload, scheme.replicated_dense
         if key not in places:
             places[key] = Place(part, scheme, node)
-        found.append(Contender(places[key], scheme))
+        found.append(PlanCandidate(places[key], scheme))
     return found
 
 
@@ -236,11 +236,11 @@ def searched(part: Part, spec: dict[str, Any], rounds: Rounds) -> dict[str, Any]
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Measure one network. Collective."""
     part, rounds = Part(PAPERS[spec["network"]], MPI.COMM_WORLD.size), Rounds(spec)
-    contenders = contenders_of(part, spec["schemes"])
-    for contender in rounds.of(contenders):
-        contender.run(rounds.steps)
-    rows = [contender.record() for contender in contenders]
-    for place in {id(c.place): c.place for c in contenders}.values():
+    plan_candidates = contenders_of(part, spec["schemes"])
+    for plan_candidate in rounds.of(plan_candidates):
+        plan_candidate.run(rounds.steps)
+    rows = [plan_candidate.record() for plan_candidate in plan_candidates]
+    for place in {id(c.place): c.place for c in plan_candidates}.values():
         place.close()
     own = sum(time.total for time in part.pace.values())
     result: dict[str, Any] = {"network": spec["network"], "setting": asdict(part.setting), "schemes": rows}

@@ -16,9 +16,9 @@ from typing import Any
 
 from halograd.layers import Network, Strategy
 from halograd.models import build
+from halograd.perfmodel.cost.network_model import NetworkModel
 from halograd.perfmodel.cost.pricing import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training
-from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
 from halograd.perfmodel.machine import Machine, Overheads
 
@@ -125,7 +125,7 @@ class Part:
         s = self.setting
         machine = Machine.load(s.machine)
         options = {"statistics": "local"} if s.network == "resnet152" else {}
-        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
         strategy = Strategy({"sample": s.nodes})
         return Simulation(build(s.network, **options), strategy, s.batch, pricing, Training(slots=s.slots), s.nodes)
 
@@ -170,10 +170,10 @@ class Part:
     def links(self) -> tuple[float, float]:
         """Latency [s] and inverse bandwidth [s/B] of the emulated network, with which sums take the paper's time."""
         s, ratio, some = self.setting, self.shrunk, self.ranks
-        wires, members = self.paper.pricing.wires, range(s.nodes)
+        network_model, members = self.paper.pricing.network_model, range(s.nodes)
         small, large = 1 << 20, 1 << 29
-        beta = (wires.sum(large, members) - wires.sum(small, members)) / (large - small)
-        alpha = max(0.0, wires.sum(small, members) - beta * small)
+        beta = (network_model.sum(large, members) - network_model.sum(small, members)) / (large - small)
+        alpha = max(0.0, network_model.sum(small, members) - beta * small)
         beta = beta if s.beta is None else s.beta
         return s.slow * alpha / (2 * (some - 1)), s.slow * beta / ratio / (2 * (some - 1) / some)
 
@@ -189,7 +189,7 @@ class Part:
     @cached_property
     def update(self) -> float:
         """Time of the optimizer per byte of the narrow network's parameters [s/B]."""
-        whole = self.paper.pricing.wires.update(1 << 29, self.setting.slots) / (1 << 29)
+        whole = self.paper.pricing.network_model.update(1 << 29, self.setting.slots) / (1 << 29)
         return self.setting.slow * whole / self.shrunk
 
     def transport(self, node: int = 1) -> str:
@@ -216,7 +216,7 @@ class Part:
         machine = machine.emulated(alpha, beta, node=node)
         times = _Scaled(self.pace, self.whole, self.batch // self.ranks)
         strategy = Strategy({"sample": self.ranks}, bucket_bytes=self.bucket_bytes)
-        pricing = Pricing(Wires(machine), times)
+        pricing = Pricing(NetworkModel(machine), times)
         return Simulation(self.network, strategy, self.batch, pricing, Training(slots=self.setting.slots), self.ranks)
 
     @property

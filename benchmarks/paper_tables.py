@@ -27,9 +27,9 @@ from halograd.layers.reduction_chunks import buckets_of
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build
 from halograd.perfmodel.cost.network_costs import network_costs
+from halograd.perfmodel.cost.network_model import NetworkModel
 from halograd.perfmodel.cost.pricing import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training, simulate
-from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import LayerTime, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
@@ -141,7 +141,7 @@ class _Lassen:
         layer = LBANN_LAYER * lbann_layers(network) / len(network.layers)
         machine = replace(machine, runtime=replace(machine.runtime, layer=layer))
         self.network = network
-        self.pricing = Pricing(Wires(machine, quick=True), RooflineTimes(machine), best_halo=True)
+        self.pricing = Pricing(NetworkModel(machine, quick=True), RooflineTimes(machine), best_halo=True)
 
     def step(self, batch: int, samples: int, devices: int) -> float:
         """Return the time of a step with `samples` parts of the batch, and `devices` devices per part [s]."""
@@ -181,7 +181,7 @@ def resnet_scaling() -> list[Scaling]:
 def vgg_strategy() -> dict[str, dict[str, int]]:
     """Return the parts of each layer of VGG-16 on four P100 of a node, 32 samples each, by Jia's costs (no overlap)."""
     machine, network = Machine.load("p100-cluster"), build("vgg16")
-    pricing = Pricing(Wires(machine, quick=True), RooflineTimes(machine), best_halo=True)
+    pricing = Pricing(NetworkModel(machine, quick=True), RooflineTimes(machine), best_halo=True)
     costs = network_costs(network, 128, 4, pricing)
     strategy = costs.strategy(PLANNERS["elimination"]().plan(costs.problem(exposed=1.0)).indices)
     return {name: {k: n for k, n in strategy.parts_of(name).items() if n > 1} for name in network.layers}
@@ -201,7 +201,7 @@ def dense_configurations() -> dict[str, Dense]:
 
 def _dense(network: Network, machine: Machine) -> dict[str, tuple[float, float, float]]:
     """Return times of transfer, computation and update [s], by configuration."""
-    pricing = Pricing(Wires(machine), RooflineTimes(machine))
+    pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
     name = next(name for name, node in network.layers.items() if node.layer.kind == "Dense")
     found = {}
     for label, parts in {"n=16": {"sample": 16}, **{f"c={c}": {"channel": c} for c in (16, 4, 2, 1)}}.items():
@@ -214,7 +214,7 @@ def _dense(network: Network, machine: Machine) -> dict[str, tuple[float, float, 
         compute = sum(cost.terms.get(phase, 0.0) for phase in LayerTime._fields)
         each = replace(strategy, bucket_bytes=1)
         own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), each, 4) if name in b.layers]
-        update = sum(pricing.wires.sum(*GroupSum.of("allreduce", b.sharing, b.nbytes).largest) for b in own)
+        update = sum(pricing.network_model.sum(*GroupSum.of("allreduce", b.sharing, b.nbytes).largest) for b in own)
         found[label] = (transfer, compute, update)
     return found
 

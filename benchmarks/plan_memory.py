@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import halograd as hg
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
-from halograd.perfmodel.cost import Pricing, Training, Wires
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -70,7 +70,7 @@ def _layer(draw: random.Random) -> hg.Layer:
 
 def compared(number: int, network: Network, machine: Machine) -> Iterator[Found]:
     """Yield the excess of the plan under each limit."""
-    pricing, training = Pricing(Wires(machine), RooflineTimes(machine), best_halo=True), Training()
+    pricing, training = Pricing(NetworkModel(machine), RooflineTimes(machine), best_halo=True), Training()
     some = [name for name, node in network.layers.items() if node.layer.recomputation != "never"]
     points = []
     for choice in itertools.product((False, True), repeat=len(some)):

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.models import build
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
@@ -60,7 +60,7 @@ def main() -> None:
             for kind, strategy in strategies.items():
                 row = []
                 for one, least in zip(some, best):
-                    pricing = Pricing(Wires(one.machine), one.times, best_halo=True)
+                    pricing = Pricing(NetworkModel(one.machine), one.times, best_halo=True)
                     found = simulate(network, strategy, batch, pricing, Training(), ranks, account=False)
                     row.append(found.step_seconds / least - 1)
                 regrets.setdefault(kind, []).extend(row[1:])

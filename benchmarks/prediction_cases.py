@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from halograd.auto import rests_on, rivals, settle
+from halograd.auto import fastest_or_first, near_baselines, rests_on
 from halograd.layers import Network, Strategy
 from halograd.models import build, mesh
 from halograd.perfmodel.cost import Training
@@ -84,8 +84,8 @@ def strategies(
         times.forget()
         plan = plan_network(network, case.batch, ranks, machine, times)
     others = {name: baseline(name, case.make(), case.batch, ranks) for name in BASELINES}
-    near = {name: others[name] for name in rivals(plan)}
-    best = settle(tried({"plan": plan.strategy} | near)) if near else "plan"
+    near = {name: others[name] for name in near_baselines(plan)}
+    best = fastest_or_first(tried({"plan": plan.strategy} | near)) if near else "plan"
     return {"plan": near.get(best, plan.strategy)} | others
 
 

@@ -25,10 +25,10 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import Strategy
 from halograd.measuring import measure_overheads
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.cache import Conditions, Oversubscription, TimeCache
 from halograd.perfmodel.profile.device import measure_machine
 from halograd.perfmodel.profile.layers import LayerTimer, passing_bytes
 from halograd.training.executor import Executor
@@ -84,9 +84,9 @@ class Predictor:
 
     def times(self, case: Case) -> MeasuredTimes:
         """Return times of the layers of a network, measured with the cache state of its steps."""
-        crowd = Crowd.of(self.world, self.backend)
+        oversubscription = Oversubscription.of(self.world, self.backend)
         flush = passing_bytes(case.make(), case.batch, self.world.size)
-        conditions = Conditions.here(self.backend, crowd, flush=flush)
+        conditions = Conditions.here(self.backend, oversubscription, flush=flush)
         timer = LayerTimer(self.backend, self.world, conditions.flush, repeats=6)
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))
 
@@ -118,7 +118,9 @@ class Predictor:
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
         """Return the step time and its parts [s]."""
-        found = simulate(case.make(), strategy, case.batch, Pricing(Wires(self.machine), times), Training(slots=1))
+        found = simulate(
+            case.make(), strategy, case.batch, Pricing(NetworkModel(self.machine), times), Training(slots=1)
+        )
         terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
         parts = {term: found.total(term) for term in terms}
         return parts | {

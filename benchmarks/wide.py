@@ -57,7 +57,7 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
     from halograd.comm import Communicator
     from halograd.kernels import get_backend
     from halograd.layers import Strategy
-    from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+    from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
     from halograd.perfmodel.plans import Prediction
     from halograd.perfmodel.widening import wider
 
@@ -68,7 +68,7 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
         with Communicator(MPI.COMM_WORLD, f"emulated:alpha={alpha},beta={spec['beta']}") as comm:
             predictor = Predictor(comm, backend)
             times, network = predictor.times(case), case.make()
-            pricing = Pricing(Wires(predictor.machine), times, best_halo=True)
+            pricing = Pricing(NetworkModel(predictor.machine), times, best_halo=True)
 
             def predict(strategy: Strategy, some: tuple[Any, ...] = (network, case.batch, pricing)) -> Prediction:
                 shape, batch, how = some

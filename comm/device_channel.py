@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Device, Ticket, on_device
+from ..device import Device, Event, on_device
 from .channel import Channel
 from .counters import Meter
 from .reduction import ReductionPlan
@@ -76,8 +76,8 @@ class StagedChannel(DeviceChannel):
         self._inner, self._device = inner, device
         self._out_pinned = device.pinned(self._out.shape, self.dtype)
         self._in_pinned = [device.pinned(self._in.shape, self.dtype) for _ in range(2)]
-        self._uploaded: list[Ticket | None] = [None, None]
-        self._downloaded: Ticket | None = None
+        self._uploaded: list[Event | None] = [None, None]
+        self._downloaded: Event | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -114,9 +114,9 @@ class StagedChannel(DeviceChannel):
         return arrived
 
     def _close(self) -> None:
-        for ticket in self._uploaded:
-            if ticket is not None:
-                ticket.wait()
+        for event in self._uploaded:
+            if event is not None:
+                event.wait()
         self._inner._close()
 
 

@@ -131,7 +131,7 @@ class Encoding:
         else:
             self.codec.encode_with(error, values, wire, work)
 
-    def give_back(self, pairs: Pairs) -> Stage:
+    def copy_back(self, pairs: Pairs) -> Stage:
         return Work([partial(self._decode, wire, out) for out, wire in pairs])
 
     def _decode(self, wire: np.ndarray, out: np.ndarray) -> None:

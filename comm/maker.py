@@ -175,9 +175,9 @@ def side_by_side(
     ...     width = yield name + " wide"
     ...     height = yield name + " high"
     ...     return width * height
-    >>> def answer(asked):
-    ...     print(asked)
-    ...     return [len(text) for text in asked]
+    >>> def answer(requests):
+    ...     print(requests)
+    ...     return [len(text) for text in requests]
     >>> side_by_side([area("door"), area("wall")], answer)
     ['door wide', 'wall wide']
     ['door high', 'wall high']

@@ -128,7 +128,7 @@ class StagedOperation:
         self.fault: Exception | None = None
         self.completed_at, self.worked, self.lock = 0.0, False, threading.Lock()
         self._stages: list[Stage] = []
-        self._behind: _Calls = []
+        self._after: _Calls = []
         self._lists: list[tuple[_Calls, _Calls] | None] = [None] * len(turns)  # made at the first run of each
         self._runs = self.at = 0
 
@@ -156,7 +156,7 @@ class StagedOperation:
         if lists is None:
             lists = self._lists[turn] = _calls(stages[: self._first]), _calls(stages[self._first :])
         self._runs += 1
-        self._stages, (before, self._behind) = stages, lists
+        self._stages, (before, self._after) = stages, lists
         self.at, self.fault = 0, None
         for call in before:
             call()
@@ -186,7 +186,7 @@ class StagedOperation:
         if self._prepare is not None:
             self._prepare()
         if self.at == self._first and not self._last:  # nothing was done yet: run all of it at once
-            for call in self._behind:
+            for call in self._after:
                 call()
             self.at, self.completed_at = len(self._stages), time.perf_counter()
         while self.at < len(self._stages):

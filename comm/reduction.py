@@ -8,7 +8,7 @@
     gather     a stage of the link: the sums of all parts have arrived
     give back  decode them into the buffer
 
-A link describes these arrays in a `Room`, and how deposited data move; a codec (`halograd.comm.codec`) defines the
+A link describes these arrays in `SumBuffers`, and how deposited data move; a codec (`halograd.comm.codec`) defines the
 format of the data. A step that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no
 scatter.
 """
@@ -34,7 +34,17 @@ from .sums import METHODS, Method, carrying
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Plain", "Reduction", "ReductionPlan", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
+__all__ = [
+    "Plain",
+    "Reduction",
+    "ReductionPlan",
+    "ReductionSpec",
+    "SumBuffers",
+    "add_up",
+    "check_alike",
+    "check_spec",
+    "cut",
+]
 
 #: Dtypes that a link sums by default.
 REDUCIBLE: tuple[str, ...] = ("float32", "float64", "int32", "int64")
@@ -45,7 +55,7 @@ Pairs = Sequence[tuple[Any, Any]]
 
 
 @dataclass
-class Room:
+class SumBuffers:
     """Arrays of a sum, or of a piece of one, on this rank. All arrays are flat.
 
     Attributes
@@ -78,7 +88,7 @@ class Room:
             stages += [self.scatter, coding.add(self.summands, self.total)]
         if self.gather is not None:
             stages.append(self.gather)
-        return [*stages, coding.give_back(self.returns)] if len(self.returns) else stages
+        return [*stages, coding.copy_back(self.returns)] if len(self.returns) else stages
 
 
 class Coding(Protocol):
@@ -92,7 +102,7 @@ class Coding(Protocol):
         """Add up summands in their order."""
         ...
 
-    def give_back(self, pairs: Pairs) -> Stage:
+    def copy_back(self, pairs: Pairs) -> Stage:
         """Copy received data to the buffer."""
         ...
 
@@ -103,7 +113,7 @@ class Plain:
     def deposit(self, pairs: Pairs) -> Stage:
         return Work([partial(np.copyto, t[part], s[part]) for t, s in pairs for part in cut(t)])
 
-    give_back = deposit
+    copy_back = deposit
 
     def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
         # If the target of the sum is a summand other than the first, the sum is made in the array of the first.

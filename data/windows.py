@@ -428,7 +428,7 @@ class SlidingWindows(SampleWindows):
         self, dataset: Dataset, extents: Mapping[str, tuple[int, ...]], overlap: float, multiples: Sequence[int]
     ) -> None:
         super().__init__(dataset, extents, key=KEY)
-        self._wanted, self._overlap, self._asked = dict(extents), overlap, tuple(multiples)
+        self._wanted, self._overlap, self._plan_request = dict(extents), overlap, tuple(multiples)
         steps = [max(1, step) for step in self._steps[self.moved[0]]]
         self._multiples = [math.lcm(step, n) // step for step, n in zip(steps, multiples)]
         wrong = np.flatnonzero((self._units % self._multiples != 0).any(axis=1))
@@ -441,7 +441,7 @@ class SlidingWindows(SampleWindows):
 
     def over(self, dataset: Dataset) -> SlidingWindows:
         """Return the windows of the samples of another data set."""
-        return SlidingWindows(dataset, self._wanted, self._overlap, self._asked)
+        return SlidingWindows(dataset, self._wanted, self._overlap, self._plan_request)
 
     @property
     def window(self) -> tuple[int, ...]:

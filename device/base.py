@@ -1,7 +1,7 @@
 """The interface of devices.
 
 Work on a device is *enqueued*: a call returns before the work is done, and enqueued work runs in order. The host
-detects completed work only by a :class:`Ticket`. ::
+detects completed work only by an :class:`Event`. ::
 
     host      pack  download  mark ->t    launch kernels ...   t.wait()  send     ...   upload(pinned)   unpack
     device         [pack][download]       [kernels ...........................]        [upload][unpack]
@@ -34,9 +34,9 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemory",
+    "Event",
     "HostDevice",
-    "Stamp",
-    "Ticket",
+    "TimedEvent",
     "as_dtype",
     "device_of",
     "is_low",
@@ -115,7 +115,7 @@ class DeviceError(UserError):
     """Error: a device is missing or lacks a feature; the message contains the remedy."""
 
 
-class Ticket(Protocol):
+class Event(Protocol):
     """An event: a position in the queue of a device."""
 
     def done(self) -> bool:
@@ -127,7 +127,7 @@ class Ticket(Protocol):
         ...
 
 
-class Stamp(Protocol):
+class TimedEvent(Protocol):
     """A position in the queue with a timestamp."""
 
     def done(self) -> bool:
@@ -224,10 +224,10 @@ class Device(ABC):
         """Enqueue the copy of pinned memory to a packed array. Do not change `pinned` before a later `mark` is done."""
 
     @abstractmethod
-    def mark(self) -> Ticket:
-        """Return a ticket for everything enqueued so far."""
+    def mark(self) -> Event:
+        """Return an event for everything enqueued so far."""
 
-    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Event | None = None) -> Event:
         """Enqueue uploads on a separate stream, after `after`. The compute stream waits for them in `join` only.
 
         Another thread than that of the kernels may call this.
@@ -236,8 +236,8 @@ class Device(ABC):
             self.upload(pinned, array)
         return self.mark()
 
-    def join(self, ticket: Ticket) -> None:
-        """Make later work wait for this ticket; the host does not wait."""
+    def join(self, event: Event) -> None:
+        """Make later work wait for this event; the host does not wait."""
         return None
 
     @abstractmethod
@@ -273,11 +273,11 @@ class Device(ABC):
 
     # -- time -----------------------------------------------------------------------------------
     @abstractmethod
-    def stamp(self) -> Stamp:
+    def stamp(self) -> TimedEvent:
         """Return a timestamp after all work enqueued so far."""
 
     @abstractmethod
-    def seconds(self, first: Stamp, second: Stamp) -> float:
+    def seconds(self, first: TimedEvent, second: TimedEvent) -> float:
         """Return the time from one stamp to another, both done [s]."""
 
     def fork(self) -> Branch:
@@ -329,7 +329,7 @@ def packed_as(values: Any, target: Any) -> np.ndarray:
 
 
 class _Now:
-    """A ticket of the host, whose work is always done."""
+    """An event of the host, whose work is always done."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -373,7 +373,7 @@ class HostDevice(Device):
     def upload(self, pinned: np.ndarray, array: Any) -> None:
         np.copyto(array, pinned)
 
-    def mark(self) -> Ticket:
+    def mark(self) -> Event:
         return _Now()
 
     def synchronize(self) -> None:
@@ -410,17 +410,17 @@ def device_of(*arrays: Any) -> Device:
     DeviceError
         If the arrays belong to different devices, or to one that no kernel backend has opened.
     """
-    found: list[Device] = []
+    devices: list[Device] = []
     for array in arrays:
         if array is None:
             continue
         device = HOST if isinstance(array, np.ndarray) else _of(array)
-        if device not in found:
-            found.append(device)
-    if len(found) > 1:
-        names = " and ".join(device.name for device in found)
+        if device not in devices:
+            devices.append(device)
+    if len(devices) > 1:
+        names = " and ".join(device.name for device in devices)
         raise DeviceError(f"expected arrays on one device, got some on {names}; copy them to one")
-    return found[0] if found else HOST
+    return devices[0] if devices else HOST
 
 
 def on_device(array: Any) -> Device | None:

@@ -13,17 +13,17 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .base import Branch, Device, DeviceError, DeviceGraph, DeviceMemory, Ticket, packed_as, register
+from .base import Branch, Device, DeviceError, DeviceGraph, DeviceMemory, Event, packed_as, register
 
 __all__ = ["CupyDevice", "StreamBranch", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
 
 
-def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: int) -> int:
+def choose_ordinal(requested: str | int | Sequence[int], local_rank: int, count: int) -> int:
     """Return the number of the device for a rank.
 
     Parameters
     ----------
-    wanted
+    requested
         ``"auto"``: the ranks of a node take its devices in turn. A number: that device for all ranks. Several numbers:
         the ranks of a node take these devices in turn.
     local_rank
@@ -45,12 +45,12 @@ def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: in
     """
     if count < 1:
         raise DeviceError("backend.device: expected a CUDA device, got none (no driver, or none visible)")
-    if wanted == "auto":
+    if requested == "auto":
         # If the launcher makes only one device visible to each rank, count is 1.
         return local_rank % count
-    chosen = [wanted] if isinstance(wanted, int) else wanted
+    chosen = [requested] if isinstance(requested, int) else requested
     if isinstance(chosen, str) or not chosen:
-        raise DeviceError(f"backend.device: expected 'auto', a number or numbers, got {wanted!r}")
+        raise DeviceError(f"backend.device: expected 'auto', a number or numbers, got {requested!r}")
     ordinal = chosen[local_rank % len(chosen)]
     if not 0 <= ordinal < count:
         raise DeviceError(f"backend.device: expected devices from 0 to {count - 1}, got {ordinal}")
@@ -118,19 +118,19 @@ def arrived(cupy: Any, event: Any) -> bool:
     return status == 0
 
 
-class _Place:
-    """An event on a stream: a ticket, and a timestamp if it records the time."""
+class _StreamEvent:
+    """An event on a stream, with a timestamp if it records the time."""
 
     def __init__(self, cupy: Any, stream: Any, timed: bool) -> None:
         self._cupy = cupy
-        self.event = cupy.cuda.Event(disable_timing=not timed)
-        self.event.record(stream)
+        self.recorded = cupy.cuda.Event(disable_timing=not timed)
+        self.recorded.record(stream)
 
     def done(self) -> bool:
-        return arrived(self._cupy, self.event)
+        return arrived(self._cupy, self.recorded)
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self.recorded.synchronize()
 
 
 class StreamBranch(Branch):
@@ -247,20 +247,20 @@ class CupyDevice(Device):
         if array.nbytes:
             array.data.copy_from_host_async(pinned.ctypes.data, array.nbytes, self.compute)
 
-    def mark(self) -> Ticket:
-        return _Place(self._cupy, self.compute, timed=False)
+    def mark(self) -> Event:
+        return _StreamEvent(self._cupy, self.compute, timed=False)
 
-    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
-        if isinstance(after, _Place):
-            self._ahead.wait_event(after.event)
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Event | None = None) -> Event:
+        if isinstance(after, _StreamEvent):
+            self._ahead.wait_event(after.recorded)
         for pinned, array in pairs:
             if array.nbytes:
                 array.data.copy_from_host_async(pinned.ctypes.data, array.nbytes, self._ahead)
-        return _Place(self._cupy, self._ahead, timed=False)
+        return _StreamEvent(self._cupy, self._ahead, timed=False)
 
-    def join(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _Place)
-        self.compute.wait_event(ticket.event)
+    def join(self, event: Event) -> None:
+        assert isinstance(event, _StreamEvent)
+        self.compute.wait_event(event.recorded)
 
     def synchronize(self) -> None:
         self._ahead.synchronize()
@@ -277,10 +277,10 @@ class CupyDevice(Device):
 
     # -- time, graphs, memory -------------------------------------------------------------------
     def stamp(self) -> Any:
-        return _Place(self._cupy, self.compute, timed=True)
+        return _StreamEvent(self._cupy, self.compute, timed=True)
 
     def seconds(self, first: Any, second: Any) -> float:
-        return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
+        return float(self._cupy.cuda.get_elapsed_time(first.recorded, second.recorded)) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> DeviceGraph:
         # Arrays that are allocated during capture must belong to the graph alone: they come from a separate pool that

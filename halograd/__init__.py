@@ -94,9 +94,9 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted([*_NAMES, *importlib.import_module("halograd.layers").__all__])
     if name[0].isupper() or name == "training_only":  # no other name of a module loads the layers
-        found = importlib.import_module("halograd.layers")
-        if name in found.__all__:
-            return getattr(found, name)
+        layers = importlib.import_module("halograd.layers")
+        if name in layers.__all__:
+            return getattr(layers, name)
     raise AttributeError(f"module 'halograd' has no attribute {name!r}")
 
 

@@ -30,10 +30,9 @@ from .kernels import BackendOptions, KernelError
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from .limits import usable_cores
-from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
+from .measuring import Measuring, StepTrial, fastest_or_first, measure_steps, near_baselines
 from .output import split_text
-from .perfmodel.contenders import candidate_schemes, rank_schemes
-from .perfmodel.cost import Pricing, Training, Wires, simulate
+from .perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import (
     KernelTimes,
@@ -43,11 +42,12 @@ from .perfmodel.kernel_times import (
     RooflineTimes,
 )
 from .perfmodel.machine import Machine
+from .perfmodel.plan_candidates import candidate_schemes, rank_schemes
 from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
 from .plan_text import compared, comparison, plan_text
-from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
+from .planning import PlanRequest, check_planner, known_baselines, make_plan, parse_memory
 from .training.build import make_network, make_optimizer, state_slots, with_reduction
 from .training.config import Config
 from .training.executor import Executor
@@ -144,13 +144,13 @@ def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> l
             return []
         planner = _Planner(config, comm, network, kernels, budget=0.0)
         times = planner.times()
-    found: list[Scheme] = []
+    schemes_ranked: list[Scheme] = []
     with comm.agreement():
         if comm.rank == 0:
             schemes = candidate_schemes(network, strategy, planner.batch)
-            some = (network, strategy, planner.batch, planner.machine, times, schemes, planner.training, comm.size)
-            found = list(rank_schemes(*some))
-    return comm.bcast(found)
+            arguments = (network, strategy, planner.batch, planner.machine, times, schemes, planner.training, comm.size)
+            schemes_ranked = list(rank_schemes(*arguments))
+    return comm.bcast(schemes_ranked)
 
 
 def _plan_path(config: Config) -> Path:
@@ -159,14 +159,14 @@ def _plan_path(config: Config) -> Path:
 
 def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     """Return the saved plan of the run if it fits this network, number of ranks and batch; else None. Collective."""
-    found = None
+    kept = None
     if comm.rank == 0 and _plan_path(config).exists():
         try:
-            found = Plan.load(_plan_path(config))
-            found.check(network, comm.size, config.training.at_once)
+            kept = Plan.load(_plan_path(config))
+            kept.check(network, comm.size, config.training.at_once)
         except UserError:
-            found = None
-    return comm.bcast(found)
+            kept = None
+    return comm.bcast(kept)
 
 
 def _show(trial: StepTrial, config: Config) -> None:
@@ -252,32 +252,34 @@ class _Planner:
             self._left = max(0.0, self._left - state.seconds)
         return state.measured > 0
 
-    def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
+    def tried(self, plan: Plan, further: Sequence[str] = ()) -> StepTrial:
         """Time steps of the plan, of baselines with similar predictions, and of one rank with all threads.
 
-        `asked` names further baselines, which are tried whatever their predicted time.
+        `further` names further baselines, which are tried whatever their predicted time.
         """
         table = self.config.strategy
-        if not asked and (table.machine or self.budget == 0):
+        if not further and (table.machine or self.budget == 0):
             return StepTrial(plan, plan.planner)
-        names = rivals(plan) if PLANNERS[table.planner].searches else []
+        names = near_baselines(plan) if PLANNERS[table.planner].searches else []
         times, plans = self.times(), {plan.planner: plan}
-        for name in dict.fromkeys([*names, *asked]):
+        for name in dict.fromkeys([*names, *further]):
             with suppress(UserError):  # raised on all ranks: alone, its plan does not fit
                 plans[name] = self._plan_on_root(times, name)
-        strategies = {name: as_run(some.strategy, self.config) for name, some in plans.items()}
+        strategies = {name: as_run(candidate.strategy, self.config) for name, candidate in plans.items()}
         strategies = {
-            name: some
-            for name, some in strategies.items()
-            if plans[name] is plan or can_run(some, self.network, self.comm.size)
+            name: candidate
+            for name, candidate in strategies.items()
+            if plans[name] is plan or can_run(candidate, self.network, self.comm.size)
         }
-        if len(strategies) == self.comm.size == 1 and not asked:
+        if len(strategies) == self.comm.size == 1 and not further:
             return StepTrial(plan, plan.planner)
         # Same check as in the run, before any exchange.
         connect_device(self.kernels, self.comm, self.config.backend.device_transport)
         self._say(f"trying steps of {', '.join(strategies)}")
-        seconds = measure_steps(self.comm, strategies, lambda some: self._opened(some, self.comm, self.kernels))
-        best = settle(seconds)
+        seconds = measure_steps(
+            self.comm, strategies, lambda candidate: self._opened(candidate, self.comm, self.kernels)
+        )
+        best = fastest_or_first(seconds)
         chosen = plan if plans[best] is plan else _instead_of(plan, plans[best])
         return StepTrial(chosen, best, seconds, self._alone())
 
@@ -302,7 +304,7 @@ class _Planner:
 
     def _fits_alone(self) -> bool:
         """Return whether this machine has enough memory for a step on one rank. Local."""
-        pricing = Pricing(Wires(self.machine), self.times(), self.training.dtype)
+        pricing = Pricing(NetworkModel(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -338,8 +340,10 @@ class _Planner:
         planning = Planning(
             planner, limit, False, self.training, bucket, _without(self.config), table.recompute or "auto"
         )
-        asked = Asked(model.source, model.options, self.network, self.machine, self.machine_file, self.training.dtype)
-        plan = make_plan(asked, self.batch, self.comm.size, planning, times)
+        plan_request = PlanRequest(
+            model.source, model.options, self.network, self.machine, self.machine_file, self.training.dtype
+        )
+        plan = make_plan(plan_request, self.batch, self.comm.size, planning, times)
         if table.statistics is None:
             return plan
         # The configuration sets these, not the plan.
@@ -399,8 +403,8 @@ def rests_on(
         Machine, times and training of its prediction.
     """
     recorded = Recorded(times)
-    pricing = Pricing(Wires(machine), recorded, training.dtype)
+    pricing = Pricing(NetworkModel(machine), recorded, training.dtype)
     fixed = [baseline(name, network, plan.batch, plan.ranks) for name in BASELINES]
     for strategy in [plan.strategy, *fixed]:
         simulate(network, strategy, plan.batch, pricing, training)
-    return recorded.asked
+    return recorded.requested

@@ -117,15 +117,15 @@ def parse_option(option: str, key: str, text: str) -> Any:
     """
     source = f"{option} {shown_path(key)}"
     try:
-        found = tomllib.loads(f"value = {text}") if len(text) < LONGEST else {}
+        table = tomllib.loads(f"value = {text}") if len(text) < LONGEST else {}
     except (ValueError, RecursionError) as error:
         bare = isinstance(error, tomllib.TOMLDecodeError) and text and text[0] not in "\"'[{" and "\n" not in text
-        found = {"value": text} if bare else {}
-    if set(found) != {"value"}:
-        several = "one TOML value" if len(found) > 1 else "a TOML value"
+        table = {"value": text} if bare else {}
+    if set(table) != {"value"}:
+        several = "one TOML value" if len(table) > 1 else "a TOML value"
         raise UserError(f"{source}: expected {several}, got {shown(text)}")
-    _check_plain(found["value"], source)
-    return found["value"]
+    _check_plain(table["value"], source)
+    return table["value"]
 
 
 def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
@@ -256,12 +256,12 @@ def _loads_json(text: str) -> Any:
 
 
 def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         twin = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"expected every key once, got {shown(twin)} twice")
-    return found
+    return table
 
 
 def _whole(text: str) -> int:

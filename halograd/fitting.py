@@ -109,22 +109,23 @@ def fit(
     return TrainedRun(Path(config.output.directory), network if isinstance(network, Network) else None, world, result)
 
 
-def _schedule(given: Any) -> Any:
+def _schedule(schedule: Any) -> Any:
     """Return the table ``[schedule]`` of an object, a function or a table."""
-    if isinstance(given, Mapping):
-        return _with_kind(given, SCHEDULES)
-    if not callable(given) or isinstance(given, type):
+    if isinstance(schedule, Mapping):
+        return _with_kind(schedule, SCHEDULES)
+    if not callable(schedule) or isinstance(schedule, type):
         raise UserError(
-            f"fit(): schedule: expected a table, a halograd.training.Schedule, or a function of the step, got {given!r}"
+            "fit(): schedule: expected a table, a halograd.training.Schedule, or a function of the step, got "
+            f"{schedule!r}"
         )
-    return {"kind": SCHEDULES.give(schedule_of(given))}
+    return {"kind": SCHEDULES.give(schedule_of(schedule))}
 
 
-def _optimizer(given: Any) -> Any:
+def _optimizer(optimizer: Any) -> Any:
     """Return the table ``[optimizer]`` of a class, of settings or of a table."""
-    if isinstance(given, OptimizerSettings):
-        return given.model_dump(exclude_unset=True)
-    return _with_kind(given if isinstance(given, Mapping) else {"kind": given}, OPTIMIZERS)
+    if isinstance(optimizer, OptimizerSettings):
+        return optimizer.model_dump(exclude_unset=True)
+    return _with_kind(optimizer if isinstance(optimizer, Mapping) else {"kind": optimizer}, OPTIMIZERS)
 
 
 def _with_kind(table: Mapping[str, Any], registry: Registry[Any]) -> dict[str, Any]:
@@ -140,21 +141,21 @@ def _check_callbacks(callbacks: Any) -> None:
     """Check the callbacks before the run begins. Raises UserError."""
     several = isinstance(callbacks, Sequence)
     for one in [one for one in callbacks if not isinstance(one, Callback)] if several else [callbacks]:
-        found = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+        described = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
         raise UserError(
-            f"fit(): callbacks: expected a list of objects of halograd.Callback, got {found}{' in it' * several}"
+            f"fit(): callbacks: expected a list of objects of halograd.Callback, got {described}{' in it' * several}"
         )
     for one in callbacks:
         check_methods(one)
 
 
-def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def _tables(network: Network | str, data: Data, out: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables of a configuration."""
     training, own_keys = (
-        {key: value for key, value in given.items() if key in table.model_fields}
+        {key: value for key, value in settings.items() if key in table.model_fields}
         for table in (TrainingConfig, DataConfig)
     )
-    others = {key: value for key, value in given.items() if key not in {**training, **own_keys}}
+    others = {key: value for key, value in settings.items() if key not in {**training, **own_keys}}
     metrics = [one if isinstance(one, str) else METRICS.give(one) for one in others.pop("metrics", ())]
     for key, make in (("schedule", _schedule), ("optimizer", _optimizer)):
         if key in others:
@@ -214,13 +215,13 @@ def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
     )
 
 
-def _samples_of(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _samples_of(name: str, samples: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array ``(N, *spatial, C)``, or ``(N,)``, for an input with this sample shape."""
-    if np.ma.is_masked(given):
+    if np.ma.is_masked(samples):
         raise UserError(
             f"apply(): data: {name!r}: expected an array without masked elements, got some; fill them first"
         )
-    array = np.asarray(given)
+    array = np.asarray(samples)
     if array.dtype.kind not in "biuf":
         raise UserError(f"apply(): data: {name!r}: expected an array of real numbers, got one of {array.dtype}")
     if array.ndim == len(shape) and shape != (1,):
@@ -230,7 +231,7 @@ def _samples_of(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
         grid = ", ".join(map(str, shape))
         raise UserError(
             f"apply(): data: {name!r}: expected samples of shape (N, {grid}), or one of ({grid}), channels last (the "
-            f"network may take other extents), got {np.shape(given)}"
+            f"network may take other extents), got {np.shape(samples)}"
         )
     return array
 
@@ -339,13 +340,13 @@ class TrainedRun:
         """Return the result of `make`; if it fails on a rank, or marks differ, all ranks raise an error. Collective."""
         fault: Exception | None = None
         try:
-            made = make()
-            mark = mark_of(made)
+            result = make()
+            mark = mark_of(result)
         except Exception as error:
             fault, mark = error, 0
         marks = agree(self._comm, range(self._comm.size), fault, mark)
         agree(self._comm, range(self._comm.size), None if mark == marks[0] else UserError(_OTHER_DATA))
-        return made
+        return result
 
     def export(self, out: str | Path, to: str = "onnx", which: str = "latest", normalize: bool = False) -> None:
         """Write the network for other programs, on rank 0. Collective; see :func:`halograd.exporting.export_run`."""

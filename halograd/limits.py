@@ -82,8 +82,8 @@ class Cores:
         2
         """
         bound = frozenset[int]().union(*(cores.bound for cores in processes))
-        given = sum(cores.task for cores in processes)
-        return max(1, int(min(len(bound), given, *(cores.quota for cores in processes))))
+        cores_given = sum(cores.task for cores in processes)
+        return max(1, int(min(len(bound), cores_given, *(cores.quota for cores in processes))))
 
 
 def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Cores:
@@ -129,15 +129,15 @@ def _read(path: Path) -> str:
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the control groups that may limit this process, with all their ancestors, and their version."""
     mounted = root / "sys/fs/cgroup"
-    found = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
+    groups = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:  # if both versions are mounted, version 2 is in a separate folder
-            found |= {(mounted, 2, path), (mounted / "unified", 2, path)}
+            groups |= {(mounted, 2, path), (mounted / "unified", 2, path)}
         elif controller in controllers.split(","):
-            found |= {(mounted / controller, 1, path), (mounted / controllers, 1, path)}
-    for folder, version, path in sorted(found):
+            groups |= {(mounted / controller, 1, path), (mounted / controllers, 1, path)}
+    for folder, version, path in sorted(groups):
         group = PurePosixPath("/", path).relative_to("/")
         if ".." in group.parts:  # outside of what this process can see
             continue

@@ -50,12 +50,12 @@ def find_mpiexec() -> str:
         If there is no mpiexec.
     """
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
         raise UserError(
             f"expected mpiexec in {beside.parent} or on PATH, got none; pip install 'halograd[mpich]', or load an MPI"
         )
-    return found
+    return path
 
 
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
@@ -152,7 +152,7 @@ def try_splits(
         If there is no launcher, or no split can be tried.
     """
     mpiexec = find_mpiexec()
-    found, refused = [], ""
+    tried_splits, refused = [], ""
     with tempfile.TemporaryDirectory(prefix="halograd-splits-") as folder:
         for ranks, threads in splits(cores):
             begin(ranks, threads)
@@ -162,15 +162,15 @@ def try_splits(
             job.write_text(json.dumps({**tables, "backend": backend, "output": {"directory": folder}}))
             try:
                 run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)
-                found.append(CoreSplit(**json.loads(result.read_text())))
+                tried_splits.append(CoreSplit(**json.loads(result.read_text())))
             except UserError as error:
                 refused = next(
                     (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
                 )
                 say(f"{split_text(ranks, threads)} cannot be tried: {refused}")
-    if not found:
+    if not tried_splits:
         raise UserError(refused)
-    return found
+    return tried_splits
 
 
 @contextmanager
@@ -202,5 +202,5 @@ def try_split(job: Path, result: Path) -> None:
         if comm.rank == 0:
             seconds, threads = trial.seconds[trial.name], config.backend.threads
             uniform = trial.seconds.get(GRID, seconds)
-            found = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, uniform)
-            result.write_text(json.dumps(asdict(found)))
+            split = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, uniform)
+            result.write_text(json.dumps(asdict(split)))

@@ -24,7 +24,7 @@ from .perfmodel.cuts import BASELINES, GRID
 from .perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
 from .perfmodel.plans import Plan
-from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
+from .perfmodel.profile.cache import Conditions, Oversubscription, TimeCache, cache_path
 from .perfmodel.profile.device import measure_machine, rank_memory
 from .perfmodel.profile.layers import (
     Coverage,
@@ -40,10 +40,10 @@ from .training.optimizers import SGD
 __all__ = [
     "Measuring",
     "StepTrial",
+    "fastest_or_first",
     "measure_overheads",
     "measure_steps",
-    "rivals",
-    "settle",
+    "near_baselines",
 ]
 
 #: Number of layers whose times are written to the cache at once.
@@ -92,44 +92,48 @@ class Measuring:
         folder: Path | None = None,
     ) -> None:
         self.comm, self.kernels, self.dtype = comm, kernels, dtype
-        self.path, self._crowd, self._autotune = cache_path(folder), Crowd.of(comm, kernels), autotune
+        self.path, self._oversubscription, self._autotune = (
+            cache_path(folder),
+            Oversubscription.of(comm, kernels),
+            autotune,
+        )
         flush = passing_bytes(network, batch, ranks or comm.size, dtype)
-        self.conditions = Conditions.here(kernels, self._crowd, autotune, flush)
+        self.conditions = Conditions.here(kernels, self._oversubscription, autotune, flush)
         with comm.agreement():
             self.cache = TimeCache(self.path if comm.rank == 0 else None, EVERY)
 
     def machine(self) -> Profile:
         """Measure messages, device and overheads."""
-        found = replace(measure_machine(self.comm, self.kernels), autotune=self._autotune)
-        return found.with_overheads(*measure_overheads(self.comm, self.kernels, found.machine, self.dtype))
+        profile = replace(measure_machine(self.comm, self.kernels), autotune=self._autotune)
+        return profile.with_overheads(*measure_overheads(self.comm, self.kernels, profile.machine, self.dtype))
 
     def machine_file(self) -> Path:
         """Return the path of this machine's file: one file per device, library, ranks and transport."""
         import platform
 
         nodes = sorted(self.comm.allgather_objects(platform.node()))
-        conditions = Conditions.here(self.kernels, self._crowd, self._autotune)
+        conditions = Conditions.here(self.kernels, self._oversubscription, self._autotune)
         text = "|".join([conditions.text, self.comm.transport, self.dtype, *nodes])
         name = hashlib.sha256(text.encode()).hexdigest()[:12]
         return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
 
     def known_machine(self, path: Path) -> Machine | None:
         """Return the machine from a stored file, with the memory that this job may use; None if it must be measured."""
-        found, memory = None, rank_memory(self.comm)  # control groups and Slurm's allocation differ between jobs
+        machine, memory = None, rank_memory(self.comm)  # control groups and Slurm's allocation differ between jobs
         if self.comm.rank == 0 and path.exists() and record_path(path).exists():
             try:
-                found = Profile.load(path).machine
+                machine = Profile.load(path).machine
             except UserError:
-                found = None  # damaged: measure again
-        found = self.comm.bcast(found)
-        return None if found is None else replace(found, memory=memory)
+                machine = None  # damaged: measure again
+        machine = self.comm.bcast(machine)
+        return None if machine is None else replace(machine, memory=memory)
 
     def keep_machine(self, path: Path) -> Machine:
         """Measure the machine, and store it in a file."""
-        found = self.machine()
+        profile = self.machine()
         with self.comm.agreement():
             if self.comm.rank == 0:
-                _save(found, path)
+                _save(profile, path)
         machine = self.known_machine(path)
         assert machine is not None
         return machine
@@ -161,7 +165,7 @@ class Measuring:
         return state
 
 
-def _save(found: Profile, path: Path) -> None:
+def _save(profile: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -169,7 +173,7 @@ def _save(found: Profile, path: Path) -> None:
             f"cache {path.parent}: expected a folder that can be made, got an error ({error.strerror}); choose another "
             "with HALOGRAD_CACHE"
         ) from error
-    found.save(path)
+    profile.save(path)
 
 
 # -- overhead of a step ---------------------------------------------------------------------------
@@ -188,11 +192,11 @@ def measure_overheads(
     """
     alone = comm.split(comm.rank)
     assert alone is not None
-    crowd = Crowd.of(comm, backend)
-    update = _update_rate(alone, backend, dtype, crowd)
+    oversubscription = Oversubscription.of(comm, backend)
+    update = _update_rate(alone, backend, dtype, oversubscription)
     network = _small_network()
     layers = _sum_of_layers(network, comm, backend, machine, dtype)
-    step = _step(network, alone, backend, dtype, crowd)
+    step = _step(network, alone, backend, dtype, oversubscription)
     alone.close()
     passes = 2 * len(network.layers)
     return float(comm.allreduce_scalar(update, "max")), float(
@@ -200,7 +204,7 @@ def measure_overheads(
     )
 
 
-def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
+def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription: Oversubscription) -> float:
     """Return the time of SGD with momentum per byte of parameters, which are read from main memory [s/B]."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
@@ -215,7 +219,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) ->
             backend.synchronize()
 
         nbytes = features * features * executor.dtype.itemsize
-        times = _times(run, crowd, lambda: passing.__iadd__(1))
+        times = _times(run, oversubscription, lambda: passing.__iadd__(1))
         return times[len(times) // 2] / nbytes
 
 
@@ -238,7 +242,7 @@ def _sum_of_layers(network: Network, comm: Communicator, backend: Any, machine: 
     return layers
 
 
-def _step(network: Network, alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
+def _step(network: Network, alone: Communicator, backend: Any, dtype: str, oversubscription: Oversubscription) -> float:
     with Executor(network, alone, backend, 1, dtype=dtype) as executor:
 
         def step() -> None:
@@ -246,19 +250,22 @@ def _step(network: Network, alone: Communicator, backend: Any, dtype: str, crowd
             executor.backward()
 
         # Take the best: another process disturbs a whole step, but rarely a single layer.
-        return _times(step, crowd, repeats=60)[0]
+        return _times(step, oversubscription, repeats=60)[0]
 
 
 def _times(
-    run: Callable[[], Any], crowd: Crowd, before: Callable[[], Any] = lambda: None, repeats: int = 25
+    run: Callable[[], Any],
+    oversubscription: Oversubscription,
+    before: Callable[[], Any] = lambda: None,
+    repeats: int = 25,
 ) -> list[float]:
     """Return times of `run`, the shortest first [s], after two warm-up runs. `before` runs first and is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
-        begin = crowd.clock()
+        begin = oversubscription.clock()
         run()
-        times.append(crowd.clock() - begin)
+        times.append(oversubscription.clock() - begin)
     return sorted(times[2:])
 
 
@@ -298,18 +305,18 @@ class StepTrial:
         """Return a description of the trial in lines; `threads` is the number per rank."""
         if not self.seconds:
             return []
-        tried = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in self.seconds.items())
-        found = [f"steps tried: {tried}; training with {self.name}"]
+        tried = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in self.seconds.items())
+        lines = [f"steps tried: {tried}; training with {self.name}"]
         if self.alone is not None:
             together, ranks = self.seconds[self.name], self.plan.ranks
             text = f"1 rank x {ranks * threads} threads would take {1e3 * self.alone:.2f} ms"
             if self.alone < (1 - WORTH) * together:
                 text += f", {together / self.alone:.2f} x as fast: start one, with --threads {ranks * threads}"
-            found.append(f"cores: {split_text(ranks, threads)} take {1e3 * together:.2f} ms; {text}")
-        return found
+            lines.append(f"cores: {split_text(ranks, threads)} take {1e3 * together:.2f} ms; {text}")
+        return lines
 
 
-def rivals(plan: Plan) -> list[str]:
+def near_baselines(plan: Plan) -> list[str]:
     """Return the baselines, including the grid, that fit and may be as fast as a plan; the best first. Local."""
     slowest = (1 + NEAR) * plan.step_seconds
     near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
@@ -332,12 +339,12 @@ def measure_steps(
         Function that returns a context manager for a strategy, which yields a function that runs one step. Only one is
         open at a time.
     """
-    found = dict.fromkeys(strategies, float("inf"))
+    fastest = dict.fromkeys(strategies, float("inf"))
     for _ in range(TRIALS):
         for name, strategy in strategies.items():
             with opened(strategy) as step:
-                found[name] = min(found[name], _median_step(comm, step))
-    return found
+                fastest[name] = min(fastest[name], _median_step(comm, step))
+    return fastest
 
 
 def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
@@ -352,7 +359,7 @@ def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
     return float(comm.allreduce_scalar(median([timed() for _ in range(count)]), "max"))
 
 
-def settle(seconds: Mapping[str, float]) -> str:
+def fastest_or_first(seconds: Mapping[str, float]) -> str:
     """Return the name of the fastest strategy, or the first name if that is almost as fast. Local."""
     favorite = next(iter(seconds))
     best = min(seconds, key=lambda name: seconds[name])

@@ -95,9 +95,9 @@ def _totals(plan: Plan) -> list[str]:
     if p.total("halo"):
         lines.insert(2, f"  halos     {time_text(p.total('halo'))}, of which {time_text(hidden)} behind computation")
     uses = sorted(((n, use) for use, n in p.memory.items() if n), reverse=True)
-    some = ", ".join(f"{use} {bytes_text(n)}" for n, use in uses[:4])
+    listed = ", ".join(f"{use} {bytes_text(n)}" for n, use in uses[:4])
     lines.append(
-        f"memory      {bytes_text(p.memory_bytes)} on the fullest rank: {some}{', ...' if len(uses) > 4 else ''}"
+        f"memory      {bytes_text(p.memory_bytes)} on the fullest rank: {listed}{', ...' if len(uses) > 4 else ''}"
     )
     return lines
 
@@ -144,26 +144,26 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 
 def _of_layers(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
     """Return predicted and measured times of layers in both passes, and of operations that are repeated [s]."""
-    found = {}
+    times = {}
     for record in plan.prediction.layers:
         forward, backward, again = measured.layers.get(record.name, (0.0, 0.0, 0.0))
-        found[record.name] = _predicted(record) - record.again, forward + backward
+        times[record.name] = _predicted(record) - record.again, forward + backward
         if record.again or again:
-            found[f"{record.name} (again)"] = record.again, again
-    return found
+            times[f"{record.name} (again)"] = record.again, again
+    return times
 
 
 def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
     """Return predicted and measured times of the parts of the step [s]."""
     p = plan.prediction
-    found = {
+    times = {
         "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
         "gradients, waited for": (p.allreduce_exposed, sum(measured.waits.get(kind, 0.0) for kind in _GRADIENTS)),
         "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
         "update": (p.update_seconds, measured.update),
     }
-    predicted, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
-    return {**found, "between them": (max(0.0, p.step_seconds - predicted), max(0.0, measured.step_seconds - seen))}
+    predicted, seen = (sum(pair[i] for pair in times.values()) for i in (0, 1))
+    return {**times, "between them": (max(0.0, p.step_seconds - predicted), max(0.0, measured.step_seconds - seen))}
 
 
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:

@@ -17,7 +17,7 @@ from .documents import shown
 from .errors import UserError
 from .layers import Network
 from .models import build
-from .perfmodel.cost import Pricing, Training, Wires, simulate
+from .perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
@@ -32,7 +32,7 @@ from .training.optimizers import OPTIMIZERS, OptimizerSettings
 
 __all__ = [
     "AHEAD",
-    "Asked",
+    "PlanRequest",
     "baselines_of",
     "check_planner",
     "known_baselines",
@@ -50,7 +50,7 @@ _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<thr
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """Model and machine of a plan request, with the times of kernels.
 
     Attributes
@@ -82,7 +82,7 @@ class Asked:
         dtype: str,
         cache: Path | None = None,
         machine: Machine | None = None,
-    ) -> Asked:
+    ) -> PlanRequest:
         """Build the model, and read the machine.
 
         Parameters
@@ -100,13 +100,13 @@ class Asked:
         network = build(model, **options)
         if "loss" not in network.outputs:
             raise UserError(f"model: expected a network with a loss to train, got {model!r} without one")
-        found = machine or Machine.load(machine_file)
-        if dtype not in found.peak_flops:
+        described = machine or Machine.load(machine_file)
+        if dtype not in described.peak_flops:
             raise UserError(
-                f"--dtype: expected one of {', '.join(found.peak_flops)}, for which machine {found.name!r} has a peak, "
-                f"got {shown(dtype)}; add it to [device.peak_flops] of a copy of the machine file"
+                f"--dtype: expected one of {', '.join(described.peak_flops)}, for which machine {described.name!r} "
+                f"has a peak, got {shown(dtype)}; add it to [device.peak_flops] of a copy of the machine file"
             )
-        return cls(model, options, network, found, machine_file, dtype, cache)
+        return cls(model, options, network, described, machine_file, dtype, cache)
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
         """Return kernel times for this batch and number of ranks: measured times, or without any the roofline."""
@@ -123,18 +123,22 @@ class Asked:
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
         """Return the cost model of a step of `batch` samples on `ranks` ranks; it takes the faster halo algorithms."""
-        return Pricing(Wires(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
+        return Pricing(NetworkModel(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 
-def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
+def _measured(plan_request: PlanRequest, batch: int, ranks: int) -> KernelTimes | None:
     """Return times from the cache if `halograd profile` measured the machine file on this machine, else None."""
     from .perfmodel.profile.record import Profile, record_path
 
-    match = _DEVICE.fullmatch(asked.machine.device)
-    if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
+    match = _DEVICE.fullmatch(plan_request.machine.device)
+    if (
+        Path(plan_request.machine_file).suffix != ".toml"
+        or not record_path(plan_request.machine_file).exists()
+        or match is None
+    ):
         return None
     from .kernels import BACKENDS, BackendOptions, KernelError
-    from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path, device_name
+    from .perfmodel.profile.cache import Conditions, Oversubscription, TimeCache, cache_path, device_name
     from .perfmodel.profile.layers import passing_bytes
 
     try:
@@ -144,12 +148,14 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     with backend:
         if device_name(backend) != match["device"]:
             return None
-        record = Profile.load(asked.machine_file)
+        record = Profile.load(plan_request.machine_file)
         # The nodes of an emulated network are one host, on which all ranks were measured at once.
-        at_once = record.ranks if asked.machine.has_emulated_links else asked.machine.devices_per_node
-        flush = passing_bytes(asked.network, batch, ranks, asked.dtype)
-        conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), record.autotune, flush)
-    return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))
+        at_once = record.ranks if plan_request.machine.has_emulated_links else plan_request.machine.devices_per_node
+        flush = passing_bytes(plan_request.network, batch, ranks, plan_request.dtype)
+        conditions = Conditions.here(
+            backend, Oversubscription.here(min(ranks, at_once), backend), record.autotune, flush
+        )
+    return MeasuredTimes(TimeCache(cache_path(plan_request.cache)), conditions, RooflineTimes(plan_request.machine))
 
 
 def source_of(times: KernelTimes, machine: Machine) -> str:
@@ -191,27 +197,33 @@ def parse_memory(text: str | None, at: str = "--memory") -> float | None:
 
 
 def make_plan(
-    asked: Asked, batch: int, ranks: int, planning: Planning | None = None, times: KernelTimes | None = None
+    plan_request: PlanRequest,
+    batch: int,
+    ranks: int,
+    planning: Planning | None = None,
+    times: KernelTimes | None = None,
 ) -> Plan:
     """Plan a model on a machine. The plan records the request. Local.
 
     Parameters
     ----------
     times
-        Kernel times; None: those of `asked`.
+        Kernel times; None: those of `plan_request`.
 
     Raises
     ------
     UserError
         See :func:`halograd.perfmodel.predict.plan_network`.
     """
-    planning = planning or Planning(training=Training(asked.dtype, ahead=AHEAD))
-    times = times or asked.times(batch, ranks)
-    plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning, asked.quick(times))
-    return _with_request(plan, asked, planning, times)
+    planning = planning or Planning(training=Training(plan_request.dtype, ahead=AHEAD))
+    times = times or plan_request.times(batch, ranks)
+    plan = plan_network(
+        plan_request.network, batch, ranks, plan_request.machine, times, planning, plan_request.quick(times)
+    )
+    return _with_request(plan, plan_request, planning, times)
 
 
-def make_robust_plan(asked: Asked, batch: int, ranks: int, planning: Planning) -> RobustPlan:
+def make_robust_plan(plan_request: PlanRequest, batch: int, ranks: int, planning: Planning) -> RobustPlan:
     """Plan a model for a machine whose numbers may be wrong (:mod:`halograd.perfmodel.robust`). Local.
 
     Raises
@@ -219,37 +231,37 @@ def make_robust_plan(asked: Asked, batch: int, ranks: int, planning: Planning) -
     UserError
         See :func:`halograd.perfmodel.robust.plan_robust`.
     """
-    times = asked.times(batch, ranks)
-    found = plan_robust(asked.network, batch, ranks, asked.machine, times, planning)
-    return replace(found, plan=_with_request(found.plan, asked, planning, times))
+    times = plan_request.times(batch, ranks)
+    robust = plan_robust(plan_request.network, batch, ranks, plan_request.machine, times, planning)
+    return replace(robust, plan=_with_request(robust.plan, plan_request, planning, times))
 
 
-def _with_request(plan: Plan, asked: Asked, planning: Planning, times: KernelTimes) -> Plan:
+def _with_request(plan: Plan, plan_request: PlanRequest, planning: Planning, times: KernelTimes) -> Plan:
     request = Request(
-        asked.model,
-        dict(asked.options),
-        asked.machine.to_toml(),
-        asked.machine_file,
-        source_of(times, asked.machine),
+        plan_request.model,
+        dict(plan_request.options),
+        plan_request.machine.to_toml(),
+        plan_request.machine_file,
+        source_of(times, plan_request.machine),
         planning.full,
         planning.training.slots,
     )
     return replace(plan, request=request)
 
 
-def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
+def baselines_of(plan_request: PlanRequest, plan: Plan) -> list[Alternative]:
     """Return the predicted step under each baseline, and under the best grid if the plan searched for it."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
-    pricing = asked.pricing(plan.batch, plan.ranks) if left else None
+    pricing = plan_request.pricing(plan.batch, plan.ranks) if left else None
     slots = 1 if plan.request is None else plan.request.slots
     training = Training(plan.dtype, slots, ahead=AHEAD)
     for name in left:
         assert pricing is not None
-        strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
-        prediction = simulate(asked.network, strategy, plan.batch, pricing, training, plan.ranks)
+        strategy = baseline(name, plan_request.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
+        prediction = simulate(plan_request.network, strategy, plan.batch, pricing, training, plan.ranks)
         nbytes = prediction.memory_bytes
-        limit = asked.machine.memory if plan.limit is None else plan.limit
+        limit = plan_request.machine.memory if plan.limit is None else plan.limit
         known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)
     return [known[name] for name in (*BASELINES, GRID) if name in known]
 

@@ -73,18 +73,18 @@ class Registry(Generic[Kind]):
             raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken")
         self._later[name] = load
 
-    def give(self, given: Any) -> str:
+    def give(self, value: Any) -> str:
         """Register a class, or an object, that a script has made; return its name for a configuration. Local.
 
         Every rank calls it. The name is known in this process only. Every :meth:`make` returns a copy of an object.
         """
-        made = given if isinstance(given, type) else type(given)
-        if not issubclass(made, self.base):
-            raise UserError(f"{self.key}: expected a {self.base.__name__}, or a class derived from it, got {given!r}")
-        name = f"{SCRIPT}:{made.__name__}"
-        while self._given.get(name, given) is not given:
+        kind = value if isinstance(value, type) else type(value)
+        if not issubclass(kind, self.base):
+            raise UserError(f"{self.key}: expected a {self.base.__name__}, or a class derived from it, got {value!r}")
+        name = f"{SCRIPT}:{kind.__name__}"
+        while self._given.get(name, value) is not value:
             name += "_"
-        self._given[name] = given
+        self._given[name] = value
         return name
 
     @cached_property
@@ -119,8 +119,8 @@ class Registry(Generic[Kind]):
         if name in self._later:
             return self._later[name]()
         if name in self._given:
-            given = self._given[name]
-            return self._checked(given if isinstance(given, type) else type(given), name, at)
+            entry = self._given[name]
+            return self._checked(entry if isinstance(entry, type) else type(entry), name, at)
         if name.startswith(f"{SCRIPT}:"):
             raise UserError(
                 f"{at}: {name.partition(':')[2]!r} was made by a script, and is known only there (halograd.fit); use it"
@@ -130,22 +130,22 @@ class Registry(Generic[Kind]):
             return self._checked(load(name, at, "class"), name, at)
         if name in self._installed:
             try:
-                found = self._installed[name].load()
+                kind = self._installed[name].load()
             except Exception as error:
                 raise UserError(f"{at}: {shown(name)} cannot be imported: {describe(error)}") from error
-            return self._checked(found, name, at)
+            return self._checked(kind, name, at)
         raise UserError(f"{at}: expected {self._expected()}, got {shown(name)}{nearest(name, self.names)}")
 
     def _expected(self) -> str:
         return f'{", ".join(self.names)}, or "FILE.py:CLASS"'
 
-    def _checked(self, found: Any, name: str, at: str) -> type[Kind]:
-        if not (isinstance(found, type) and issubclass(found, self.base)):
-            raise UserError(f"{at}: {name}: expected a class derived from {self.base.__name__}, got {found!r}")
-        missing = sorted(getattr(found, "__abstractmethods__", ())) if inspect.isabstract(found) else []
+    def _checked(self, kind: Any, name: str, at: str) -> type[Kind]:
+        if not (isinstance(kind, type) and issubclass(kind, self.base)):
+            raise UserError(f"{at}: {name}: expected a class derived from {self.base.__name__}, got {kind!r}")
+        missing = sorted(getattr(kind, "__abstractmethods__", ())) if inspect.isabstract(kind) else []
         if missing:
             raise UserError(f"{at}: {name}: expected a class that defines {', '.join(missing)}")
-        return found
+        return kind
 
     def make(self, text: str, at: str = "") -> Kind:
         """Return the object that a text names, with its settings: ``NAME`` or ``NAME:key=value,key=value``. Local. ::
@@ -238,11 +238,11 @@ class Chosen:
     @property
     def tables(self) -> dict[type[Any], tuple[str, ...]]:
         """Classes of settings, each with the names of the registered classes that use it."""
-        found: dict[type[Any], tuple[str, ...]] = {}
+        tables: dict[type[Any], tuple[str, ...]] = {}
         for name in self.registry.names:
             kind = self.registry.settings_class(name)
-            found[kind] = (*found.get(kind, ()), name)
-        return found
+            tables[kind] = (*tables.get(kind, ()), name)
+        return tables
 
     def _settings(self, table: Any) -> Any:
         at = self.registry.key.removesuffix(".kind")

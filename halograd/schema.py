@@ -147,8 +147,8 @@ def check_fields(record: Any, at: str, source: str = "") -> None:
     UserError
         See :func:`build`.
     """
-    made: Any = type(record)
-    build(table_of(made), {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}, source, at)
+    kind: Any = type(record)
+    build(table_of(kind), {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}, source, at)
 
 
 @lru_cache
@@ -239,9 +239,9 @@ def _of_validator(error: Exception, path: str) -> str:
 
 
 def _expected(fault: Mapping[str, Any]) -> str:
-    given = fault.get("ctx", {})
-    whole = any(isinstance(bound, int) for bound in given.values())
-    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in given.items()}
+    limits = fault.get("ctx", {})
+    whole = any(isinstance(bound, int) for bound in limits.values())
+    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in limits.items()}
     context["a_number"] = "a whole number" if whole else "a number"
     return _EXPECTED[fault["type"]].format(**context) if fault["type"] in _EXPECTED else fault["msg"]
 
@@ -268,21 +268,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:
     """Return the types at a path (for an unknown key, those of its table), and the path without alternatives."""
-    found, steps = _alternatives(kind), list[int | str]()
+    kinds, steps = _alternatives(kind), list[int | str]()
     for i, step in enumerate(where):
-        branch = [t for t in found if len(found) > 1 and _is_called(t, step)]
+        branch = [t for t in kinds if len(kinds) > 1 and _is_called(t, step)]
         if branch:
-            found = branch
+            kinds = branch
             continue
-        tagged = [t for t in found if len(found) > 1 and _is_table(t) and step in _tags(t)]
-        inner = [a for t in found for a in _inside(t, step)]
+        tagged = [t for t in kinds if len(kinds) > 1 and _is_table(t) and step in _tags(t)]
+        inner = [a for t in kinds for a in _inside(t, step)]
         if tagged:
-            found = tagged
+            kinds = tagged
         elif inner:
-            found, steps = inner, [*steps, step]
-        elif i + 1 == len(where) and any(map(_is_table, found)):
+            kinds, steps = inner, [*steps, step]
+        elif i + 1 == len(where) and any(map(_is_table, kinds)):
             steps.append(step)
-    return found, steps
+    return kinds, steps
 
 
 def _is_called(kind: Any, step: int | str) -> bool:
@@ -297,10 +297,10 @@ def _alternatives(annotation: Any) -> list[Any]:
     """Return the types that an annotation allows."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        given = next((part.table for part in parts[1:] if isinstance(part, As)), None)
-        return [given] if given else _alternatives(parts[0])
+        table = next((part.table for part in parts[1:] if isinstance(part, As)), None)
+        return [table] if table else _alternatives(parts[0])
     if origin in (typing.Union, types.UnionType):
-        return [found for part in parts for found in _alternatives(part)]
+        return [kind_of_part for part in parts for kind_of_part in _alternatives(part)]
     return [annotation]
 
 
@@ -328,8 +328,8 @@ def _fields(kind: Any) -> dict[Any, Any]:
     if not _is_table(kind):
         return {}
     if issubclass(kind, BaseModel):
-        given = {name: [m.table for m in f.metadata if isinstance(m, As)] for name, f in kind.model_fields.items()}
-        return {name: given[name][0] if given[name] else f.annotation for name, f in kind.model_fields.items()}
+        tables = {name: [m.table for m in f.metadata if isinstance(m, As)] for name, f in kind.model_fields.items()}
+        return {name: tables[name][0] if tables[name] else f.annotation for name, f in kind.model_fields.items()}
     hints = typing.get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 

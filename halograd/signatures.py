@@ -12,7 +12,7 @@ __all__ = ["check_methods"]
 
 
 def check_methods(
-    made: Any,
+    instance: Any,
     several: int = 0,
     counts: Mapping[str, int] | None = None,
     optional: Collection[str] = (),
@@ -24,7 +24,7 @@ def check_methods(
 
     Parameters
     ----------
-    made
+    instance
         An object; the library's own classes are not checked.
     several
         Number of arguments that ``*shapes`` stands for; `counts` has other numbers for some methods.
@@ -38,16 +38,16 @@ def check_methods(
     UserError
         A method takes other arguments; the message has the expected and the actual ones.
     """
-    if _is_ours(type(made)):
+    if _is_ours(type(instance)):
         return
-    base = base or next((one for one in type(made).__mro__ if _is_ours(one)), object)
+    base = base or next((one for one in type(instance).__mro__ if _is_ours(one)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
-        own = inspect.getattr_static(type(made), name, None)
+        own = inspect.getattr_static(type(instance), name, None)
         if own is method or name.startswith("_") or _is_ours(own):
             continue
         call = _call_of(method, (counts or {}).get(name, several), optional)
         if call is not None:
-            _check(f"{type(made).__name__}.{name}", getattr(made, name), *call)
+            _check(f"{type(instance).__name__}.{name}", getattr(instance, name), *call)
 
 
 def _is_ours(thing: Any) -> bool:
@@ -75,9 +75,9 @@ def _call_of(
 def _check(place: str, method: Any, fixed: list[str], named: dict[str, None]) -> None:
     got = repr(method)
     try:
-        taken = inspect.signature(method)
-        got = f"(self, {str(taken)[1:]}" if taken.parameters else "(self)"
-        taken.bind(*fixed, **named)
+        signature = inspect.signature(method)
+        got = f"(self, {str(signature)[1:]}" if signature.parameters else "(self)"
+        signature.bind(*fixed, **named)
     except (TypeError, ValueError) as error:
-        wanted = ", ".join(["self", *fixed, *(f"{name}=None" for name in named)])
-        raise UserError(f"{place}: expected a method that takes ({wanted}), got {got}: {error}") from None
+        expected = ", ".join(["self", *fixed, *(f"{name}=None" for name in named)])
+        raise UserError(f"{place}: expected a method that takes ({expected}), got {got}: {error}") from None

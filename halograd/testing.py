@@ -155,13 +155,13 @@ def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.nd
 
     Gradients of parameters are whole, and on rank 0 only.
     """
-    found: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
+    blocks: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
     values = {"y": executor.program.values[name], **{f"dx{i}": executor.program.values[f"x{i}"] for i in range(inputs)}}
     for key, value in values.items():
         view = value.view if key == "y" else value.dy
         place = value.layout.boxes[executor.comm.rank].slices()
-        found[key] = executor.device.to_host(executor.runner.view(view)).copy(), place
-    return found | {key: (array, ()) for key, array in _gradients(executor).items()}
+        blocks[key] = executor.device.to_host(executor.runner.view(view)).copy(), place
+    return blocks | {key: (array, ()) for key, array in _gradients(executor).items()}
 
 
 def _labels(keys: Iterable[str]) -> dict[str, str]:
@@ -222,8 +222,8 @@ def check_layer(
     common: dict[str, Any] = {"batch": batch, "dtype": dtype}
     axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
     network, name = _probed(make, shapes)
-    made = get_backend(backend) if isinstance(backend, str) else nullcontext(backend)
-    with made as kernels, Communicator(MPI.COMM_SELF) as alone, Communicator(world, transport) as ranks:
+    opened = get_backend(backend) if isinstance(backend, str) else nullcontext(backend)
+    with opened as kernels, Communicator(MPI.COMM_SELF) as alone, Communicator(world, transport) as ranks:
         reference, debug = None, kernels.device.is_host
         with ranks.agreement():
             if ranks.rank == 0:
@@ -238,8 +238,8 @@ def check_layer(
                 continue
             once = (network, shapes, ranks, parts, batch, dtype, kernels, options)
             with _stepped(*once, steps=2, debug=debug) as (executor, loss):
-                found = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
-            ranks.agree(_difference(found, reference, tolerance, dtype, str(parts)))
+                blocks = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
+            ranks.agree(_difference(blocks, reference, tolerance, dtype, str(parts)))
 
 
 def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
@@ -251,20 +251,20 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
     return True
 
 
-def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
+def compare(result: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
     """Return an error on the first array that differs by more than the tolerance; None if all agree."""
-    return _difference({key: (found[key], ()) for key in reference}, reference, tolerance, dtype, where)
+    return _difference({key: (result[key], ()) for key in reference}, reference, tolerance, dtype, where)
 
 
 def _difference(
-    found: Mapping[str, tuple[np.ndarray, tuple[slice, ...]]],
+    blocks: Mapping[str, tuple[np.ndarray, tuple[slice, ...]]],
     reference: LayerResult,
     tolerance: float,
     dtype: str,
     where: str,
 ) -> Exception | None:
     """Return an error on the first block, with its position, that differs by more than the tolerance; else None."""
-    for key, (have, place) in found.items():
+    for key, (have, place) in blocks.items():
         whole = reference[key]
         want = whole[place]
         if have.shape != want.shape:

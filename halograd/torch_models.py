@@ -56,13 +56,13 @@ def from_torch(
     """
     if comm is None or comm.size == 1:
         return export(model, example_inputs, shapes)[1]
-    made = on_root(comm, lambda: _sendable(export(model, example_inputs, shapes)[0]))
-    return made.network(shapes)
+    exported = on_root(comm, lambda: _sendable(export(model, example_inputs, shapes)[0]))
+    return exported.network(shapes)
 
 
-def _sendable(made: Any) -> Any:
+def _sendable(exported: Any) -> Any:
     """Return an exported module whose files can be pickled."""
-    return type(made)(made.name, {name: bytes(content) for name, content in made.contents.items()})
+    return type(exported)(exported.name, {name: bytes(content) for name, content in exported.contents.items()})
 
 
 def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "latest", strict: bool = True) -> Any:

@@ -35,16 +35,16 @@ def is_location(name: str) -> bool:
 
 def checksums(tables: Any) -> dict[str, int | None]:
     """Return the checksum of each Python file named in plain data (``FILE.py:NAME``); None if unreadable. Local."""
-    files = {found[1] for text in _texts(tables) if (found := re.match(r"(.+?\.py):", text))}
+    files = {match[1] for text in _texts(tables) if (match := re.match(r"(.+?\.py):", text))}
     return {file: _checksum(Path(file)) for file in sorted(files)}
 
 
 def check_files(tables: Any, files: Mapping[str, int | None]) -> None:
     """Raise UserError unless the Python files in plain data have the checksums `files` of another rank. Local."""
-    for file, found in checksums(tables).items():
-        if found != files[file]:
+    for file, checksum in checksums(tables).items():
+        if checksum != files[file]:
             raise UserError(
-                f"{file}: expected the same file on all ranks, got {'none' if found is None else 'another one'} in "
+                f"{file}: expected the same file on all ranks, got {'none' if checksum is None else 'another one'} in "
                 f"{os.getcwd()}; put it on a file system that all nodes share, and start all ranks in one folder"
             )
 
@@ -89,14 +89,14 @@ def load(where: str, key: str, kind: str = "function") -> Any:
         place = kind.upper()
         raise UserError(f'{key}: expected "FILE.py:{place}" or "MODULE:{place}", got {shown(where)}')
     module = _module_of_file(Path(location), key) if location.endswith(".py") else _module(location, key)
-    found = getattr(module, name, None)
-    if not callable(found) or isinstance(found, type) != (kind == "class"):
+    member = getattr(module, name, None)
+    if not callable(member) or isinstance(member, type) != (kind == "class"):
         own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and callable(v)]
         there = [k for k in own if not k.startswith("_") and isinstance(getattr(module, k), type) == (kind == "class")]
         raise UserError(
             f"{key}: expected a {kind} {name!r} in {location}, got {', '.join(there) or 'none'}; name one of these"
         )
-    return found
+    return member
 
 
 def _module(name: str, key: str) -> ModuleType:

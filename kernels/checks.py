@@ -13,12 +13,12 @@ from .kernel import BatchNormArrays, KernelError
 
 __all__ = [
     "check_batch_norm",
-    "check_beside",
     "check_bias",
     "check_conv",
     "check_dense",
     "check_dtypes",
     "check_packed",
+    "check_parameter_dtypes",
     "check_pool",
     "check_residual",
     "check_same_shape",
@@ -58,7 +58,7 @@ def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) 
         raise KernelError(f"{what}: expected dtype {' or '.join(allowed)}, got {dtype}; {remedy}")
 
 
-def check_beside(what: str, x: Any, **arrays: Any) -> None:
+def check_parameter_dtypes(what: str, x: Any, **arrays: Any) -> None:
     """Check that all given arrays have the dtype of `x`, or float32 if `x` has 16 bits."""
     dtype = np.dtype(x.dtype).name
     allowed = (dtype, "float32") if is_low(x.dtype) else (dtype,)
@@ -103,12 +103,12 @@ def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
         )
 
 
-def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, room: int = 0) -> None:
-    """Check shapes and strides of a convolution or of its gradients. In memory, `x` may have `room` channels."""
+def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, stored: int = 0) -> None:
+    """Check shapes and strides of a convolution or of its gradients. In memory, `x` may have `stored` channels."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
     check_packed(what, weights=w, bias=b, output=y)
-    if channels_in_memory(x) != room:
+    if channels_in_memory(x) != stored:
         check_packed(what, input=x)
     channels, filters, groups = x.shape[-1], y.shape[-1], geometry.groups
     if channels % groups or filters % groups:

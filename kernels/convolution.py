@@ -38,7 +38,7 @@ class Convolutions(Base):
         self._check_conv_dtypes("conv_forward", x, y, w, b)
         if has_nothing(x, y):
             return self.activated(bias_only(b, y), y, activation)
-        checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
+        checks.check_conv("conv_forward", x, w, b, y, geometry, self._stored_channels(x, geometry))
         return self._conv_forward(x, w, b, y, geometry, activation)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
@@ -55,7 +55,7 @@ class Convolutions(Base):
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if has_nothing(x, dy):
             return filter_of_nothing(self.xp, dy, dw, db)
-        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._room(x, geometry))
+        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._stored_channels(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
@@ -64,7 +64,7 @@ class Convolutions(Base):
         With images of 16 bits, the weights, the bias and their gradients may be float32: gradients are float32 sums.
         """
         checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
-        checks.check_beside(what, x, weights=w, bias=b)
+        checks.check_parameter_dtypes(what, x, weights=w, bias=b)
 
     def bias(self, y: Any, b: Any) -> Kernel:
         """Build ``y = y + b`` in place; y ``(..., C)``, b ``(C,)``. A no-op if `y` is empty."""
@@ -108,9 +108,9 @@ class Convolutions(Base):
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
         """Check the dtypes of the gradients of a dense layer, which may be float32 with activations of 16 bits."""
         self._check_dtypes(what, x=x, dy=dy)
-        checks.check_beside(what, x, dw=dw, db=db)
+        checks.check_parameter_dtypes(what, x, dw=dw, db=db)
 
-    def _room(self, x: Any, geometry: Geometry) -> int:
+    def _stored_channels(self, x: Any, geometry: Geometry) -> int:
         """Return the number of channels that the input of a convolution may have in memory."""
         return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 

@@ -60,18 +60,18 @@ def channels_in_memory(array: Any) -> int | None:
     *outer, channels = array.shape
     if array.strides[-1] != size and channels > 1:
         return None
-    room = array.strides[-2] if outer[-1] > 1 else None
-    run = room
+    channel_stride = array.strides[-2] if outer[-1] > 1 else None
+    run = channel_stride
     for n, stride in zip(reversed(outer), reversed(array.strides[:-1])):
         if n == 1:
             continue
         if run is None:
-            run = room = stride
+            run = channel_stride = stride
         if stride != run:
             return None
         run = stride * n
-    room = channels * size if room is None else room
-    return room // size if room % size == 0 and room >= channels * size else None
+    channel_stride = channels * size if channel_stride is None else channel_stride
+    return channel_stride // size if channel_stride % size == 0 and channel_stride >= channels * size else None
 
 
 MODES = ("nearest", "nearest-exact", "linear", "cubic", "area")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GUARDS", "GuardError", "Guards", "room"]
+__all__ = ["GUARDS", "GuardError", "Guards", "guarded_bytes"]
 
 
 class GuardError(RuntimeError):
@@ -34,7 +34,7 @@ SIDE = 1 << 12
 TIMES, MOST = 8, 1 << 17
 
 
-def room(nbytes: int) -> int:
+def guarded_bytes(nbytes: int) -> int:
     """Return the size of the guard after a temporary of `nbytes` [B]; a multiple of the alignment of arrays."""
     return SIDE + -(-min(TIMES * nbytes, MOST) // SIDE) * SIDE
 

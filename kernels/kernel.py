@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .guards import GUARDS, room
+from .guards import GUARDS, guarded_bytes
 from .memory import Scratch, on_host, round_up
 
 __all__ = [
@@ -176,7 +176,7 @@ class ScratchKernel(Kernel):
         super().__init__(self._closed, impl, workspace_bytes, close)
         self._within = guards
         if self._guards is not None and not guards:  # then one guard after all memory that the kernel uses
-            end = round_up(scratch_bytes) + room(scratch_bytes)
+            end = round_up(scratch_bytes) + guarded_bytes(scratch_bytes)
             self._within = ((scratch_bytes, end, f"after its scratch memory of {scratch_bytes} B"),)
             scratch_bytes = end
         scratch.reserve(scratch_bytes)

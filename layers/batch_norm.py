@@ -210,8 +210,8 @@ class BatchNorm(Layer):
             context.start(running, when="training")
 
         def backward() -> None:
-            found = margin.gradients(self, f, numbers.count)
-            kernel.add(**found, **{f"d{key}": view for key, view in context.grads.items()})
+            gradients = margin.gradients(self, f, numbers.count)
+            kernel.add(**gradients, **{f"d{key}": view for key, view in context.grads.items()})
             settle()
             margin.differentiate()
             backward = context.timing("backward_data", inputs=forward.inputs, outputs=forward.outputs)

@@ -206,8 +206,8 @@ class _Normalizing:
 
     def close(self) -> None:
         """Free the backend's kernels."""
-        for made in self._made:
-            made.close()
+        for kernels in self._made:
+            kernels.close()
 
 
 _READ = ("x*", "residual*", "gamma", "beta")
@@ -250,8 +250,8 @@ def _differentiating(
 ) -> _Differentiating:
     training = BatchNormTraining(count, from_sums=False)
     moments = {"mean": arrays["mean"], "var": arrays["var"], "of_x": True}
-    made: Callable[..., BatchNormKernels] = partial(_made, environment, arrays, eps=eps, activation=f, **moments)
-    return _Differentiating([made(i, training=training) for i in _numbers(arrays)])
+    create: Callable[..., BatchNormKernels] = partial(_made, environment, arrays, eps=eps, activation=f, **moments)
+    return _Differentiating([create(i, training=training) for i in _numbers(arrays)])
 
 
 def _numbers(arrays: Mapping[str, Any]) -> range:
@@ -263,10 +263,10 @@ _BOXES = ("x", "y", "dy", "dx", "residual", "dresidual")
 
 def _made(environment: Any, arrays: Mapping[str, Any], i: int, **more: Any) -> BatchNormKernels:
     """Return the backend's kernels of one box."""
-    given: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in _BOXES}
-    given |= {name: arrays[name] for name in ("gamma", "beta", "sums", "means")}
-    found: BatchNormKernels = environment.kernels.batch_norm(BatchNormArrays(**given, **more))
-    return found
+    fields: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in _BOXES}
+    fields |= {name: arrays[name] for name in ("gamma", "beta", "sums", "means")}
+    kernels: BatchNormKernels = environment.kernels.batch_norm(BatchNormArrays(**fields, **more))
+    return kernels
 
 
 def block(array: Any, channels: int) -> Any:

@@ -208,9 +208,9 @@ class Context:
     def gradient_blocks(self) -> Blocks:
         """Boxes of the output's gradient that each rank gathers."""
         x = self.inputs[0]
-        found = self.layer.gradient_blocks(Layout(x.layout.shape, x.held_gradient), self.output.layout)
-        assert found is not None, f"{self.layer.kind} does not gather the gradient of its output"
-        return found
+        blocks = self.layer.gradient_blocks(Layout(x.layout.shape, x.held_gradient), self.output.layout)
+        assert blocks is not None, f"{self.layer.kind} does not gather the gradient of its output"
+        return blocks
 
     # -- arrays of another layer, operations of one kind of pass --------------------------------
 
@@ -230,9 +230,9 @@ class Context:
 
     def take(self) -> list[Operation]:
         """Return the operations that were added since the last call. For the compiler."""
-        taken = list(self._operations)
+        operations = list(self._operations)
         self._operations.clear()
-        return taken
+        return operations
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -389,16 +389,16 @@ class Context:
         padded with zeros if the storage is that of the value itself.
         """
         value = self.inputs[i]
-        padded = padded and value.room > value.layout.shape[-1]
+        padded = padded and value.stored_channels > value.layout.shape[-1]
         key = (boxes, fill, padded)
         if key in value.gathered:
             return Gathered(self, value.gathered[key], boxes[self.rank])
         if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
             fill = None
         owned = value.layout.boxes
-        found = _gathered(self, value.region, value.stored, owned, boxes, "halo", "halo copy", fill, padded)
-        value.gathered[key] = found.view
-        return found
+        gathered = _gathered(self, value.region, value.stored, owned, boxes, "halo", "halo copy", fill, padded)
+        value.gathered[key] = gathered.view
+        return gathered
 
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
         """Gather boxes of the output's gradient (the halo of `dy`).
@@ -411,18 +411,18 @@ class Context:
         assert source is not None
         return _gathered(self, source, value.held_gradient, value.layout.boxes, boxes, kind, "transient", None)
 
-    def return_gradient(self, i: int, boxes: Blocks, some: Blocks | None = None) -> Returned:
+    def return_gradient(self, i: int, boxes: Blocks, owned: Blocks | None = None) -> Returned:
         """Return the array for the gradient of gathered boxes, which is summed on the owners.
 
-        Adjoint of `gather`. `some` are the boxes outside of which the gradient is zero; None: all.
+        Adjoint of `gather`. `owned` are the boxes outside of which the gradient is zero; None: all.
         """
         value = self.inputs[i]
         target, own = self.gradient(i), value.layout.boxes
         if boxes == own:
             return Returned(self, target, None)
         array, origin = self.scratch(boxes[self.rank].shape, value.dtype), boxes[self.rank].start
-        made = self.exchange(some or boxes, own, array, target, source_origin=origin, combine="sum")
-        return Returned(self, array, made)
+        exchange = self.exchange(owned or boxes, own, array, target, source_origin=origin, combine="sum")
+        return Returned(self, array, exchange)
 
 
 def _end_of(layer: str, message: ExchangeSpec | Sum | None, end: str, when: str | None) -> list[Operation]:
@@ -459,10 +459,10 @@ def _gathered(
             return Gathered(context, view, box, copied=region.part(box))
     if stored != owned:  # halos that were read from disk, or computed, are not sources: blocks with halos overlap
         stored, region = owned, Region(region.part(owned[context.rank]), owned[context.rank])
-    made = context.exchange(
+    exchange = context.exchange(
         stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
     )
-    return Gathered(context, view, box, made)
+    return Gathered(context, view, box, exchange)
 
 
 class Gathered:
@@ -477,8 +477,8 @@ class Gathered:
     @property
     def communicates(self) -> bool:
         """Whether this rank sends or receives messages in the exchange."""
-        made = self.exchange
-        pieces = [] if made is None else plan_exchange(made.sources, made.targets, self._context.rank)
+        exchange = self.exchange
+        pieces = [] if exchange is None else plan_exchange(exchange.sources, exchange.targets, self._context.rank)
         return any(piece.source != piece.target for piece in pieces)
 
     def start(self) -> None:

@@ -123,8 +123,8 @@ class View(NamedTuple):
         """Return this view of the buffer's array."""
         if not self.size:
             return array.reshape(-1)[:0].reshape(self.shape)
-        found = array[tuple(slice(a, a + n) for a, n in zip(self.start, self.extent))]
-        return found if self.form is None else found.reshape(self.form)
+        array_of_view = array[tuple(slice(a, a + n) for a, n in zip(self.start, self.extent))]
+        return array_of_view if self.form is None else array_of_view.reshape(self.form)
 
 
 class Region(NamedTuple):
@@ -174,7 +174,7 @@ class Value:
         Gradients from the layers that read this value, one array each.
     gathered
         Gathered copies of the value, by boxes and fill.
-    room
+    stored_channels
         Number of channels of the storage; further channels than those of the value are zeros; 0: no further channels.
     """
 
@@ -194,7 +194,7 @@ class Value:
     gradient: Region | None = None
     contributions: list[View] = field(default_factory=list)
     gathered: dict[Any, View] = field(default_factory=dict)
-    room: int = 0
+    stored_channels: int = 0
     _home: Region | None = None
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class Value:
                 own.append(box)
                 grown = hull(own)
                 box = grown if all(is_packed(grown, part) for part in own) else box
-        shape = (*box.shape[:-1], max(self.room, box.shape[-1])) if self.room else box.shape
+        shape = (*box.shape[:-1], max(self.stored_channels, box.shape[-1])) if self.stored_channels else box.shape
         view = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read).view
         self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 

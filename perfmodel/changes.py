@@ -50,11 +50,11 @@ class Changes:
         for u, v in costs.edges:
             self._of[u].append((u, v))
             self._of[v].append((u, v))
-        self._numbers = [{parts: i for i, parts in enumerate(some)} for some in costs.candidates]
+        self._numbers = [{parts: i for i, parts in enumerate(candidates)} for candidates in costs.candidates]
 
     def of(self, indices: Sequence[int], least: float) -> list[Change]:
         """Return the changes with an estimated gain above `least` [s], the most promising first; each choice once."""
-        found: dict[tuple[int, ...], Change] = {}
+        result: dict[tuple[int, ...], Change] = {}
         for changes, hidden, waited in self._changes(indices):
             gain = max(hidden, waited)
             if gain > least:
@@ -62,10 +62,10 @@ class Changes:
                 for layer, candidate in changes:
                     new[layer] = candidate
                 key = tuple(new)
-                if key not in found or found[key].gain < gain:
-                    found[key] = Change(gain, self._memory(indices, new, [layer for layer, _ in changes]), key)
-        found.pop(tuple(indices), None)
-        return sorted(found.values(), key=lambda change: -change.gain)
+                if key not in result or result[key].gain < gain:
+                    result[key] = Change(gain, self._memory(indices, new, [layer for layer, _ in changes]), key)
+        result.pop(tuple(indices), None)
+        return sorted(result.values(), key=lambda change: -change.gain)
 
     def _changes(self, x: Sequence[int]) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
         """Yield changed layers with two gains [s]: with the sums of gradients hidden, and with the sums exposed."""
@@ -98,7 +98,7 @@ class Changes:
         """Return the connected regions of at least three layers with the same cut."""
         cuts = [self.costs.candidates[v][i] for v, i in enumerate(x)]
         seen: set[int] = set()
-        found = []
+        regions = []
         for first in range(len(x)):
             if first in seen:
                 continue
@@ -111,8 +111,8 @@ class Changes:
                     seen.add(w)
                     waiting.append(w)
             if len(region) > 2:
-                found.append(sorted(region))
-        return found
+                regions.append(sorted(region))
+        return regions
 
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]

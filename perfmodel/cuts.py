@@ -128,19 +128,19 @@ def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
     first = 5 - max(map(len, shapes), default=1)
-    found: list[Extent] = []
+    extents: list[Extent] = []
     for shape in shapes:
         own = 5 - len(shape)
         axes = [tuple(range(first, own + 1)), *((axis,) for axis in range(own + 1, 4))]
-        found += zip(axes, shape[:-1])
-    return found
+        extents += zip(axes, shape[:-1])
+    return extents
 
 
 @lru_cache(maxsize=4096)
 def _candidates(extents: tuple[Extent, ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
     there = tuple(any(axis in axes for axes, _ in extents) for axis in range(len(AXES)))
-    some = _legal(there, cuts, ranks) if full else _worthwhile(there, cuts, ranks)
-    return tuple(parts for parts in some if _fits(extents, parts, balanced=not full))
+    allowed = _legal(there, cuts, ranks) if full else _worthwhile(there, cuts, ranks)
+    return tuple(parts for parts in allowed if _fits(extents, parts, balanced=not full))
 
 
 def _legal(there: Sequence[bool], cuts: str, ranks: int) -> Iterator[Parts]:
@@ -155,7 +155,7 @@ def _legal(there: Sequence[bool], cuts: str, ranks: int) -> Iterator[Parts]:
 @lru_cache(maxsize=1024)
 def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
     """Return the promising cuts for a layer with these axes, for any extents."""
-    found = []
+    worthwhile = []
     for parts in _legal(there, cuts, ranks):
         space, channels = sorted((n for n, has in zip(parts[1:4], there[1:4]) if has), reverse=True), parts[4:]
         used, blocks = math.prod(parts), math.prod(space)
@@ -164,8 +164,8 @@ def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, 
         kinds = [parts[0] > 1, blocks > 1, math.prod(channels) > 1]
         few = ranks <= FEW or not (kinds[1] and kinds[2])
         if min(channels) == 1 and shapely and few and (2 * used >= ranks or sum(kinds) < 2):
-            found.append(parts)
-    return tuple(found)
+            worthwhile.append(parts)
+    return tuple(worthwhile)
 
 
 def _factorizations(there: Sequence[bool], used: int) -> Iterator[Parts]:
@@ -219,7 +219,7 @@ def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
     return [parts for parts in _factorizations(there, ranks) if _fits(extents, parts, balanced=False)]
 
 
-def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
+def shared_alike(network: Network, candidates: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
     """Return candidates by layer such that all calls of a layer can hold the same blocks of its parameters.
 
     The candidates of shared layers do not cut channels, nor space if their parameters have spatial extents, and use the
@@ -228,15 +228,15 @@ def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> di
     groups: dict[str, list[str]] = {}
     for name, owner in network.owners.items():
         groups.setdefault(owner, []).append(name)
-    result = dict(found)
+    result = dict(candidates)
     for names in groups.values():
         specs = network.own_parameters(names[0]).values()
         if len(names) == 1 or not specs:
             continue
         first = 1 if any(spec.spatial_axes for spec in specs) else 4  # the first axis along which parameters are cut
-        whole = {name: [p for p in found[name] if math.prod(p[first:]) == 1] for name in names}
-        used = max(set.intersection(*({math.prod(p) for p in some} for some in whole.values())))
-        result |= {name: tuple(p for p in some if math.prod(p) == used) for name, some in whole.items()}
+        whole = {name: [p for p in candidates[name] if math.prod(p[first:]) == 1] for name in names}
+        used = max(set.intersection(*({math.prod(p) for p in options} for options in whole.values())))
+        result |= {name: tuple(p for p in options if math.prod(p) == used) for name, options in whole.items()}
     return result
 
 
@@ -299,10 +299,10 @@ def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: 
     UserError
         If there is no baseline of that name.
     """
-    found = PLANNERS.find(name, "baseline")
-    if not issubclass(found, Baseline):
+    planner = PLANNERS.find(name, "baseline")
+    if not issubclass(planner, Baseline):
         raise UserError(f"baseline: expected one of {', '.join(BASELINES)}, got {name!r}")
-    return found().strategy(network, batch, ranks, bucket_bytes)
+    return planner().strategy(network, batch, ranks, bucket_bytes)
 
 
 def _by_samples(samples: int) -> Parts:
@@ -330,8 +330,8 @@ class _Spatial(Baseline):
     name = "spatial"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        some = [p for p in _of_node(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
-        return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_by_samples(samples))
+        options = [p for p in _of_node(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
+        return max(options, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_by_samples(samples))
 
 
 @PLANNERS.register
@@ -341,8 +341,8 @@ class _Model(Baseline):
     name = "model"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        some = [p for p in _of_node(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
-        return max(some, key=lambda p: p[4], default=_by_samples(samples))
+        options = [p for p in _of_node(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
+        return max(options, key=lambda p: p[4], default=_by_samples(samples))
 
 
 @PLANNERS.register

@@ -277,9 +277,9 @@ class MeasuredTimes(KernelTimes):
         self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        found = self.cache.get(self.conditions, work.key)
-        if found is not None:
-            return LayerTime(*found)
+        measured = self.cache.get(self.conditions, work.key)
+        if measured is not None:
+            return LayerTime(*measured)
         if self.measure is not None:
             time = self.measure(work)
             self.cache.put(self.conditions, work.key, time)
@@ -303,15 +303,15 @@ class Recorded(KernelTimes):
 
     Attributes
     ----------
-    asked
+    requested
         Requested layers on local blocks, by key.
     """
 
     def __init__(self, times: KernelTimes) -> None:
         super().__init__()
         self._times = times
-        self.asked: dict[str, LayerWork] = {}
+        self.requested: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        self.asked[work.key] = work
+        self.requested[work.key] = work
         return self._times.of_work(work)

@@ -399,7 +399,7 @@ class Machine:
                 "peak_flops": {dtype: format_quantity(peak, "flop/s") for dtype, peak in self.peak_flops.items()},
                 "efficiency": {
                     **_efficiency(self.efficiency),
-                    **{phase: _efficiency(found) for phase, found in self.weighted.items()},
+                    **{phase: _efficiency(entry) for phase, entry in self.weighted.items()},
                 },
             },
             "links": {level: self.links[level].table() for level in LEVELS},
@@ -407,7 +407,7 @@ class Machine:
         if self.topology is not None:
             tables["topology"] = _quantities(self.topology, network="B/s", uplink="B/s")
         if self.collectives:
-            tables["collectives"] = {name: _protocol(found) for name, found in self.collectives.items()}
+            tables["collectives"] = {name: _protocol(entry) for name, entry in self.collectives.items()}
         if self.variation != Variation():
             tables["variation"] = vars(self.variation)
         if runtime != Overheads():
@@ -448,12 +448,12 @@ class Machine:
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
         unknown: Any = {key: {} for key in SUMS}
         runtime = dataclasses.replace(self.runtime, **unknown)
-        found = dataclasses.replace(
+        machine = dataclasses.replace(
             self, name=name, source=source, links=links, runtime=runtime, topology=None, collectives={}
         )
         if node == 1:
-            return found
-        return dataclasses.replace(found, devices_per_node=node, links=links | {"node": self.links["node"]})
+            return machine
+        return dataclasses.replace(machine, devices_per_node=node, links=links | {"node": self.links["node"]})
 
     def level(self, a: int, b: int) -> str:
         """Return the link level between two ranks: one of `LEVELS`."""
@@ -568,22 +568,22 @@ def expected_maximum(count: int) -> float:
     return step * sum((1 if i >= 512 else 0) - value**count for i, value in enumerate(cdf))
 
 
-def _efficiency(found: Efficiency) -> dict[str, Any]:
-    return vars(found) | {"half": format_quantity(found.half, "flop")}
+def _efficiency(efficiency: Efficiency) -> dict[str, Any]:
+    return vars(efficiency) | {"half": format_quantity(efficiency.half, "flop")}
 
 
-def _protocol(found: Protocol) -> dict[str, Any]:
+def _protocol(protocol: Protocol) -> dict[str, Any]:
     times, rates = (
         dict.fromkeys(("start", "node", "network"), "s"),
         dict.fromkeys(("node_bandwidth", "bandwidth"), "B/s"),
     )
-    return _quantities(found, **times, **rates, most="B", chunk="B", least_chunk="B")
+    return _quantities(protocol, **times, **rates, most="B", chunk="B", least_chunk="B")
 
 
-def _quantities(found: Any, **units: str) -> dict[str, Any]:
+def _quantities(record: Any, **units: str) -> dict[str, Any]:
     """Return the fields as keys of a file, with their units; rates and sizes of 0, the default, are left out."""
-    given = {key: value for key, value in vars(found).items() if value or units.get(key, "s") == "s"}
-    return {key: format_quantity(value, units[key]) if key in units else value for key, value in given.items()}
+    values = {key: value for key, value in vars(record).items() if value or units.get(key, "s") == "s"}
+    return {key: format_quantity(value, units[key]) if key in units else value for key, value in values.items()}
 
 
 def _lines(table: Mapping[Any, Any], place: str = "") -> Iterator[str]:
@@ -781,7 +781,7 @@ class MachineTable(Table):
             Overheads(**{**dict(runtime), **sums}),
             device.efficiency.weighted(),
             None if self.topology is None else Topology(**dict(self.topology)),
-            {name: found.protocol() for name, found in self.collectives.items()},
+            {name: table.protocol() for name, table in self.collectives.items()},
             Variation(**dict(self.variation)),
             device.rounds_gradients,
         )

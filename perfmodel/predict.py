@@ -35,14 +35,14 @@ from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
 from ..program.keeping import Keeping
 from .changes import Changes
-from .contenders import Contender, Contenders, planned_schemes
 from .cost.network_costs import NetworkCosts, varied_costs
+from .cost.network_model import NetworkModel
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
-from .cost.wires import Wires
 from .cuts import BASELINES, GRID, Parts, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
+from .plan_candidates import PlanCandidate, PlanCandidates, planned_schemes
 from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
@@ -147,7 +147,7 @@ def plan_network(
 
 def quick_pricing(machine: Machine, times: KernelTimes, dtype: str) -> Pricing:
     """Return the cost model of candidates, which looks at a few ranks; simulations look at more of them."""
-    return Pricing(Wires(machine, quick=True), times, dtype, best_halo=True)
+    return Pricing(NetworkModel(machine, quick=True), times, dtype, best_halo=True)
 
 
 def plan_frontier(
@@ -187,11 +187,13 @@ class StrategySearch:
         self.limit: float = machine.memory if planning.limit is None else planning.limit
         self.buckets = (planning.bucket_bytes,) if planning.bucket_bytes else BUCKETS
         self.middle = self.buckets[len(self.buckets) // 2]
-        self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
+        self.pricing = Pricing(NetworkModel(machine), times, self.training.dtype, best_halo=True)
         self.quick = quick or quick_pricing(machine, times, self.training.dtype)
-        self.contenders = Contenders(network, partial(_schemes, network, batch, machine, planning, self.buckets))
+        self.plan_candidates = PlanCandidates(
+            network, partial(_schemes, network, batch, machine, planning, self.buckets)
+        )
         #: What plans are compared with, by name; several names may have the same cuts.
-        self.compared: dict[str, Contender] = {}
+        self.compared: dict[str, PlanCandidate] = {}
         #: Costs of all candidates, computed for planners only.
         self.costs: NetworkCosts
         self.has_costs = False
@@ -208,20 +210,20 @@ class StrategySearch:
         began = time.perf_counter()
         return self.result(self.best(widens=True), began)
 
-    def best(self, widens: bool = False) -> Contender:
+    def best(self, widens: bool = False) -> PlanCandidate:
         """Search; return the fastest strategy that fits, with `widens` also one with wide values.
 
         Raises UserError if there is none.
         """
         failure = self.chooser.look(self)
-        best = self._recomputed(self.contenders.fastest(self.limit))
+        best = self._recomputed(self.plan_candidates.fastest(self.limit))
         if widens:
             best = self._widened(best)
         if best is None:
             self._refuse(failure)
         return best
 
-    def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> Contender | None:
+    def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> PlanCandidate | None:
         """Search on a machine that differs from that of another search, and shorter; return the fastest that fits.
 
         Parameters
@@ -236,20 +238,27 @@ class StrategySearch:
         self.origin, self.costs, self.has_costs = origin, costs, True
         self.changes, self.planner = Changes(costs), origin.planner
         self.budget = max(FEWEST, origin.budget // 2)
-        for name, found in origin.compared.items():  # a descent begins with the best of these and the planner's choices
-            self._try(name, found.strategy)
+        for (
+            name,
+            plan_candidate,
+        ) in origin.compared.items():  # a descent begins with the best of these and the planner's choices
+            self._try(name, plan_candidate.strategy)
         with suppress(NoneFits):
             self._explore(self.limit if binds else math.inf)
-        return self._recomputed(self.contenders.fastest(self.limit)) if binds else self.contenders.fastest(self.limit)
+        return (
+            self._recomputed(self.plan_candidates.fastest(self.limit))
+            if binds
+            else self.plan_candidates.fastest(self.limit)
+        )
 
     def frontier(self) -> Iterator[Plan]:
         """Yield plans for smaller and smaller limits, from the fastest strategy that fits to the leanest one found.
 
         Plans that need more memory than a later one and are not faster are left out.
         """
-        found = list(self._levels())
-        for i, plan in enumerate(found):
-            if all(plan.step_seconds < other.step_seconds for other in found[i + 1 :]):
+        plans = list(self._levels())
+        for i, plan in enumerate(plans):
+            if all(plan.step_seconds < other.step_seconds for other in plans[i + 1 :]):
                 yield plan
 
     def _levels(self) -> Iterator[Plan]:
@@ -262,7 +271,7 @@ class StrategySearch:
             if self.has_costs:
                 with suppress(NoneFits):
                     self._explore(level)
-            best = self._recomputed(self.contenders.fastest(level))
+            best = self._recomputed(self.plan_candidates.fastest(level))
             if best is None:
                 break
             last = best.memory_bytes
@@ -292,12 +301,12 @@ class StrategySearch:
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
-        some = (self.network, self.batch, self.ranks, [self.quick, *self.also], self.training, self.planning.full)
-        self.costs, *self.varied = varied_costs(*some, self.middle, self.best_grids())
+        arguments = (self.network, self.batch, self.ranks, [self.quick, *self.also], self.training, self.planning.full)
+        self.costs, *self.varied = varied_costs(*arguments, self.middle, self.best_grids())
         self.has_costs = True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
-        best = self.contenders.fastest()
+        best = self.plan_candidates.fastest()
         assert best is not None
         level = float(best.memory_bytes)
         if level > self.limit:
@@ -312,51 +321,51 @@ class StrategySearch:
 
     def _try(
         self, name: str, strategy: Strategy, optimal: bool = False, indices: tuple[int, ...] | None = None
-    ) -> Contender:
-        known = self.contenders.find(strategy)
+    ) -> PlanCandidate:
+        known = self.plan_candidates.find(strategy)
         if known is not None:
             return known
-        same = None if self.origin is None else self.origin.contenders.find(strategy)
-        some = (self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
-        simulation = Simulation(*some) if same is None else same.simulation.on(self.pricing)
-        return self.contenders.add(Contender(name, simulation, optimal, indices))
+        same = None if self.origin is None else self.origin.plan_candidates.find(strategy)
+        arguments = (self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+        simulation = Simulation(*arguments) if same is None else same.simulation.on(self.pricing)
+        return self.plan_candidates.add(PlanCandidate(name, simulation, optimal, indices))
 
     # -- what is simulated ---------------------------------------------------------------------
 
-    def choose(self, indices: tuple[int, ...], optimal: bool = False) -> Contender:
+    def choose(self, indices: tuple[int, ...], optimal: bool = False) -> PlanCandidate:
         """Simulate a choice among the candidates."""
         return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def best_grids(self) -> list[Parts]:
         """Return the best grids that are the same for all layers; if there are many grids, by a neighborhood search."""
-        found: dict[Parts, Contender] = {}
+        by_grid: dict[Parts, PlanCandidate] = {}
 
         def seconds(parts: Parts) -> float:
-            if parts not in found:
+            if parts not in by_grid:
                 alike = strategy_of(self.network, dict.fromkeys(self.network.layers, parts), self.middle)
-                found[parts] = self._try(GRID, alike)
-            return found[parts].seconds
+                by_grid[parts] = self._try(GRID, alike)
+            return by_grid[parts].seconds
 
-        some = grids(self.network, self.batch, self.ranks)
-        if not some:
+        choices = grids(self.network, self.batch, self.ranks)
+        if not choices:
             return []
-        if len(some) > self.budget:
-            best = some[0]
-            while len(found) < self.budget:
-                nearest = min((p for p in some if is_step(best, p)), key=seconds, default=best)
+        if len(choices) > self.budget:
+            best = choices[0]
+            while len(by_grid) < self.budget:
+                nearest = min((p for p in choices if is_step(best, p)), key=seconds, default=best)
                 if seconds(nearest) >= seconds(best):
                     break
                 best = nearest
-            some = list(found)
-        some.sort(key=seconds)
-        self.compared[GRID] = found[some[0]]
-        return some[:GRIDS]
+            choices = list(by_grid)
+        choices.sort(key=seconds)
+        self.compared[GRID] = by_grid[choices[0]]
+        return choices[:GRIDS]
 
     def _explore(self, limit: float) -> None:
         """Plan under a memory limit [B], once per assumed overlap (`EXPOSED`); improve the best plan by descent."""
         for exposed in EXPOSED:
             self._plan(exposed, limit)
-        best = self.contenders.fastest(limit)
+        best = self.plan_candidates.fastest(limit)
         if best is not None:
             self._descend(best, limit)
 
@@ -369,13 +378,13 @@ class StrategySearch:
                 if attempt:
                     return
                 raise
-            found = self.choose(choice.indices, choice.optimal)
-            if room is None or found.fits(limit):
+            plan_candidate = self.choose(choice.indices, choice.optimal)
+            if room is None or plan_candidate.fits(limit):
                 return
             # The problem does not include temporary memory of the backward pass: leave capacity for it.
-            room = min(room, choice.memory) - (found.memory_bytes - limit)
+            room = min(room, choice.memory) - (plan_candidate.memory_bytes - limit)
 
-    def _descend(self, best: Contender, limit: float) -> None:
+    def _descend(self, best: PlanCandidate, limit: float) -> None:
         """Change layers as long as a step becomes faster and stays within the limit [B]."""
         left, tried = self.budget, set[tuple[int, ...]]()
         while left > 0:
@@ -386,7 +395,7 @@ class StrategySearch:
                     continue
                 tried.add(change.indices)
                 left -= 1
-                faster = self.contenders.best_of(self.choose(change.indices), limit, best.seconds * (1 - ROUNDING))
+                faster = self.plan_candidates.best_of(self.choose(change.indices), limit, best.seconds * (1 - ROUNDING))
                 if faster is not None or not left:
                     break
             if faster is None:
@@ -395,19 +404,19 @@ class StrategySearch:
 
     # -- what is computed again ----------------------------------------------------------------
 
-    def _recomputed(self, best: Contender | None) -> Contender | None:
+    def _recomputed(self, best: PlanCandidate | None) -> PlanCandidate | None:
         """Return the fastest strategy that fits, also with outputs computed again; `best` is that without."""
-        trials: list[tuple[float, int, Contender, Keeping, float]] = []
-        some = sorted(self.contenders, key=lambda one: one.simulation.computing)
-        for found in some if KINDS[self.planning.recompute] else []:
+        trials: list[tuple[float, int, PlanCandidate, Keeping, float]] = []
+        by_time = sorted(self.plan_candidates, key=lambda one: one.simulation.computing)
+        for plan_candidate in by_time if KINDS[self.planning.recompute] else []:
             limit = math.inf if best is None else best.seconds
-            variants = self.contenders.variants(found)
-            if found.simulation.computing >= limit or len(trials) >= CUTS:
+            variants = self.plan_candidates.variants(plan_candidate)
+            if plan_candidate.simulation.computing >= limit or len(trials) >= CUTS:
                 break
             if variants[0].seconds >= limit:
                 continue
             # It is faster than `best`, so it does not fit. Sharded gradients leave the most room for outputs.
-            keeping = found.simulation.keeping(KINDS[self.planning.recompute])
+            keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
             sharded = next((one for one in variants if one.strategy.reduction.kind.shards), variants[0])
             for variant in dict.fromkeys((variants[0], sharded)):
                 room = self.limit - (variant.memory_bytes - keeping.most)
@@ -419,20 +428,20 @@ class StrategySearch:
                 break
             chosen = keeping.within(room)
             if chosen is not None:
-                made = self._add_recomputed(variant, chosen)
-                if made.fits(self.limit) and (best is None or made.seconds < best.seconds):
-                    best = made
+                recomputed = self._add_recomputed(variant, chosen)
+                if recomputed.fits(self.limit) and (best is None or recomputed.seconds < best.seconds):
+                    best = recomputed
         return best
 
-    def _add_recomputed(self, variant: Contender, chosen: Strategy) -> Contender:
+    def _add_recomputed(self, variant: PlanCandidate, chosen: Strategy) -> PlanCandidate:
         """Store the cuts and outputs of `chosen` with the scheme of `variant`."""
         strategy = chosen.with_reduction(variant.strategy.reduction, variant.strategy.bucket_bytes)
-        some = self.batch, self.pricing, self.training, self.ranks
-        return self.contenders.add_recomputed(variant, Simulation(self.network, strategy, *some))
+        arguments = self.batch, self.pricing, self.training, self.ranks
+        return self.plan_candidates.add_recomputed(variant, Simulation(self.network, strategy, *arguments))
 
     # -- what is computed with margins ---------------------------------------------------------
 
-    def _widened(self, best: Contender | None) -> Contender | None:
+    def _widened(self, best: PlanCandidate | None) -> PlanCandidate | None:
         """Return the fastest strategy that fits, also with wide values if that is faster than `best` by a margin.
 
         If they make the fastest strategy faster, or if the limit binds, several of the fastest strategies are tried,
@@ -442,26 +451,26 @@ class StrategySearch:
         def simulation(strategy: Strategy) -> Simulation:
             return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
 
-        def tried() -> Iterator[Contender]:
+        def tried() -> Iterator[PlanCandidate]:
             if plain_best is not None:
                 yield plain_best
-                if best is plain_best and best is self.contenders.fastest():
+                if best is plain_best and best is self.plan_candidates.fastest():
                     return
-            some = [*self.contenders.few(self.limit, WIDENED), *self.contenders.few(math.inf, WIDENED)]
-            yield from (one for one in dict.fromkeys(some) if one is not plain_best)
+            bases = [*self.plan_candidates.few(self.limit, WIDENED), *self.plan_candidates.few(math.inf, WIDENED)]
+            yield from (one for one in dict.fromkeys(bases) if one is not plain_best)
 
         plain_best, limit = best, math.inf if best is None else (1 - MARGIN) * best.seconds
         for one in tried() if self.chooser.widens else ():
             plain = one.simulation.prediction(account=False)
             if one.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
                 continue
-            given = _with_halos(one.strategy, plain)
-            for found in wider(given, plain, lambda strategy: simulation(strategy).prediction(False)):
-                made = Contender(one.name, simulation(found), indices=one.indices)
-                if made.seconds >= limit:
+            base = _with_halos(one.strategy, plain)
+            for widened in wider(base, plain, lambda strategy: simulation(strategy).prediction(False)):
+                plan_candidate = PlanCandidate(one.name, simulation(widened), indices=one.indices)
+                if plan_candidate.seconds >= limit:
                     break
-                if made.fits(self.limit):
-                    best, limit = made, made.seconds
+                if plan_candidate.fits(self.limit):
+                    best, limit = plan_candidate, plan_candidate.seconds
                     break
         return best
 
@@ -478,20 +487,20 @@ class StrategySearch:
             f"than {self.batch}, or allow more memory{fits}"
         ) from failure
 
-    def _leanest(self) -> Contender:
+    def _leanest(self) -> PlanCandidate:
         """Return the strategy that needs the least memory, also with outputs computed again."""
-        trials: list[tuple[float, int, Contender, Keeping]] = []
-        some = sorted(self.contenders, key=lambda one: one.memory_bytes)[:CUTS]
-        for found in some if KINDS[self.planning.recompute] else []:
-            keeping = found.simulation.keeping(KINDS[self.planning.recompute])
-            variants = self.contenders.variants(found)
+        trials: list[tuple[float, int, PlanCandidate, Keeping]] = []
+        leanest = sorted(self.plan_candidates, key=lambda one: one.memory_bytes)[:CUTS]
+        for plan_candidate in leanest if KINDS[self.planning.recompute] else []:
+            keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
+            variants = self.plan_candidates.variants(plan_candidate)
             kept = [one for one in variants if one.strategy == one.strategy.keeping_all] or variants
             variant = min(kept, key=lambda one: one.memory_bytes)
             trials.append((variant.memory_bytes - keeping.most + keeping.least, len(trials), variant, keeping))
         if trials:
             _, _, variant, keeping = min(trials)
             self._add_recomputed(variant, keeping.fewest())
-        return self.contenders.leanest()
+        return self.plan_candidates.leanest()
 
     def _remedies(self) -> Iterator[tuple[str, float]]:
         """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""
@@ -508,7 +517,7 @@ class StrategySearch:
             break
         # Where 16 bits are no faster, they are only emulated, which a run refuses.
         peaks = self.machine.peak_flops if self.training.dtype == "float32" else {}
-        for dtype in (d for d in LOW if peaks.get(d, 0.0) > peaks["float32"]):
+        for dtype in (d for d in LOW if peaks.get(d, 0.0) > peaks.get("float32", math.inf)):
             for plan in self._other(training=replace(self.training, dtype=dtype)):
                 yield f'dtype = "{dtype}"', plan.step_seconds
         for ranks in (self.ranks * k for k in MORE):
@@ -518,18 +527,20 @@ class StrategySearch:
 
     def _other(self, batch: int | None = None, ranks: int | None = None, **changes: Any) -> Iterator[Plan]:
         """Yield the plan of the best grid under changed settings, if there is one that fits."""
-        some = batch or self.batch, ranks or self.ranks, self.machine, self.times
-        other = StrategySearch(self.network, *some, replace(self.planning, planner=GRID, limit=self.limit, **changes))
+        arguments = batch or self.batch, ranks or self.ranks, self.machine, self.times
+        other = StrategySearch(
+            self.network, *arguments, replace(self.planning, planner=GRID, limit=self.limit, **changes)
+        )
         with suppress(UserError):
             other.chooser.look(other)
-            best = other._recomputed(other.contenders.fastest(self.limit))
+            best = other._recomputed(other.plan_candidates.fastest(self.limit))
             if best is not None:
                 yield other.result(best, time.perf_counter())
 
-    def result(self, best: Contender, began: float) -> Plan:
+    def result(self, best: PlanCandidate, began: float) -> Plan:
         """Return the plan of a simulated strategy; the search began at this time [s]."""
         # Each alternative has its best scheme, as the plan has.
-        suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in self.compared.items()]
+        suited = [(name, self.plan_candidates.best_of(f, self.limit) or f) for name, f in self.compared.items()]
         others = [Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit)) for name, f in suited]
         prediction = best.simulation.prediction()
         return Plan(

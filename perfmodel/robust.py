@@ -30,12 +30,12 @@ from halograd.errors import UserError
 
 from ..layers import Network, Strategy
 from .changes import Changes
-from .contenders import Contender
 from .cost.network_costs import NetworkCosts, mean_costs
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation
 from .kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
 from .machine import SUMS, Link, Machine
+from .plan_candidates import PlanCandidate
 from .planners import NoneFits
 from .plans import Plan
 from .predict import EXPOSED, Planning, StrategySearch, quick_pricing, uncollected
@@ -189,7 +189,7 @@ def plan_robust(
         others = list(variations(machine, times, factor))[1:]
         first.also = [quick_pricing(one.machine, one.times, planning.training.dtype) for one in others]
         fastest = first.best()
-        free = first.contenders.fastest()
+        free = first.plan_candidates.fastest()
         limit = math.inf if free is not None and free.fits(first.limit) else first.limit
         # The halo algorithms of a plan do not change with the machine.
         costs = [first.costs, *(replace(own, halos=first.costs.halos) for own in first.varied)]
@@ -199,14 +199,14 @@ def plan_robust(
             search.vary(first, own, binds=limit < math.inf)
             searches.append(search)
         table = _StepTable(searches, costs, limit)
-        for some in ([fastest], *(search.contenders.few(limit, FEW) for search in searches)):
-            for found in some:
-                table.add(found)
+        for plan_candidates in ([fastest], *(search.plan_candidates.few(limit, FEW) for search in searches)):
+            for plan_candidate in plan_candidates:
+                table.add(plan_candidate)
         table.add_between()
         table.add_variants()
         table.descend()
         chosen = table.choose()
-        plan = first.result(table.contender(chosen), began)
+        plan = first.result(table.plan_candidate(chosen), began)
         names = ["", *(one.name for one in others)]
         regrets, before = (dict(zip(names, table.regrets(i))) for i in (chosen, 0))
         rivals = {name: table.best(machine) for machine, name in enumerate(names)}
@@ -219,7 +219,7 @@ class _StepTable:
     def __init__(self, searches: Sequence[StrategySearch], costs: Sequence[NetworkCosts], limit: float) -> None:
         self._searches, self._costs, self._limit = searches, costs, limit
         self._machines = range(len(searches))
-        self._found: list[Contender] = []
+        self._found: list[PlanCandidate] = []
         self._keys: list[tuple[Cuts, object]] = []
         self._numbers: dict[tuple[Cuts, object], int] = {}
         self._seconds: dict[tuple[int, int], float] = {}
@@ -229,7 +229,7 @@ class _StepTable:
         #: Shortest known step on each machine [s], and its strategy.
         self._best = [(math.inf, 0)] * len(searches)
 
-    def add(self, one: Contender) -> int:
+    def add(self, one: PlanCandidate) -> int:
         """Add a strategy if it is new; return its number."""
         key = _key(one.strategy)
         number = self._numbers.setdefault(key, len(self._found))
@@ -254,16 +254,16 @@ class _StepTable:
             for exposed in EXPOSED:
                 with suppress(NoneFits):
                     choice = first.planner.plan(between.problem(exposed, limit))
-                    made = first.contenders.best_of(first.choose(choice.indices), self._limit)
-                    if made is not None:
-                        self.add(made)
+                    best = first.plan_candidates.best_of(first.choose(choice.indices), self._limit)
+                    if best is not None:
+                        self.add(best)
 
     def add_variants(self) -> None:
         """Add the schemes of gradient reduction for the cuts of the best strategies."""
         first = self._searches[0]
         for i in self._few():
             one = self._found[i]
-            for variant in first.contenders.variants(first.contenders.find(one.strategy) or one):
+            for variant in first.plan_candidates.variants(first.plan_candidates.find(one.strategy) or one):
                 if variant.strategy.layers == one.strategy.layers and variant.fits(self._limit):
                     self.add(variant)
 
@@ -295,13 +295,13 @@ class _StepTable:
                 break
             tried.add(new)
             left -= 1
-            made = first.costs.strategy(new, strategy.bucket_bytes)
-            if not first.contenders.allows(made, strategy.reduction):
+            changed = first.costs.strategy(new, strategy.bucket_bytes)
+            if not first.plan_candidates.allows(changed, strategy.reduction):
                 continue
             search = self._searches[order[0]]
-            some = (search.network, made, search.batch, search.pricing, search.training, search.ranks)
-            simulation = Simulation(*some).with_reduction(strategy.reduction, strategy.bucket_bytes)
-            number = self.add(Contender(first.chooser.name, simulation, indices=new))
+            arguments = (search.network, changed, search.batch, search.pricing, search.training, search.ranks)
+            simulation = Simulation(*arguments).with_reduction(strategy.reduction, strategy.bucket_bytes)
+            number = self.add(PlanCandidate(first.chooser.name, simulation, indices=new))
             if self._below(number, least, order) and self.objective(number) < least and self._fits(number):
                 return left, number
         return left, None
@@ -319,13 +319,13 @@ class _StepTable:
         """Return costs between those of the machines, in parts of the shortest steps."""
         return mean_costs(self._costs, [w / self._best[m][0] for m, w in enumerate(weights / weights.sum())])
 
-    def contender(self, i: int) -> Contender:
+    def plan_candidate(self, i: int) -> PlanCandidate:
         """Return a strategy, simulated on the first machine."""
         one = self._found[i]
-        return Contender(one.name, self._simulated(i, 0), one.optimal)
+        return PlanCandidate(one.name, self._simulated(i, 0), one.optimal)
 
     def _fits(self, i: int) -> bool:
-        return self.contender(i).fits(self._limit)
+        return self.plan_candidate(i).fits(self._limit)
 
     def best(self, machine: int) -> Strategy:
         """Return the strategy with the shortest known step on a machine."""
@@ -382,8 +382,8 @@ def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int
         else:
             runs.append([v])
     ends = {len(differ) * i // PARTS for i in range(1, PARTS)}
-    for some in (*runs, *(differ[:end] for end in sorted(ends)), *(differ[end:] for end in sorted(ends))):
-        yield tuple(target[v] if v in set(some) else a for v, a in enumerate(indices))
+    for layers in (*runs, *(differ[:end] for end in sorted(ends)), *(differ[end:] for end in sorted(ends))):
+        yield tuple(target[v] if v in set(layers) else a for v, a in enumerate(indices))
 
 
 Cuts = tuple[str, str]

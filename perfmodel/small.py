@@ -22,9 +22,9 @@ from halograd.errors import UserError
 from ..layers import Input, Network, Strategy
 from ..layers.strategy import AXES
 from .cost.network_costs import NetworkCosts, network_costs
+from .cost.network_model import NetworkModel
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
-from .cost.wires import Wires
 from .cuts import Parts, divisors, fits
 from .kernel_times import KernelTimes, RooflineTimes
 from .machine import Machine
@@ -93,33 +93,33 @@ def suit_small_layers(
     """
     machine, training = machine or Machine.load(MACHINE), training or Training()
     times = times or RooflineTimes(machine)
-    pricing = Pricing(Wires(machine), times, training.dtype)
+    pricing = Pricing(NetworkModel(machine), times, training.dtype)
 
-    def simulated(some: Strategy) -> Simulation:
-        return Simulation(network, some, batch, pricing, training, ranks)
+    def simulated(arguments: Strategy) -> Simulation:
+        return Simulation(network, arguments, batch, pricing, training, ranks)
 
-    best = given = simulated(strategy)
+    best = uncut = simulated(strategy)
     choices = _choices(network, strategy, batch, ranks)
     if max(map(len, choices.values())) > 1:
-        quick = Pricing(Wires(machine, quick=True), times, training.dtype)
-        some = (network, batch, ranks, quick, training, False, strategy.bucket_bytes, choices)
-        costs = network_costs(*some)
+        quick = Pricing(NetworkModel(machine, quick=True), times, training.dtype)
+        arguments = (network, batch, ranks, quick, training, False, strategy.bucket_bytes, choices)
+        costs = network_costs(*arguments)
         for indices in _selections(costs):
             other = simulated(_with_cuts(strategy, costs, indices))
-            limit = min(best.step_seconds, (1 - WORTH) * given.step_seconds, given.step_seconds - LEAST)
+            limit = min(best.step_seconds, (1 - WORTH) * uncut.step_seconds, uncut.step_seconds - LEAST)
             if _is_valid(other.strategy, network, ranks) and other.step_seconds < limit:
                 best = other
     changed = tuple(name for name in network.layers if best.strategy.cuts_of(name) != strategy.cuts_of(name))
     # Memory and traffic would take longer than all the rest.
-    return SmallLayers(best.strategy, changed, best.prediction(account=False), given.step_seconds, machine)
+    return SmallLayers(best.strategy, changed, best.prediction(account=False), uncut.step_seconds, machine)
 
 
 def _choices(network: Network, strategy: Strategy, batch: int, ranks: int) -> dict[str, tuple[Parts, ...]]:
     """Return the cuts of each layer that are compared; the given one comes first."""
     calls = Counter(network.owners.values())
-    found: dict[str, tuple[Parts, ...]] = {}
+    choices: dict[str, tuple[Parts, ...]] = {}
     for name, node in network.layers.items():
-        given = tuple(strategy.parts_of(name).values())
+        own = tuple(strategy.parts_of(name).values())
         keeps = (
             any(axis in strategy.layers.get(name, {}) for axis in AXES)
             or any(isinstance(cut, tuple) for cut in strategy.cuts_of(name).values())
@@ -127,12 +127,12 @@ def _choices(network: Network, strategy: Strategy, batch: int, ranks: int) -> di
             or calls[network.owners.get(name, name)] > 1
             or node.layer.depends_on_cut(strategy.options_of(name))
         )
-        others = [] if keeps else [parts for parts in _others(given, batch, ranks) if fits(node, parts, batch)]
-        found[name] = tuple(dict.fromkeys([given, *others]))
-    return found
+        others = [] if keeps else [parts for parts in _others(own, batch, ranks) if fits(node, parts, batch)]
+        choices[name] = tuple(dict.fromkeys([own, *others]))
+    return choices
 
 
-def _others(given: Parts, batch: int, ranks: int) -> Iterator[Parts]:
+def _others(own: Parts, batch: int, ranks: int) -> Iterator[Parts]:
     """Yield cuts with fewer spatial parts: on fewer ranks, along samples, along output or input channels.
 
     >>> for parts in _others((1, 1, 4, 1, 1, 1), batch=1, ranks=4):
@@ -142,7 +142,7 @@ def _others(given: Parts, batch: int, ranks: int) -> Iterator[Parts]:
     (1, 1, 1, 1, 4, 1)
     (1, 1, 1, 1, 1, 4)
     """
-    sample, *space = given[:4]
+    sample, *space = own[:4]
     fewer = space
     while max(fewer) > 1:
         fewer = [max(1, n // 2) for n in fewer]
@@ -173,9 +173,9 @@ def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
 def _with_cuts(strategy: Strategy, costs: NetworkCosts, indices: Sequence[int]) -> Strategy:
     """Return the strategy with the chosen cuts of layers where they differ from the given one."""
     layers = dict(strategy.layers)
-    for name, some, i in zip(costs.names, costs.candidates, indices):
+    for name, options, i in zip(costs.names, costs.candidates, indices):
         if i:
-            parts = {axis: n for axis, n in zip(AXES, some[i]) if n > 1} or {"sample": 1}
+            parts = {axis: n for axis, n in zip(AXES, options[i]) if n > 1} or {"sample": 1}
             layers[name] = {**layers.get(name, {}), **parts}
     return replace(strategy, layers=layers)
 

@@ -46,27 +46,27 @@ def wider(
     if plain.total("halo_exposed") + plain.total("packing") < margin * plain.step_seconds:
         return []
     links = _links(plain.layers)
-    found: list[tuple[float, Strategy]] = []
+    widened: list[tuple[float, Strategy]] = []
     gains: list[tuple[float, range]] = []
     for length in RUNS:
         runs = [range(first, min(first + length, len(links))) for first in range(0, len(links), length)]
-        made = with_wide(strategy, _wide(plain, links, runs))
-        if made.layers in [strategy.layers, *(other.layers for _, other in found)]:
+        candidate = with_wide(strategy, _wide(plain, links, runs))
+        if candidate.layers in [strategy.layers, *(other.layers for _, other in widened)]:
             continue
-        prediction = simulate(made)
-        found.append((prediction.step_seconds, made))
+        prediction = simulate(candidate)
+        widened.append((prediction.step_seconds, candidate))
         gains += _gains(plain.layers, prediction.layers, links, runs)
-    chosen, taken = list[range](), set[int]()
+    chosen, used = list[range](), set[int]()
     for gain, run in sorted(gains, key=lambda one: -one[0]):
-        if gain > 0 and not taken & {*run}:
+        if gain > 0 and not used & {*run}:
             chosen.append(run)
-            taken |= {*run}
+            used |= {*run}
     if chosen:
-        made = with_wide(strategy, _wide(plain, links, chosen))
-        if made.layers not in [strategy.layers, *(other.layers for _, other in found)]:
-            found.append((simulate(made).step_seconds, made))
-    faster = (one for one in found if one[0] < (1 - margin) * plain.step_seconds)
-    return [made for _, made in sorted(faster, key=lambda one: one[0])]
+        candidate = with_wide(strategy, _wide(plain, links, chosen))
+        if candidate.layers not in [strategy.layers, *(other.layers for _, other in widened)]:
+            widened.append((simulate(candidate).step_seconds, candidate))
+    faster = (one for one in widened if one[0] < (1 - margin) * plain.step_seconds)
+    return [candidate for _, candidate in sorted(faster, key=lambda one: one[0])]
 
 
 def with_wide(strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -94,9 +94,9 @@ def _wide(plain: Prediction, links: Sequence[range], runs: Sequence[range]) -> l
 
 
 def _gains(
-    plain: Sequence[LayerRecord], made: Sequence[LayerRecord], links: Sequence[range], runs: Sequence[range]
+    plain: Sequence[LayerRecord], wide: Sequence[LayerRecord], links: Sequence[range], runs: Sequence[range]
 ) -> Iterator[tuple[float, range]]:
     """Yield the time that each run saves in its layers [s], with the run."""
-    saved = [0.0, *accumulate(a.seconds - b.seconds for a, b in zip(plain, made, strict=True))]
+    saved = [0.0, *accumulate(a.seconds - b.seconds for a, b in zip(plain, wide, strict=True))]
     for run in runs:
         yield saved[links[run[-1]].stop] - saved[links[run[0]].start], run

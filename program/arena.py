@@ -92,7 +92,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     A buffer that is released (:class:`Release`) and written again later has several such spans. The parameters are
     those of :func:`place`.
     """
-    found: dict[Buffer, Spans] = {}
+    result: dict[Buffer, Spans] = {}
     released: set[Buffer] = set()
     always = frozenset(kept)
     for at, operation in enumerate(operations):
@@ -101,7 +101,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
         for buffer in operation.buffers():
             if buffer.place is not None or buffer.kept or buffer in always:
                 continue
-            spans = found.setdefault(buffer, [])
+            spans = result.setdefault(buffer, [])
             if not spans or buffer in released:
                 released.discard(buffer)
                 spans.append((at, at))
@@ -111,8 +111,8 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     for at, operation in enumerate(operations):
         for buffer in operation.held():
             if buffer.place is None and not buffer.kept and buffer not in always:
-                found.setdefault(buffer, [(at, at)])
-    return found
+                result.setdefault(buffer, [(at, at)])
+    return result
 
 
 def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
@@ -135,34 +135,34 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
     the memory of all buffers that are used at one time.
     """
     changes = Counter[int]()
-    for buffer, some in spans.items():
-        for first, last in some:
+    for buffer, intervals in spans.items():
+        for first, last in intervals:
             changes[first] += aligned(buffer.nbytes)
             changes[last + 1] -= aligned(buffer.nbytes)
     least = begin + max(accumulate(changes[at] for at in sorted(changes)), default=0)
     few = len(spans) <= FEW
     near = least if few else NEAR * least
-    length = {buffer: sum(last - first for first, last in some) for buffer, some in spans.items()}
+    length = {buffer: sum(last - first for first, last in intervals) for buffer, intervals in spans.items()}
     orders: list[Callable[[Buffer], Any]] = [
         lambda buffer: (-buffer.nbytes, spans[buffer]),
         lambda buffer: (-buffer.nbytes, -length[buffer]),
         lambda buffer: (-length[buffer], -buffer.nbytes),
     ]
     best: tuple[dict[Buffer, int], int] | None = None
-    if all(len(some) == 1 for some in spans.values()):
+    if all(len(intervals) == 1 for intervals in spans.values()):
         best = _in_time(spans, begin)
     for order in orders:
         if best is None or best[1] > near:
-            found = _in_order(sorted(spans, key=order), spans, begin)
-            best = found if best is None or found[1] < best[1] else best
+            placement = _in_order(sorted(spans, key=order), spans, begin)
+            best = placement if best is None or placement[1] < best[1] else best
     assert best is not None
-    if any(len(some) > 1 for some in spans.values()):
+    if any(len(intervals) > 1 for intervals in spans.values()):
         trial = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes))
         left = tries = TRIES_OF_FEW if few else TRIES
         while left and best[1] > near:
             # What lies at the end is placed first.
-            offsets, end = found = _in_order(trial, spans, begin)
-            best, left = (found, tries) if end < best[1] else (best, left - 1)
+            offsets, end = placement = _in_order(trial, spans, begin)
+            best, left = (placement, tries) if end < best[1] else (best, left - 1)
             trial.sort(key=lambda buffer: offsets[buffer] + aligned(buffer.nbytes) < end)
     return best
 
@@ -181,10 +181,10 @@ def _in_order(
         meets = np.zeros(number, bool)
         for begins, ends in spans[buffer]:
             meets |= (first <= ends) & (last >= begins)
-        size, at, offset, room = aligned(buffer.nbytes), begin, None, 0
+        size, at, offset, gap = aligned(buffer.nbytes), begin, None, 0
         for start, stop in sorted(zip(starts[meets].tolist(), stops[meets].tolist())):
-            if start - at >= size and (offset is None or start - at < room):
-                offset, room = at, start - at
+            if start - at >= size and (offset is None or start - at < gap):
+                offset, gap = at, start - at
             at = max(at, stop)
         offsets[buffer] = offset = at if offset is None else offset
         for begins, ends in spans[buffer]:

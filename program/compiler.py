@@ -100,7 +100,7 @@ class _Compiler:
         #: Target-only inputs: they stay in the wide dtype.
         read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
         self._targets = {
-            i for i, some in read.items() if some and all(n.layer.compares(n.inputs.index(i)) for n in some)
+            i for i, readers in read.items() if readers and all(n.layer.compares(n.inputs.index(i)) for n in readers)
         }
         for node in network.nodes:
             self.add(node)
@@ -175,8 +175,8 @@ class _Compiler:
             layouts, output = [v.layout for v in step.inputs], layout_held(step.output)
             for i, value in enumerate(step.inputs):
                 if value in needs:
-                    found = step.layer.needed_blocks(i, layouts, output)
-                    needs[value].append(found.clipped(value.layout.shape))
+                    blocks = step.layer.needed_blocks(i, layouts, output)
+                    needs[value].append(blocks.clipped(value.layout.shape))
         for value, needed in needs.items():
             value.place(needed)
 
@@ -195,9 +195,9 @@ class _Compiler:
     def _pad(self, value: Value) -> None:
         """Pad the channels of an input as the kernels require, if all layers that read the input allow it."""
         readers = [step for step in self.program.steps if value in step.inputs]
-        taken = all(step.layer.takes_padded_channels for step in readers)
-        if taken and is_low(value.dtype) and self.target.padded_channels is not None:
-            value.room = self.target.padded_channels(value.layout.shape[-1], value.dtype)
+        padded = all(step.layer.takes_padded_channels for step in readers)
+        if padded and is_low(value.dtype) and self.target.padded_channels is not None:
+            value.stored_channels = self.target.padded_channels(value.layout.shape[-1], value.dtype)
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -306,30 +306,30 @@ def _arrays(
     dtype, rank = step.output.dtype, step.output.rank
     half, full = is_low(dtype), wide(dtype)
     low = half and not step.layer.exact_parameters
-    found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
+    views: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
         name, shape = f"{step.arrays_of}/{key}", held.boxes[rank].shape
         if key in step.states:
-            found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
+            views["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
             continue
         place = ("copies", name) if low else ("params", name)
-        found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
+        views["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
         rounded = half and rounds and step.parameters[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
-        found["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
-    return found
+        views["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
+    return views
 
 
 def _lowered(step: Step, context: Context) -> Lowered:
     """Lower a layer; return its :class:`Lowered`. Raises TypeError if the layer returns something else."""
-    found = step.layer.lower(context)
-    if not isinstance(found, Lowered):
+    lowered = step.layer.lower(context)
+    if not isinstance(lowered, Lowered):
         raise TypeError(
-            f"layer {step.name!r}: {step.layer.kind}.lower(): expected a Lowered, got {type(found).__name__}; "
+            f"layer {step.name!r}: {step.layer.kind}.lower(): expected a Lowered, got {type(lowered).__name__}; "
             "return Lowered(backward) with the function that adds the backward pass, or Lowered() without one"
         )
-    return found
+    return lowered
 
 
 class Alone:

@@ -278,13 +278,13 @@ class _Placing:
     def _sums(self, i: int) -> list[Sum]:
         """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
         bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
-        shape, label, found = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
+        shape, label, sums = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
         for place, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
             kind = method.name if scheme.kind.shards else "allreduce"  # the kind under which traffic is counted
             view = Buffer(shape, dtype, "parameter gradient", place=(place, label)).view
             sent = method.name, method.codec, scheme.keeps_errors
-            found.append(Sum(bucket.sharing, view, bucket.nbytes, kind, None, *sent))
-        return found
+            sums.append(Sum(bucket.sharing, view, bucket.nbytes, kind, None, *sent))
+        return sums
 
     def _update(self, i: int) -> Update:
         bucket, own = self._buckets[i], self._own[i]

@@ -40,10 +40,10 @@ __all__ = ["Keeping", "keep_few"]
 #: Largest number of states per layer.
 STATES = 48
 #: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
-ROOMS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
+CAPACITIES = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
 #: Ratio of consecutive estimates for which choices are compiled.
 RATIO = 0.995
-#: Parts of the room by which the first of them exceeds it, divided by the number of layers.
+#: Parts of the capacity by which the first of them exceeds it, divided by the number of layers.
 MARGIN = 1.2
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
 COSTLY = 20.0
@@ -109,10 +109,13 @@ class Keeping:
                 if buffer in owners and operation.layer in number:
                     last[owners[buffer]] = max(last[owners[buffer]], number[operation.layer])
         self._held, self._last = held, last
-        made = {step.output: i for i, step in enumerate(self._steps)}
+        steps_by_output = {step.output: i for i, step in enumerate(self._steps)}
         #: Pairs of layers: the second reads the output of the first.
         self._reads = [
-            (made[v], i) for i, step in enumerate(self._steps) for v in dict.fromkeys(step.inputs) if v in made
+            (steps_by_output[v], i)
+            for i, step in enumerate(self._steps)
+            for v in dict.fromkeys(step.inputs)
+            if v in steps_by_output
         ]
 
         operations, spans = list(program), lifetimes(list(program), program.kept)
@@ -131,9 +134,9 @@ class Keeping:
                 self._readers[owners[buffer]] = max(self._readers[owners[buffer]], place)
         #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays.
         self._alive, others = np.zeros((count, here)), np.zeros(len(operations) + 1)
-        for buffer, some in spans.items():
+        for buffer, intervals in spans.items():
             mine = owners.get(buffer) if buffer in repeats.read_later else None
-            for start, stop in some:
+            for start, stop in intervals:
                 if mine is None:
                     others[start] += aligned(buffer.nbytes)
                     others[stop + 1] -= aligned(buffer.nbytes)
@@ -203,42 +206,42 @@ class Keeping:
             low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
         return high
 
-    def estimate(self, room: float) -> float:
-        """Return the time of the repeated layers of the fastest choice within `room` [s]; infinite: there is none."""
-        found = self._search(room)
-        return math.inf if found is None else found[0]
+    def estimate(self, capacity: float) -> float:
+        """Return the time of repeated layers of the fastest choice within `capacity` [B] in [s]; infinite: none."""
+        choice = self._search(capacity)
+        return math.inf if choice is None else choice[0]
 
     def fewest(self) -> Strategy:
         """Return the strategy with the smallest arena that was found."""
         best, least = self._strategy, self.most
-        for room in ROOMS:
-            chosen = self.choice(room * self.least)
+        for capacity in CAPACITIES:
+            chosen = self.choice(capacity * self.least)
             size = least if chosen is None else self.arena(chosen)
             if chosen is not None and size < least:
                 best, least = chosen, size
         return best
 
-    def choice(self, room: float) -> Strategy | None:
-        """Return the strategy with the fastest choice of an estimated arena of at most `room` [B]; None: no choice."""
-        found = self._search(room)
-        return None if found is None else self.strategy(found[1])
+    def choice(self, capacity: float) -> Strategy | None:
+        """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B]; None: none."""
+        chosen = self._search(capacity)
+        return None if chosen is None else self.strategy(chosen[1])
 
-    def within(self, room: float) -> Strategy | None:
-        """Return the strategy with the fastest choice that was found in an arena of `room` [B]; None: no choice.
+    def within(self, capacity: float) -> Strategy | None:
+        """Return the strategy with the fastest choice that was found in an arena of `capacity` [B]; None: no choice.
 
-        The choices that are compiled do not depend on the room. So the arena of a choice is a room in which it is found
-        again, and a larger room has no slower choice.
+        The choices that are compiled do not depend on the capacity. So the arena of a choice is a capacity at which it
+        is found again, and a larger capacity has no slower choice.
         """
         before: frozenset[str] | None = None
-        first = (1 + MARGIN / max(1, len(self._steps))) * max(room, 1.0)
+        first = (1 + MARGIN / max(1, len(self._steps))) * max(capacity, 1.0)
         limit = self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
         while limit > self.least * RATIO:
-            found = self._search(max(limit, self.least))
-            if found is not None and found[1] != before:
-                before = found[1]
+            choice = self._search(max(limit, self.least))
+            if choice is not None and choice[1] != before:
+                before = choice[1]
                 if before not in self._arenas:
                     self._arenas[before] = self.arena(self.strategy(before))
-                if self._arenas[before] <= room:
+                if self._arenas[before] <= capacity:
                     return self.strategy(before)
             limit *= RATIO
         return None
@@ -255,8 +258,8 @@ class Keeping:
                 layers[step.name] = {**layers.get(step.name, {}), "recompute": step.layer.recomputation}
         return replace(self._strategy, layers=layers)
 
-    def _search(self, room: float, most: int = STATES) -> tuple[float, frozenset[str]] | None:
-        """Return time and layers of the fastest choice within a room [B]; None: there is none.
+    def _search(self, capacity: float, most: int = STATES) -> tuple[float, frozenset[str]] | None:
+        """Return time and layers of the fastest choice within a capacity [B]; None: there is none.
 
         Row ``i + 1`` of the states stands for kept layer `i`, row 0 for the beginning. At most `most` states per row
         are used; with one, that with the fewest bytes.
@@ -269,7 +272,7 @@ class Keeping:
         for behind in range(n + 1):
             rows = slice(0, behind + 1)
             kept = nbytes[rows] + self._more[rows, behind, None]
-            fits = kept + self._need[rows, behind, None] <= room
+            fits = kept + self._need[rows, behind, None] <= capacity
             fits &= (self._end[rows] >= behind)[:, None]
             at = np.flatnonzero(fits)
             if not len(at):
@@ -302,7 +305,7 @@ def _sums_from(terms: _Floats) -> _Floats:
 def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
     """Return the layer to which each repeatable buffer belongs; copies for readers belong to what they copy."""
     outputs = {step.output.region.view.buffer: step.name for step in steps if step.output.region is not None}
-    found: dict[Buffer, str] = {}
+    owners: dict[Buffer, str] = {}
     for buffer in sorted(repeats.again, key=lambda b: repeats.makers[b][0]):
         operation = repeats.operations[repeats.makers[buffer][0]]
         source = None
@@ -311,8 +314,8 @@ def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
         elif buffer not in outputs and isinstance(operation, Run) and operation.kernel.make is copying:
             source = next((b for b in operation.buffers() if b is not buffer), None)
         own = outputs.get(buffer, operation.layer)
-        found[buffer] = own if source is None else found.get(source, outputs.get(source, own))
-    return found
+        owners[buffer] = own if source is None else owners.get(source, outputs.get(source, own))
+    return owners
 
 
 def _undominated(seconds: _Floats, nbytes: _Floats, most: int) -> NDArray[np.intp]:

@@ -52,10 +52,10 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
         If a name is unknown, or its pass returns no program.
     """
     for name in names:
-        made = PASSES.make(name)(program)
-        if not isinstance(made, Program):
-            raise UserError(f"strategy.passes: {name}: expected it to return a Program, got {type(made).__name__}")
-        program = made
+        changed = PASSES.make(name)(program)
+        if not isinstance(changed, Program):
+            raise UserError(f"strategy.passes: {name}: expected it to return a Program, got {type(changed).__name__}")
+        program = changed
     return program
 
 
@@ -88,9 +88,9 @@ class Fuse(Pass):
                 continue
             function = operation.kernel.function
             assert writer.kernel.fuse is not None
-            made = writer.kernel.fuse(function)
+            kernel = writer.kernel.fuse(function)
             kernels[writer.kernel] = replace(
-                writer.kernel, make=made, views={**writer.kernel.views, "y": y}, fuse=None, summing=None
+                writer.kernel, make=kernel, views={**writer.kernel.views, "y": y}, fuse=None, summing=None
             )
             kernels[operation.kernel] = replace(operation.kernel, views={**operation.kernel.views, "x": y})
             fused.add(operation)
@@ -203,18 +203,18 @@ class _FusedSums:
                     runs[name].append(o)
         fused = {}
         for name in runs:
-            found = self._writer(kernel, norm, name, len(runs[name]) == 1)
-            if isinstance(found, str):
-                self.unfused.append((layer, f"sums over {name}: {found}"))
+            candidate = self._writer(kernel, norm, name, len(runs[name]) == 1)
+            if isinstance(candidate, str):
+                self.unfused.append((layer, f"sums over {name}: {candidate}"))
             else:
-                fused[name] = found
+                fused[name] = candidate
         self._made[kernel] = kernel
         if not fused:
             return
         views = {**kernel.views, **(norm.narrow if "x" in fused else {})}
         made = self._made[kernel] = replace(kernel, make=norm.without(frozenset(fused)), views=views)
-        for name, some in runs.items():
-            self._split(some, norm.over[name], name in fused)
+        for name, runs_of_norm in runs.items():
+            self._split(runs_of_norm, norm.over[name], name in fused)
         for name, writer in fused.items():
             self._sum_up(writer, made, norm, norm.over[name])
 
@@ -268,10 +268,13 @@ class _FusedSums:
         assert summing is not None
         more = {name: kernel.views[name] for name in over.arrays if name in kernel.views}
         make = summing.make(norm.eps, over.activation)
-        made = replace(writer.kernel, make=make, views={**writer.kernel.views, **more}, fuse=None, summing=None)
+        kernel_with_sums = replace(
+            writer.kernel, make=make, views={**writer.kernel.views, **more}, fuse=None, summing=None
+        )
         self._changed[writer] = [
-            replace(writer, kernel=made, method=method, when=when) for when, method in summing.methods.items()
-        ] or [replace(writer, kernel=made)]
+            replace(writer, kernel=kernel_with_sums, method=method, when=when)
+            for when, method in summing.methods.items()
+        ] or [replace(writer, kernel=kernel_with_sums)]
 
 
 def _view_of(kernel: KernelSpec, name: str) -> View:
@@ -360,9 +363,9 @@ class Fork(Pass):
 
 def _ends(beside: list[Run]) -> list[Operation]:
     """Return the ends of the kernels that run beside others, of which there are none afterwards."""
-    found: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in beside]
+    ends: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in beside]
     beside.clear()
-    return found
+    return ends
 
 
 def _conflicts(run: Run, other: Operation) -> bool:

@@ -115,10 +115,10 @@ class Poison:
 
     def check(self) -> None:
         """Raise AccessError if undeclared accesses were detected since the last call."""
-        found, self._found = self._found, []
-        if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise AccessError(f"{found[0]}{more}; declare it by @reads and @writes beside the kernel's method")
+        faults, self._found = self._found, []
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise AccessError(f"{faults[0]}{more}; declare it by @reads and @writes beside the kernel's method")
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _numbers_in(arrays: Iterable[Any]) -> dict[int, None]:
     """Return the numbers that NaNs in some arrays carry."""
-    found: dict[int, None] = {}
+    numbers: dict[int, None] = {}
     for array in arrays:
         if array.dtype.kind != "f":
             continue
@@ -241,5 +241,5 @@ def _numbers_in(arrays: Iterable[Any]) -> dict[int, None]:
         if wrong.any():
             kind, _, shift = _BITS[array.itemsize]
             bits = array.view(kind)[wrong] & kind(_NUMBERS << shift)
-            found.update(dict.fromkeys(int(n) for n in np.unique(bits >> kind(shift))))
-    return found
+            numbers.update(dict.fromkeys(int(n) for n in np.unique(bits >> kind(shift))))
+    return numbers

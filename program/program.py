@@ -244,8 +244,9 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
 def _text(program: Program, operation: Operation) -> str:
     when = f" [{operation.when}]" if operation.when else ""
     if isinstance(operation, Transfer):
-        made = operation.exchange
-        return f"{operation.end} {made.kind}: {_view(program, made.source)} -> {_view(program, made.target)}{when}"
+        exchange = operation.exchange
+        source, target = _view(program, exchange.source), _view(program, exchange.target)
+        return f"{operation.end} {exchange.kind}: {source} -> {target}{when}"
     if isinstance(operation, Total):
         one = operation.sum
         return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"

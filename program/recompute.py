@@ -50,12 +50,16 @@ def exchanges_again(program: Program) -> dict[int, str]:
     backward pass the exchange is repeated.
     """
     chosen = {step.name: step for step in program.steps if recomputed(step)}
-    made = Recomputation(program, chosen)
-    if made.program().placement.size >= program.placement.size:
+    recomputation = Recomputation(program, chosen)
+    if recomputation.program().placement.size >= program.placement.size:
         return {}
     outputs = {step.output.region.view.buffer for step in chosen.values() if exchanges(step)}
-    numbers = {exchange: number for number, exchange in enumerate(made.exchanges)}
-    return {numbers[exchange]: name for exchange, name in made.restored.items() if exchange.source.buffer in outputs}
+    numbers = {exchange: number for number, exchange in enumerate(recomputation.exchanges)}
+    return {
+        numbers[exchange]: name
+        for exchange, name in recomputation.restored.items()
+        if exchange.source.buffer in outputs
+    }
 
 
 def recompute(program: Program, again: Mapping[int, str] | None = None) -> Program:
@@ -70,8 +74,8 @@ def recompute(program: Program, again: Mapping[int, str] | None = None) -> Progr
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     if not chosen or not program.backward:
         return program
-    made = Recomputation(program, chosen, again).program()
-    return made if again or made.placement.size < program.placement.size else program
+    recomputation = Recomputation(program, chosen, again).program()
+    return recomputation if again or recomputation.placement.size < program.placement.size else program
 
 
 class Recomputation:
@@ -126,54 +130,54 @@ class Recomputation:
 
     def _choose(self) -> set[Buffer]:
         """Return the buffers that are not kept for the backward pass."""
-        found = {buffer for buffer, numbers in self.makers.items() if all(map(self._may_repeat, numbers))}
-        found -= self._changed_later
-        while refused := {buffer for buffer in found if not self._repeatable(buffer, found)}:
-            found -= refused
-        return found - self._without_gain(found)
+        buffers = {buffer for buffer, numbers in self.makers.items() if all(map(self._may_repeat, numbers))}
+        buffers -= self._changed_later
+        while refused := {buffer for buffer in buffers if not self._repeatable(buffer, buffers)}:
+            buffers -= refused
+        return buffers - self._without_gain(buffers)
 
     def _may_repeat(self, at: int) -> bool:
         """Return whether an operation belongs to a chosen layer, or copies boxes of an output to a reader."""
         operation = self.operations[at]
         if isinstance(operation, Transfer):
-            made = operation.exchange
-            return made.combine == "assign" and made.kind == "halo"
+            exchange = operation.exchange
+            return exchange.combine == "assign" and exchange.kind == "halo"
         if not isinstance(operation, Run) or operation.guarded:
             return False
         return operation.layer in self._chosen or operation.kernel.make is copying
 
-    def _repeatable(self, buffer: Buffer, found: set[Buffer]) -> bool:
+    def _repeatable(self, buffer: Buffer, candidates: set[Buffer]) -> bool:
         """Return whether the writers of a buffer read only kept or recomputed buffers, and write no others."""
         for at in self.makers[buffer]:
             operation = self.operations[at]
             copies = isinstance(operation, Transfer) or operation.layer not in self._chosen
             for read in self._reads[at]:
-                if read not in found and ((copies and read is not buffer) or read in self._changed_later):
+                if read not in candidates and ((copies and read is not buffer) or read in self._changed_later):
                     return False
-            if any(made not in found for made in self._makes[at]):
+            if any(source not in candidates for source in self._makes[at]):
                 return False
         return True
 
-    def _without_gain(self, found: set[Buffer]) -> set[Buffer]:
+    def _without_gain(self, candidates: set[Buffer]) -> set[Buffer]:
         """Return the buffers whose sources would have to be kept instead, and are not smaller."""
         lost, held = set[Buffer](), set(self.read_later)
         for buffer in self.makers:
-            if buffer in found and buffer in self.read_later:
-                more = self._sources(buffer, found) - held
+            if buffer in candidates and buffer in self.read_later:
+                more = self._sources(buffer, candidates) - held
                 if sum(source.nbytes for source in more) >= buffer.nbytes:
                     lost.add(buffer)
                 else:
                     held |= more
         return lost
 
-    def _sources(self, buffer: Buffer, found: set[Buffer]) -> set[Buffer]:
+    def _sources(self, buffer: Buffer, candidates: set[Buffer]) -> set[Buffer]:
         """Return the buffers of the arena from which a buffer is computed and which are not recomputed themselves."""
         sources, waiting, seen = set[Buffer](), [buffer], {buffer}
         while waiting:
             for at in self.makers[waiting.pop()]:
                 for read in self._reads[at].keys() - seen:
                     seen.add(read)
-                    if read in found:
+                    if read in candidates:
                         waiting.append(read)
                     elif self._in_arena(read):
                         sources.add(read)
@@ -190,8 +194,8 @@ class Recomputation:
             used = (*ends, *(buffer for o in segment.operations for buffer in o.buffers()))
             needed = dict.fromkeys(buffer for buffer in used if buffer in self.again)
             operations = list(self._restore(segment.name, needed, restored, sent))
-            for layer, some in groupby(operations, key=lambda o: o.layer):
-                backward.append(Segment(f"{layer} (again)", list(some), again=True))
+            for layer, own in groupby(operations, key=lambda o: o.layer):
+                backward.append(Segment(f"{layer} (again)", list(own), again=True))
             repeated += operations
             backward.append(segment)
         if not repeated:
@@ -232,14 +236,14 @@ class Recomputation:
         last: dict[Buffer, int] = {}
         for i, segment in enumerate(self._program.forward):
             last.update(dict.fromkeys((b for o in segment.operations for b in o.buffers() if b in ends), i))
-        found = []
+        segments = []
         for i, segment in enumerate(self._program.forward):
             operations = [more for o in segment.operations for more in (o, *self._saved(o))]
             released = tuple(buffer for buffer, at in last.items() if at == i)
             if released:
                 operations.append(Release(segment.name, released))
-            found.append(replace(segment, operations=operations))
-        return found
+            segments.append(replace(segment, operations=operations))
+        return segments
 
     # -- halos ---------------------------------------------------------------------------------
 
@@ -248,25 +252,28 @@ class Recomputation:
         if isinstance(operation, Transfer) and operation.end == "finish" and operation.exchange in self._strips:
             yield from _copies(operation.layer, self._strips[operation.exchange])
 
-    def _pieces(self, made: ExchangeSpec) -> list[tuple[View, View]]:
+    def _pieces(self, exchange: ExchangeSpec) -> list[tuple[View, View]]:
         """Return, per box from another rank, the part of the target that holds the box, and an array for its copy."""
-        if made not in self._strips:
-            target, found = _region(made.target, made.target_origin), []
-            for piece in plan_exchange(made.sources, made.targets, self._rank):
+        if exchange not in self._strips:
+            target, pieces = _region(exchange.target, exchange.target_origin), []
+            for piece in plan_exchange(exchange.sources, exchange.targets, self._rank):
                 if piece.target == self._rank != piece.source and piece.box.size:
                     part = target.part(piece.box)
-                    found.append((part, Buffer(part.shape, part.dtype, "halo copy").view))
-            self._strips[made] = found
-        return self._strips[made]
+                    pieces.append((part, Buffer(part.shape, part.dtype, "halo copy").view))
+            self._strips[exchange] = pieces
+        return self._strips[exchange]
 
     def _brought(self, operation: Transfer) -> Iterator[Operation]:
         """Yield copies that replace an exchange: at its start of own boxes, at its finish of other ranks' boxes."""
-        made = operation.exchange
+        exchange = operation.exchange
         if operation.end == "finish":
-            yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(made)])
-        elif made.source.buffer is not made.target.buffer:
-            source, target = _region(made.source, made.source_origin), _region(made.target, made.target_origin)
-            own = [p.box for p in plan_exchange(made.sources, made.targets, self._rank) if p.source == p.target]
+            yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(exchange)])
+        elif exchange.source.buffer is not exchange.target.buffer:
+            source, target = (
+                _region(exchange.source, exchange.source_origin),
+                _region(exchange.target, exchange.target_origin),
+            )
+            own = [p.box for p in plan_exchange(exchange.sources, exchange.targets, self._rank) if p.source == p.target]
             yield from _copies(operation.layer, [(source.part(box), target.part(box)) for box in own if box.size])
 
 
@@ -300,9 +307,9 @@ def _reads(operation: Operation) -> _Buffers:
         own = dict.fromkeys(v.buffer for n in operation.access.read(views) if (v := views[n]) is not None and v.size)
         return own | dict.fromkeys(buffer for guarded in operation.guarded for buffer in _reads(guarded))
     if isinstance(operation, Transfer):
-        made = operation.exchange
-        own = dict.fromkeys([made.source.buffer] if operation.end == "start" else [])
-        return own if made.combine == "assign" else own | {made.target.buffer: None}
+        exchange = operation.exchange
+        own = dict.fromkeys([exchange.source.buffer] if operation.end == "start" else [])
+        return own if exchange.combine == "assign" else own | {exchange.target.buffer: None}
     return dict.fromkeys(operation.buffers())
 
 

@@ -84,14 +84,16 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
         if item.pair is not None:
             places.setdefault(item.pair, []).append(at)
     whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in places.items()}
-    found = {pair for pair, ends in places.items() if not whole[pair] or not all(items[at].held for at in ends)}
-    found |= set(known)
+    separate = {pair for pair, ends in places.items() if not whole[pair] or not all(items[at].held for at in ends)}
+    separate |= set(known)
     while True:
-        out = [not item.held or item.pair in found for item in items]
-        more = {pair for pair, (*_, last) in places.items() if pair not in found and any(out[places[pair][0] : last])}
+        out = [not item.held or item.pair in separate for item in items]
+        more = {
+            pair for pair, (*_, last) in places.items() if pair not in separate and any(out[places[pair][0] : last])
+        }
         if not more:
-            return found
-        found |= more
+            return separate
+        separate |= more
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
@@ -102,4 +104,4 @@ def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
         if not runs or runs[-1][0] != graph:
             runs.append((graph, []))
         runs[-1][1].append(item)
-    return [Section(tuple(some), graph and len(some) > 1) for graph, some in runs]
+    return [Section(tuple(numbers), graph and len(numbers) > 1) for graph, numbers in runs]

@@ -186,7 +186,7 @@ class Runner:
 
     def _bind(self, segment: Segment) -> list[Call]:
         calls = [self._call(operation) for operation in segment.operations]
-        self.substitutes += [(segment.name, found) for found in self.kernels.take_substitutes()]
+        self.substitutes += [(segment.name, substitute) for substitute in self.kernels.take_substitutes()]
         return calls
 
     def item(self, segment: Segment, operation: Operation, call: Call) -> Item:
@@ -234,10 +234,10 @@ class Runner:
     @cached_property
     def _pairs(self) -> dict[object, int]:
         """Numbers of exchanges and sums in the order of operations, the same on all ranks; below 0 those of forks."""
-        found = dict.fromkeys(_travels(operation) for operation in self.program)
-        found.pop(None, None)
-        forks = [key for key in found if isinstance(key, KernelSpec)]
-        moves = [key for key in found if not isinstance(key, KernelSpec)]
+        travels = dict.fromkeys(_travels(operation) for operation in self.program)
+        travels.pop(None, None)
+        forks = [key for key in travels if isinstance(key, KernelSpec)]
+        moves = [key for key in travels if not isinstance(key, KernelSpec)]
         return {key: number for number, key in enumerate(moves)} | {key: -1 - i for i, key in enumerate(forks)}
 
     def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
@@ -246,8 +246,8 @@ class Runner:
         return self._made[key]
 
     def _run(self, operation: Run) -> Call:
-        made = self._once(operation.kernel, partial(self._kernel, operation.layer))
-        return made if operation.method is None else getattr(made, operation.method)
+        kernel = self._once(operation.kernel, partial(self._kernel, operation.layer))
+        return kernel if operation.method is None else getattr(kernel, operation.method)
 
     def _kernel(self, name: str, kernel: KernelSpec) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
@@ -262,21 +262,21 @@ class Runner:
 
         If they were created one by one, each would take several collectives of all ranks.
         """
-        found = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
-        made = Exchange.together(self.comm, [self._arguments(one) for one in found])
-        self._made.update(zip(found, made))
+        exchanges = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
+        opened = Exchange.together(self.comm, [self._arguments(one) for one in exchanges])
+        self._made.update(zip(exchanges, opened))
         sums = sums_of(program)
         specs = [(one.groups, ReductionSpec(self.view(one.view), one.kind, one.name, one.method)) for one in sums]
         for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
             self._made[total] = None if reduction is None else UnderWay(reduction)
 
-    def _arguments(self, made: ExchangeSpec) -> dict[str, Any]:
+    def _arguments(self, exchange: ExchangeSpec) -> dict[str, Any]:
         return {
-            "source": End(made.sources, self.view(made.source), made.source_origin),
-            "target": End(made.targets, self.view(made.target), made.target_origin),
-            "combine": made.combine,
-            "kind": made.kind,
-            "name": made.name,
+            "source": End(exchange.sources, self.view(exchange.source), exchange.source_origin),
+            "target": End(exchange.targets, self.view(exchange.target), exchange.target_origin),
+            "combine": exchange.combine,
+            "kind": exchange.kind,
+            "name": exchange.name,
         }
 
     def close(self) -> None:

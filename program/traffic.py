@@ -56,9 +56,9 @@ class Move:
     kind: str = "halo"
 
     @classmethod
-    def of(cls, made: ExchangeSpec) -> Move:
+    def of(cls, exchange: ExchangeSpec) -> Move:
         """Create the description of an exchange of a program."""
-        return cls(made.sources, made.targets, made.itemsize, made.kind)
+        return cls(exchange.sources, exchange.targets, exchange.itemsize, exchange.kind)
 
     def __hash__(self) -> int:
         return hash((hash(self.source), hash(self.target), self.itemsize))
@@ -146,8 +146,10 @@ class GroupSum:
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for members, size in self.groups:
             if len(members) > 1 and size:
-                some = slice(members.start, members.stop, members.step) if isinstance(members, range) else list(members)
-                messages[some], nbytes[some] = 1, size
+                index = (
+                    slice(members.start, members.stop, members.step) if isinstance(members, range) else list(members)
+                )
+                messages[index], nbytes[index] = 1, size
         return ExchangeTraffic(messages, nbytes)
 
     @cached_property

@@ -51,9 +51,9 @@ def widen(steps: Sequence[Step]) -> None:
         for value in dict.fromkeys(step.inputs):
             readers.setdefault(value, []).append(step)
     for step in reversed(steps):
-        found = readers.get(step.output, [])
-        if step.options.get("wide") and found and not step.output.kept and all(map(_widens, (step, *found))):
-            step.output.hold(step.output.layout.boxes.joined([_needed(step.output, one) for one in found]))
+        reading = readers.get(step.output, [])
+        if step.options.get("wide") and reading and not step.output.kept and all(map(_widens, (step, *reading))):
+            step.output.hold(step.output.layout.boxes.joined([_needed(step.output, one) for one in reading]))
     for step in steps:
         if step.output.wide:
             boxes = _gradient(step, readers[step.output])
@@ -68,8 +68,8 @@ def _needed(value: Value, reader: Step) -> Blocks:
     """Return the boxes of a value that a layer needs for the boxes of its output that it computes."""
     layouts = [one.layout for one in reader.inputs]
     numbers = [i for i, one in enumerate(reader.inputs) if one is value]
-    some = [reader.layer.needed_blocks(i, layouts, layout_held(reader.output)) for i in numbers]
-    return some[0].joined(some[1:]).clipped(value.layout.shape)
+    needed = [reader.layer.needed_blocks(i, layouts, layout_held(reader.output)) for i in numbers]
+    return needed[0].joined(needed[1:]).clipped(value.layout.shape)
 
 
 def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
@@ -77,12 +77,12 @@ def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
     readers can compute them; else the owned ones.
     """
     value, own = step.output, step.output.layout
-    some = [
+    needed = [
         step.layer.whole_gradient_blocks(Layout(x.layout.shape, x.held_gradient), own)
         for x in step.inputs
         if x.trainable
     ]
-    known = [blocks for blocks in some if blocks is not None]
+    known = [blocks for blocks in needed if blocks is not None]
     boxes = own.boxes.joined(known)
     for reader in readers:
         if reader.layer.whole_gradient_blocks(Layout(own.shape, boxes), reader.output.layout) is None:
@@ -111,7 +111,7 @@ def hide_sums(program: Program) -> Program:
             plain = next((k for k, one in enumerate(following) if not _is_plain(one)), len(following))
             starts = following[plain : plain + 1]
             if starts and isinstance(starts[0], Total) and starts[0].end == "start":
-                moved = [one for some in segments[at + 1 : i] for one in some] + following[: plain + 1]
+                moved = [one for operations in segments[at + 1 : i] for one in operations] + following[: plain + 1]
                 own[-1:] = [*moved, own[-1]]
                 segments[at + 1 : i + 1] = [*([] for _ in range(at + 1, i)), following[plain + 1 :]]
             if starts or program.backward[i].name in trained:

@@ -15,7 +15,7 @@ from halograd.kernels import get_backend
 from halograd.limits import Cores, memory_size, usable_cores
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import device
-from halograd.perfmodel.profile.cache import Crowd
+from halograd.perfmodel.profile.cache import Oversubscription
 from halograd.training import log
 from tests.training.steps import NETWORKS
 
@@ -159,7 +159,7 @@ def container(monkeypatch, tmp_path):
 
 def test_who_chooses_by_cores_sees_the_quota(container):
     several = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=True))
-    assert Crowd.here(2, several) == Crowd(2, cores=1)
+    assert Oversubscription.here(2, several) == Oversubscription(2, cores=1)
     (finding,) = probe_threads([usable_cores()] * 2)
     assert finding.status == "warn" and finding.value.endswith("2 ranks on this node, 1 cores")
     some = len(os.sched_getaffinity(0))

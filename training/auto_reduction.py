@@ -11,7 +11,7 @@ from halograd.documents import to_toml
 
 from ..layers.reduction_chunks import gradient_layers
 from ..layers.reduction_scheme import Scheme
-from ..perfmodel.contenders import candidate_schemes, shortlist
+from ..perfmodel.plan_candidates import candidate_schemes, shortlist
 from .executor import Executor
 
 __all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned"]
@@ -230,7 +230,7 @@ class AutoReduction:
         Function that is called with the scheme to train with (:meth:`Trainer.reduce_by`).
     ranked
         Candidates, the most promising first, as a cost model ranks them
-        (:func:`halograd.perfmodel.contenders.rank_schemes`); empty: a few typical ones.
+        (:func:`halograd.perfmodel.plan_candidates.rank_schemes`); empty: a few typical ones.
     tuning
         Settings of the search; None: the default ones.
 

@@ -462,12 +462,12 @@ def fit_memory(
     dtype, rank = as_dtype(config.training.dtype), ranks.index(max(ranks))
     target = Target(config.training.at_once, comm.size, rank, dtype, rounds=_rounds(config))
     keeping = Keeping(network, strategy, target)
-    room: float = keeping.most - excess
-    while (smaller := keeping.within(room)) is not None:
+    capacity: float = keeping.most - excess
+    while (smaller := keeping.within(capacity)) is not None:
         over = max(needed(smaller)) - limit  # another rank may need the most now
         if over <= 0:
             return smaller
-        room -= over
+        capacity -= over
     least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
     raise UserError(
         f"strategy.recompute: expected a step within {bytes_text(limit)} per rank, the smallest found needs "

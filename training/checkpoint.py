@@ -399,9 +399,9 @@ class CheckpointReader:
         node = self._comm.split(self._comm.nodes[self._comm.rank])
         assert node is not None
         with closing(node):
-            room = np.empty(0 if self._reads else max(map(math.prod, shapes.values()), default=0), dtype)
+            scratch = np.empty(0 if self._reads else max(map(math.prod, shapes.values()), default=0), dtype)
             for path, shape in shapes.items():
-                flat = arrays[path].reshape(-1) if self._reads else room[: math.prod(shape)]
+                flat = arrays[path].reshape(-1) if self._reads else scratch[: math.prod(shape)]
                 for start in range(0, flat.nbytes, PART):
                     node.mpi.Bcast(flat.view(np.uint8)[start : start + PART])
                 yield flat.reshape(shape)

@@ -272,7 +272,7 @@ class Checkpoints:
         step, comm, path = self._optimizer.step, self._session.comm, None
         if step == self._at:
             return None
-        self._session.executor.pulse.at("checkpoint", "")
+        self._session.executor.heartbeat.at("checkpoint", "")
         snapshot = Snapshot.of(self._session.executor.store, self._optimizer, comm)
         try:
             with comm.agreement():

@@ -43,7 +43,7 @@ from .reduction import Reducer, check_possible
 from .store import ParameterStore
 from .timeline import Spans
 from .transfer import block_of, check_name, name_of
-from .watchdog import Pulse
+from .watchdog import Heartbeat
 
 __all__ = ["Block", "Executor", "Gather"]
 
@@ -95,7 +95,7 @@ class Executor:
     parts
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass. If a loss is divided by its weights, :meth:`count` every part first.
-    pulse
+    heartbeat
         Progress to report to, that of another executor; by default its own.
     debug
         Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
@@ -107,7 +107,7 @@ class Executor:
     ----------
     pass_loss
         Sum of the loss of the last pass over all ranks (:class:`halograd.training.pass_loss.PassLoss`).
-    pulse
+    heartbeat
         Progress of this rank, for the watchdog.
     device
         Device of the arrays.
@@ -147,7 +147,7 @@ class Executor:
         kept: Iterable[str] = (),
         parts: int = 1,
         debug: bool = False,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.probed, self.parts = frozenset(probed), parts
         self.checks: dict[str, GradientCheck] = {}
@@ -186,7 +186,7 @@ class Executor:
                 self.mode.loss_scale = self.store.loss_scale.factor
             self.spans = Spans(self.device, comm.instruments.recorder)
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
-            self.pulse = Pulse() if pulse is None else pulse
+            self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
             self._graph = check_graph(comm, self.device, graph) and trainable
             self._measures, self.graphs = graph == "auto", list[GraphedPass]()
             self._bind(trainable, opened)
@@ -314,11 +314,11 @@ class Executor:
         key = attrgetter("layer", "again", "on_gradients")
         for (layer, again, on_gradients), group in groupby(items, key):
             own = [item.call for item in group]
-            calls.append(partial(self.pulse.at, phase, layer))
+            calls.append(partial(self.heartbeat.at, phase, layer))
             calls += own if on_gradients else self._recorded(layer, "again" if again else phase, own)
         if not self._graph or kind != "training":
             return calls
-        graphed = graphed_pass(self.comm, self.kernels, items, phase, self.pulse.at, self._measures)
+        graphed = graphed_pass(self.comm, self.kernels, items, phase, self.heartbeat.at, self._measures)
         self.graphs.append(graphed)
         return [partial(self._replay, graphed, calls)]
 
@@ -344,7 +344,7 @@ class Executor:
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
         if checks or self.checks:
-            if self.pulse.count:  # residuals of rounding lie with the sums
+            if self.heartbeat.count:  # residuals of rounding lie with the sums
                 self.reducer.settle()
             self.checks = dict(checks)
             self._replace_reducer(self.reducer)
@@ -400,7 +400,7 @@ class Executor:
             if self.mode.part + 1 == self.parts:
                 self._counts = 0
         self.mode.tell()
-        self.pulse.count += 1
+        self.heartbeat.count += 1
         for call in self._forward["training" if self.mode.training else "evaluation"]:
             call()
         self._check_memory()
@@ -445,7 +445,7 @@ class Executor:
         """Compute the gradients of all parameters, and start their sums as soon as they are ready. Collective."""
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
-        self.pulse.count += 1
+        self.heartbeat.count += 1
         self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
         for call in self._backward:

@@ -9,7 +9,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..device import Ticket
+from ..device import Event
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Reduction
@@ -81,7 +81,7 @@ class LossScale:
         self._find: Any = None
         self._sum: Reduction | None = None
         self._pinned = device.pinned((3,), np.float64)
-        self._ticket: Ticket | None = None
+        self._ticket: Event | None = None
         self.known, self.skipped, self._row = INITIAL, 0, 0
 
     def watch(self, grads: list[Any], comm: Communicator | None) -> None:

@@ -123,8 +123,8 @@ class GraphedPass:
 
     def _pays(self) -> bool:
         """Return whether the host takes so long to enqueue the pass, on any rank, that graphs save time. Collective."""
-        host, first, last, ticket = self._measured
-        ticket.wait()
+        host, first, last, event = self._measured
+        event.wait()
         share = self._comm.allreduce_scalar(host / max(self._device.seconds(first, last), 1e-9), "max")
         pays, self._measured = share >= PAYS, None
         if self._comm.rank == 0:
@@ -161,14 +161,14 @@ def _each_of(*calls: Callable[[], object]) -> None:
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
     """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
     comm.agree(None)  # a rank with a fault in the set-up does not come here
-    found = apart(items)
+    separate = apart(items)
     while True:
-        everyone = set().union(*comm.allgather_objects(sorted(found)))
+        everyone = set().union(*comm.allgather_objects(sorted(separate)))
         more = apart(items, everyone)
         settled = comm.allgather_objects(more == everyone)
-        found = more
+        separate = more
         if all(settled):
-            return found
+            return separate
 
 
 def graphed_pass(

@@ -20,7 +20,7 @@ from halograd.errors import UserError
 from halograd.registry import Registry
 from halograd.schema import Below1, NotNegative, Positive, Table, Text, build
 
-from ..device import Device, Ticket
+from ..device import Device, Event
 from ..kernels import Kernel, StepNumbers, UpdateArrays, UpdatePiece
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Optimizer:
         shape = len(self._factors), 5
         self._scalars = self._device.zeros(shape, np.float64)
         self._pinned = [self._device.pinned(shape, np.float64) for _ in range(2)]
-        self._sent: list[Ticket | None] = [None, None]
+        self._sent: list[Event | None] = [None, None]
         self._shards = self._owned_ranges()
         self._starts, sizes = self._places()
         self._arrays = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..device import Device, Ticket
+from ..device import Device, Event
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -25,7 +25,7 @@ class FetchedNumber:
         self._device = device
         self._number = device.zeros((1,), np.float64)
         self._pinned = device.pinned((1,), np.float64)
-        self._ticket: Ticket | None = None
+        self._ticket: Event | None = None
 
     def put(self, value: Any) -> None:
         """Enqueue a copy of `value` (a number, or a device array without axes) for the next fetch."""

@@ -148,7 +148,7 @@ def train(
         elif config.training.init_from is not None:
             run.begin_from(Path(config.training.init_from))
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
-        watchdog.follow(session.executor.pulse)
+        watchdog.follow(session.executor.heartbeat)
         with session.memory_errors():
             result = run.train()
         if result["stopped"] is None:  # after a signal, little time is left
@@ -400,7 +400,7 @@ class TrainingRun:
         executor, part = self.session.executor, 0
         parts = (part for batch in batches for part in self._parts_of(batch))
         for loaded in self.session.feed(parts):
-            executor.pulse.step = self.optimizer.step
+            executor.heartbeat.step = self.optimizer.step
             if loaded.only is not None:
                 executor.count()
                 continue

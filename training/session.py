@@ -185,8 +185,8 @@ class Session:
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Copy each batch to the inputs of the executor, then yield it. Local."""
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
-        pulse = self.executor.pulse
-        pulse.at("data", "")
+        heartbeat = self.executor.heartbeat
+        heartbeat.at("data", "")
         with closing(self.loader.iterate(batches)) as loaded:
             for item in loaded:
                 if self.ahead is not None:
@@ -196,7 +196,7 @@ class Session:
                         np.copyto(inputs[name], item.arrays[name], casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
-                pulse.at("data", "")
+                heartbeat.at("data", "")
 
 
 def open_loader(

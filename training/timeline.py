@@ -29,7 +29,7 @@ from halograd.documents import write_whole
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Recorder
-    from ..device import Device, Stamp
+    from ..device import Device, TimedEvent
 
 __all__ = ["Phase", "Spans", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
@@ -204,7 +204,7 @@ class Spans:
 
     def __init__(self, device: Device, recorder: Recorder | None) -> None:
         self._device, self._recorder = device, recorder
-        self._waiting: deque[tuple[str, str, Stamp, Stamp]] = deque()
+        self._waiting: deque[tuple[str, str, TimedEvent, TimedEvent]] = deque()
         if recorder is not None and not device.is_host:
             device.synchronize()
             self._origin, self._began = device.stamp(), time.perf_counter()

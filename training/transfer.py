@@ -13,7 +13,7 @@ from halograd.errors import UserError
 from halograd.schema import nearest
 
 from ..data import LoadedBatch
-from ..device import Ticket, is_low
+from ..device import Event, is_low
 from ..dtensor import Box
 from ..layers import Network
 from .memory import Memory
@@ -97,8 +97,8 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
 # -- batches of a loader, on a device --------------------------------------------------------------
 # Pinned memory is copied ahead of its use, during the previous step:
 #
-#   loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
-#   main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
+#   loader's thread   wait until the pinned buffers are free | read | upload ahead -> event
+#   main thread                                  join(event) | staged -> inputs, enqueued | enqueue the step ...
 #   device            [uploads of the next batch]             [copies of this one][kernels ...]
 class DeviceFeed:
     """Feed that copies batches of a loader to a device ahead of their use: the loader's `ahead`. Local.
@@ -122,7 +122,7 @@ class DeviceFeed:
             for _ in range(slots)
         ]
         self._copies = [self._taken(slot) for slot in range(slots)]
-        self._uploaded: list[Ticket | None] = [None] * slots
+        self._uploaded: list[Event | None] = [None] * slots
         # Uploads run concurrently with the main stream, which may still be zeroing their targets.
         self._used = [self._device.mark()] * slots
 
@@ -141,9 +141,9 @@ class DeviceFeed:
     def before_fill(self, slot: int) -> None:
         """Wait until the buffers of a slot may be written."""
         self._device.use()
-        ticket = self._uploaded[slot]
-        if ticket is not None:
-            ticket.wait()
+        event = self._uploaded[slot]
+        if event is not None:
+            event.wait()
 
     def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Start the upload of a batch, after the copies of the previous batch in this slot."""
@@ -158,15 +158,15 @@ class DeviceFeed:
 
         After an error it does not wait: copies wait for kernels, which may wait for a rank that has ended.
         """
-        for ticket in filter(None, self._uploaded if kind is None else ()):
-            ticket.wait()
+        for event in filter(None, self._uploaded if kind is None else ()):
+            event.wait()
 
     # -- the main thread ------------------------------------------------------------------------
     def bring(self, item: LoadedBatch) -> None:
         """Enqueue the copies of a batch into the inputs, after its upload. Does not wait."""
-        ticket = self._uploaded[item.slot]
-        assert ticket is not None
-        self._device.join(ticket)
+        event = self._uploaded[item.slot]
+        assert event is not None
+        self._device.join(event)
         for copy in self._copies[item.slot]:
             copy()
         self._used[item.slot] = self._device.mark()

@@ -1,6 +1,6 @@
 """End of a run that makes no progress, with the position of every rank; report of an interrupt.
 
-The main thread records its position (:class:`Pulse`). A thread of each rank compares it with that of a second ago:
+The main thread records its position (:class:`Heartbeat`). A thread of each rank compares it with that of a second ago:
 
 ========================= ==========================================================================================
 progress                  a timer of `faulthandler` is set anew: a C thread that writes all stacks and ends the
@@ -43,7 +43,7 @@ from .log import Entry, parse_line
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["STALLS", "Place", "Pulse", "Watchdog", "describe_stall", "read_places"]
+__all__ = ["STALLS", "Heartbeat", "Place", "Watchdog", "describe_stall", "read_places"]
 
 STALLS = "stalls"  # folder in the directory of a run
 SHOWN = 4  # maximum number of ranks that a message names
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """Progress of the main thread: the main thread writes it, the thread of the watchdog reads it. Local.
 
     A write is one store per attribute: no lock, no system call, no array. A reader may get a new phase with the old
@@ -165,12 +165,12 @@ def read_places(folder: Path) -> dict[int, Place]:
 
     A rank has a file while it runs, and keeps it if it is killed.
     """
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for path in sorted(folder.glob("rank-*.txt")):
         name = _NAME.fullmatch(path.name)
         if name is not None:
-            found[int(name[1])] = _read_place(path, Place(name[2], int(name[3])))
-    return found
+            places[int(name[1])] = _read_place(path, Place(name[2], int(name[3])))
+    return places
 
 
 def _read_place(path: Path, silent: Place) -> Place:
@@ -247,15 +247,15 @@ class Watchdog:
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path, newest: Callable[[], Path | None]) -> None:
         self._comm, self._patience, self._log, self._newest = comm, 60 * stall_minutes, log, newest
         self._main = threading.get_ident()
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self._thread: threading.Thread | None = None
         self._closing, self._arming, self._quiet_until = threading.Event(), threading.RLock(), 0.0
         self._handler: Any = None  # handler of SIGTSTP before
         self._reporting = on_interrupt(self.interrupted)
 
-    def follow(self, pulse: Pulse) -> None:
+    def follow(self, heartbeat: Heartbeat) -> None:
         """Watch the progress of the main thread, and log errors and interrupts, from now on. Collective."""
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         if not self._patience:
             return
         comm, folder = self._comm, self._log.with_name(STALLS)
@@ -299,7 +299,7 @@ class Watchdog:
         # The job ends with this process. A user's mistake before the job begins is not logged: the log belongs to an
         # earlier job, which may be running.
         alone = error is not None and not is_agreed(error, self._comm.size)
-        if alone and not (self._pulse is None and isinstance(error, UserError)):
+        if alone and not (self._heartbeat is None and isinstance(error, UserError)):
             cause = f"{type(error).__name__}: {error}"
             self._log_first("failed", rank=self._comm.rank, host=platform.node(), cause=cause)
 
@@ -307,18 +307,18 @@ class Watchdog:
 
     def _state(self) -> object:
         """Return a value that changes when the main thread makes progress."""
-        pulse = self._pulse or Pulse()
-        return pulse.step, pulse.count, pulse.phase, pulse.place, self._comm.instruments.waiting
+        heartbeat = self._heartbeat or Heartbeat()
+        return heartbeat.step, heartbeat.count, heartbeat.phase, heartbeat.place, self._comm.instruments.waiting
 
     def _place(self, since: float) -> Place:
         """Return step, layer, exchange, and the line of code of the main thread."""
-        pulse, meter, frame = self._pulse or Pulse(), self._comm.instruments.waiting, None
+        heartbeat, meter, frame = self._heartbeat or Heartbeat(), self._comm.instruments.waiting, None
         frame = sys._current_frames().get(self._main)
         line = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         ranks = [] if meter is None else [rank for rank in meter.ranks if rank != self._comm.rank]
         waiting = meter.label if meter is not None else "another rank" if _in_comm(frame) else ""
         here = platform.node(), os.getpid()
-        return Place(*here, pulse.step, pulse.phase, pulse.place, waiting, ranks, line, since)
+        return Place(*here, heartbeat.step, heartbeat.phase, heartbeat.place, waiting, ranks, line, since)
 
     def _arm(self, seconds: float) -> None:
         """Let this process end after `seconds` [s], with all stacks in its file."""
@@ -370,8 +370,8 @@ class Watchdog:
         """Print and log the rank that blocks the others; return False if another rank does."""
         if _latest(self._log, "failed"):
             return False
-        found, mine = read_places(self._log.with_name(STALLS)), self._comm.rank
-        places = {rank: found.get(rank, Place(self._hosts[rank], 0)) for rank in self._seen}
+        positions, mine = read_places(self._log.with_name(STALLS)), self._comm.rank
+        places = {rank: positions.get(rank, Place(self._hosts[rank], 0)) for rank in self._seen}
         rank, text = describe_stall({**places, mine: self._place(since)})
         cause = f"no progress for {self._patience / 60:.3g} min: {text}"
         host, size, stacks = self._hosts[rank], self._comm.size, self._log.with_name(STALLS)
@@ -384,8 +384,8 @@ class Watchdog:
     def interrupted(self) -> str | None:
         """Log an interrupt; return the line to print, or None if another rank prints it. Local, in any thread."""
         text = "interrupted before the first step"
-        if self._pulse is not None:
-            text = f"interrupted at step {self._pulse.step + 1}"
+        if self._heartbeat is not None:
+            text = f"interrupted at step {self._heartbeat.step + 1}"
             reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
             if not self._log_first("interrupted", reason=reason, host=platform.node()):
                 return None
@@ -396,7 +396,7 @@ class Watchdog:
 
     def _log_first(self, event: str, **values: Any) -> bool:
         """Append a line to the log, unless another rank has logged this event; return whether it is the first one."""
-        by, step = self._comm.rank, 0 if self._pulse is None else self._pulse.step
+        by, step = self._comm.rank, 0 if self._heartbeat is None else self._heartbeat.step
         try:
             if not _latest(self._log, event):
                 _append(self._log, {"event": event, **values, "at_step": step, "by": by})
@@ -439,10 +439,10 @@ def _latest(log: Path, event: str) -> list[Entry]:
             entries = [parse_line(line) for line in file.read().splitlines()]
     except OSError:
         return []
-    found: list[Entry] = []
+    matching: list[Entry] = []
     for entry in filter(None, entries):
         if entry["event"] == "begin":
-            found.clear()
+            matching.clear()
         elif entry["event"] == event:
-            found.append(entry)
-    return found
+            matching.append(entry)
+    return matching

@@ -185,7 +185,7 @@ def open_sized(session: Session, sized: Sized, dataset: Dataset, stack: ExitStac
             False,
             executor.store,
             settings.seed,
-            pulse=executor.pulse,
+            heartbeat=executor.heartbeat,
         )
     )
     whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted

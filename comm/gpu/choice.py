@@ -105,7 +105,7 @@ class Route(ABC):
     def connect(self, opened: Any, context: TransportContext) -> Any:
         """Return the `halograd.comm.gpu.link.DeviceTransport` of one communicator. Collective over it.
 
-        `opened` has the objects that all communicators share: `cuda`, `lanes`, `watchdog`, `nccl`, `spans`.
+        `opened` has the objects that all communicators share: `cuda`, `comm_streams`, `watchdog`, `nccl`, `spans`.
         """
 
 
@@ -128,7 +128,7 @@ class Nccl(Route):
     def connect(self, opened: Any, context: TransportContext) -> Any:
         from .nccl import NcclTransport
 
-        return NcclTransport(opened.lanes, context, opened.watchdog, opened.nccl, opened.spans)
+        return NcclTransport(opened.comm_streams, context, opened.watchdog, opened.nccl, opened.spans)
 
 
 @DEVICE_TRANSPORTS.register
@@ -145,7 +145,7 @@ class MpiCuda(Route):
     def connect(self, opened: Any, context: TransportContext) -> Any:
         from .mpi_cuda import MpiCudaTransport
 
-        return MpiCudaTransport(opened.cuda, opened.lanes[1], context)
+        return MpiCudaTransport(opened.cuda, opened.comm_streams[1], context)
 
 
 @DEVICE_TRANSPORTS.register
@@ -179,9 +179,9 @@ class Choice:
         """Whether communication can be part of a CUDA graph."""
         return self.route.captures
 
-    def answers(self, wanted: str) -> bool:
-        """Return whether the chosen transport is the one that `wanted` names; ``"auto"`` names any."""
-        return wanted == AUTO or type(route_of(wanted)) is type(self.route)
+    def answers(self, requested: str) -> bool:
+        """Return whether the chosen transport is the one that `requested` names; ``"auto"`` names any."""
+        return requested == AUTO or type(route_of(requested)) is type(self.route)
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -192,19 +192,19 @@ class Choice:
 REMOVED = ("cuda-ipc",)
 
 
-def named_route(wanted: str, at: str = "backend.device_transport") -> Route | None:
+def named_route(name: str, at: str = "backend.device_transport") -> Route | None:
     """Return the transport with this name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none.
     """
-    if wanted in REMOVED:
+    if name in REMOVED:
         names = ", ".join([AUTO, *DEVICE_TRANSPORTS.names])
-        raise UserError(f"{at}: expected one of {names}, got {wanted!r}, which was removed")
-    return None if wanted == AUTO else DEVICE_TRANSPORTS.make(wanted, at)
+        raise UserError(f"{at}: expected one of {names}, got {name!r}, which was removed")
+    return None if name == AUTO else DEVICE_TRANSPORTS.make(name, at)
 
 
-def route_of(wanted: str) -> Route | None:
+def route_of(name: str) -> Route | None:
     """Return the transport with this name; None for ``"auto"``. Local. Raises CommError if there is none."""
     try:
-        return named_route(wanted, "device transport")
+        return named_route(name, "device transport")
     except UserError as error:
         raise CommError(str(error)) from error
 
@@ -218,7 +218,7 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
+def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
     """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
     ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
@@ -230,11 +230,11 @@ def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
     CommError
         If the requested transport cannot work; the text gives the reason.
     """
-    route = route_of(wanted)
+    route = route_of(requested)
     if route is not None:
         fault = route.fault(facts)
         if fault:
-            raise CommError(f"device transport: expected one that works here, got {wanted!r}: {fault}")
+            raise CommError(f"device transport: expected one that works here, got {requested!r}: {fault}")
         return Choice(route, "asked for")
     if len(facts) == 1:
         return Choice(MpiStaged(), "one rank: no messages")
@@ -259,8 +259,8 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
         return fault
     for rank, fact in enumerate(facts):
         if fact.nccl < OLDEST_NCCL:
-            found = fact.nccl_fault or f"version {version_text(fact.nccl)} is older than {version_text(OLDEST_NCCL)}"
-            return f"rank {rank} has no NCCL ({found}); pip install nvidia-nccl-cu13, or use 'mpi-staged'"
+            reason = fact.nccl_fault or f"version {version_text(fact.nccl)} is older than {version_text(OLDEST_NCCL)}"
+            return f"rank {rank} has no NCCL ({reason}); pip install nvidia-nccl-cu13, or use 'mpi-staged'"
         if fact.nccl != facts[0].nccl:
             return (
                 f"rank 0 has NCCL {version_text(facts[0].nccl)}, rank {rank} {version_text(fact.nccl)}; install one "

@@ -24,7 +24,7 @@ from ..transports.base import Pattern, TransportContext
 from .choice import Choice, MpiStaged, RankFacts, choose, route_of
 from .mpi_aware import claim_fault, prove
 from .nccl import aborting, load_nccl
-from .streams import Cuda, Lane, LaneSpans, Launched
+from .streams import CommStream, Cuda, Launched, StreamSpans
 from .watchdog import TIMEOUT, DeviceWatchdog
 
 __all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "timeout_from"]
@@ -62,15 +62,15 @@ class _Opened:
 
     choice: Choice
     cuda: Cuda
-    lanes: tuple[Lane, Lane]
+    comm_streams: tuple[CommStream, CommStream]
     watchdog: DeviceWatchdog
     nccl: Any
-    spans: LaneSpans
+    spans: StreamSpans
 
     def make(self, context: TransportContext) -> DeviceTransport:
         """Return the transport for one communicator. Collective over it."""
-        made: DeviceTransport = self.choice.route.connect(self, context)
-        return made
+        transport: DeviceTransport = self.choice.route.connect(self, context)
+        return transport
 
 
 class DeviceLinks:
@@ -87,7 +87,7 @@ class DeviceLinks:
         self._opened: _Opened | None = None
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
-    def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
+    def choose(self, comm: Ranks, device: Device, requested: str, timeout: float | None = None) -> Choice:
         """Choose the transport, and prepare the shared objects. Collective over the root communicator.
 
         Raises
@@ -97,10 +97,10 @@ class DeviceLinks:
         """
         fault: Exception | None = None
         try:
-            route_of(wanted)
+            route_of(requested)
             seconds = timeout_from(os.environ) if timeout is None else timeout
-            if self.choice is not None and not self.choice.answers(wanted):
-                raise CommError(f"device transport: expected {self.choice.name!r}, which was chosen, got {wanted!r}")
+            if self.choice is not None and not self.choice.answers(requested):
+                raise CommError(f"device transport: expected {self.choice.name!r}, which was chosen, got {requested!r}")
         except CommError as error:
             fault = error
         comm.agree(fault)
@@ -108,7 +108,7 @@ class DeviceLinks:
             return self.choice
         if device.is_host:
             return Choice(MpiStaged(), "arrays are the host's")
-        choice = _decide(comm, device, wanted)
+        choice = _decide(comm, device, requested)
         if not choice.route.staged:
             self._opened = _open(comm, device, choice, seconds)
         self.choice = choice
@@ -184,22 +184,22 @@ def timeout_from(environment: Any) -> float:
     raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0 and <= 1e6, got {text[:60]!r}")
 
 
-def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
+def _decide(comm: Ranks, device: Device, requested: str) -> Choice:
     """Choose the transport from the facts of all ranks; the choice is the same on all ranks. Collective."""
     node = comm.nodes[comm.rank]
     facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node))
-    choice = _choose(comm, wanted, facts)
+    choice = _choose(comm, requested, facts)
     if not choice.route.proven:
         return choice
     # The first rank of each node runs the proof for the others; it takes seconds, so only if it would be used.
     leads = comm.nodes.index(node) == comm.rank
     faults = _gathered(comm, lambda: prove(cast(Any, device).ordinal) if leads else "")
-    return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
+    return _choose(comm, requested, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
 
 
-def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
+def _choose(comm: Ranks, requested: str, facts: Sequence[RankFacts]) -> Choice:
     try:
-        return choose(wanted, facts)
+        return choose(requested, facts)
     except CommError as error:
         # The error is the same on all ranks, because they have the same facts. The first rank prints it.
         mark_agreed(error, comm.rank == 0, comm.size)
@@ -208,13 +208,13 @@ def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
 
 def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
     """Return the result of `ask` on every rank; the ranks agree on errors. Collective."""
-    found, fault = None, None
+    result, fault = None, None
     try:
-        found = ask()
+        result = ask()
     except Exception as error:
         fault = CommError(f"device transport: expected to learn what the device can do, got {error}")
     comm.agree(fault)
-    return comm.mpi.allgather(found)
+    return comm.mpi.allgather(result)
 
 
 def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opened:
@@ -228,7 +228,7 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
     nccl = load_nccl() if choice.route.uses_nccl else None
     together = nullcontext if nccl is None else partial(aborting, nccl, device)
     watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, lost, device.use, together)
-    return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
+    return _Opened(choice, cuda, (cuda.comm_stream(), cuda.comm_stream()), watchdog, nccl, StreamSpans(cuda))
 
 
 def rank_facts(device: Device, node: int) -> RankFacts:
@@ -253,11 +253,11 @@ def gpu_address(device: Any) -> str:
     cupy = getattr(device, "cupy", None)
     if cupy is None:
         return ""
-    found = cupy.cuda.runtime.deviceGetPCIBusId(device.ordinal)
-    return found.decode() if isinstance(found, bytes) else str(found)
+    address = cupy.cuda.runtime.deviceGetPCIBusId(device.ordinal)
+    return address.decode() if isinstance(address, bytes) else str(address)
 
 
 def _instance(device: Any) -> str:
     """Return the identifier of a CUDA device. An instance of a GPU (MIG) has its own, but the address of the GPU."""
-    found = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", b"")
-    return bytes(found)[:16].hex()  # CuPy reads on to the next byte that is 0
+    identifier = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", b"")
+    return bytes(identifier)[:16].hex()  # CuPy reads on to the next byte that is 0

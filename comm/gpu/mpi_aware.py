@@ -114,8 +114,8 @@ def main(ordinal: int) -> int:
         source, target = device.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
         source.fill(nbytes % 251 + 1)
         device.synchronize()
-        message, room = raw(device.address(source), nbytes), raw(device.address(target), nbytes)
-        MPI.COMM_SELF.Sendrecv(message, 0, 0, room, 0, 0)
+        message, received = raw(device.address(source), nbytes), raw(device.address(target), nbytes)
+        MPI.COMM_SELF.Sendrecv(message, 0, 0, received, 0, 0)
         if not (device.to_host(target) == nbytes % 251 + 1).all():
             print(f"{nbytes} bytes came back changed", file=sys.stderr)
             return 2

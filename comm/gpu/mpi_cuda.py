@@ -20,11 +20,11 @@ from ..channel import Channel
 from ..counters import Meter
 from ..device_channel import DeviceChannel
 from ..progress import Stage, StagedOperation
-from ..reduction import REDUCIBLE, Reduction, ReductionPlan, Room
+from ..reduction import REDUCIBLE, Reduction, ReductionPlan, SumBuffers
 from ..sums import Method, shards
 from ..transports.base import Pattern, TransportContext
 from ..transports.mpi import Messages
-from .streams import Cuda, Lane, LaneCodec, Passage
+from .streams import CommStream, Cuda, Passage, StreamCodec
 
 __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 
@@ -72,11 +72,11 @@ class Added(Stage):
         self._passage.wait()
 
 
-class AwaitedCodec(LaneCodec):
+class AwaitedCodec(StreamCodec):
     """Codec that adds up on a communication stream, and whose sums the host waits for."""
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
-        return Added(Passage(self.lane), super().add(summands, total))
+        return Added(Passage(self.comm_stream), super().add(summands, total))
 
 
 class MpiCudaTransport:
@@ -87,8 +87,8 @@ class MpiCudaTransport:
 
     summable = REDUCIBLE
 
-    def __init__(self, cuda: Cuda, lane: Lane, context: TransportContext) -> None:
-        self._cuda, self._lane, self._context = cuda, lane, context
+    def __init__(self, cuda: Cuda, comm_stream: CommStream, context: TransportContext) -> None:
+        self._cuda, self._comm_stream, self._context = cuda, comm_stream, context
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
@@ -107,20 +107,20 @@ class MpiCudaTransport:
         own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
         peers = [r for r in range(mpi.size) if r != mpi.rank]
         filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
-        room, moves, held = Room(), [], 0
+        buffers, moves, held = SumBuffers(), [], 0
         if method.adds:
             received = device.zeros((mpi.size, own.size), flat.dtype)
             there = [mpi.Send_init(self._message(parts[r]), r, tags[0]) for r in filled]
             there += [mpi.Recv_init(self._message(received[r]), r, tags[0]) for r in mine]
             moves.append(Messages(there))
-            room.scatter, room.total, held = moves[-1], own, int(received.nbytes)
-            room.summands = [own if r == mpi.rank else received[r] for r in range(mpi.size)]
+            buffers.scatter, buffers.total, held = moves[-1], own, int(received.nbytes)
+            buffers.summands = [own if r == mpi.rank else received[r] for r in range(mpi.size)]
         if method.gathers:
             back = [mpi.Recv_init(self._message(parts[r]), r, tags[1]) for r in filled]
             back += [mpi.Send_init(self._message(own), r, tags[1]) for r in mine]
             moves.append(Messages(back))
-            room.gather = moves[-1]
-        stages = [Computed(device), *room.stages(AwaitedCodec(self._lane))]
+            buffers.gather = moves[-1]
+        stages = [Computed(device), *buffers.stages(AwaitedCodec(self._comm_stream))]
         plan = ReductionPlan(StagedOperation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
         plan.close += [move.free for move in moves]
         return Reduction(buffer, [meter], plan)

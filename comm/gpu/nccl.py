@@ -14,10 +14,10 @@ from ..counters import Meter
 from ..device_channel import DeviceChannel
 from ..errors import CommError
 from ..progress import Stage, StagedOperation, Work
-from ..reduction import Reduction, ReductionPlan, Room
+from ..reduction import Reduction, ReductionPlan, SumBuffers
 from ..sums import Method, shards
 from ..transports.base import Pattern, TransportContext
-from .streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
+from .streams import CommStream, Join, Passage, StreamCodec, StreamMeter, StreamSpans
 from .watchdog import DeviceWatchdog
 
 __all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "aborting", "load_nccl", "nccl_sum"]
@@ -63,13 +63,13 @@ class NcclLink:
     NCCL runs the calls of a communicator one after the other, so urgent calls have a link of their own.
     """
 
-    def __init__(self, nccl: Any, lane: Lane, context: TransportContext, watchdog: DeviceWatchdog) -> None:
-        self.nccl, self.lane, self._watchdog = nccl, lane, watchdog
+    def __init__(self, nccl: Any, comm_stream: CommStream, context: TransportContext, watchdog: DeviceWatchdog) -> None:
+        self.nccl, self.comm_stream, self._watchdog = nccl, comm_stream, watchdog
         self.rank, self.size = context.mpi.rank, context.mpi.size
         self._comm: Any = None
         self._taking = threading.Lock()
         unique, fault = None, None
-        lane.cuda.device.use()
+        comm_stream.cuda.device.use()
         if self.rank == 0:
             unique, fault = _tried(nccl.get_unique_id, "to begin a communicator")
         context.agree(fault)
@@ -111,7 +111,7 @@ class NcclLink:
         The watchdog is not notified while a graph is recorded: an event that was recorded in a graph can no longer be
         queried, so an earlier operation with this event, although complete, would eventually count as lost.
         """
-        recording = self.lane.cuda.compute.is_capturing()
+        recording = self.comm_stream.cuda.compute.is_capturing()
         if recording:
             self._watchdog.forget(passage)
         passage.leave()
@@ -150,7 +150,7 @@ class NcclLink:
     def close(self) -> None:
         """Wait for active operations and free the communicator. Idempotent."""
         if self._comm is not None:
-            self.lane.stream.synchronize()  # the watchdog monitors it: if a peer is gone, it aborts this
+            self.comm_stream.stream.synchronize()  # the watchdog monitors it: if a peer is gone, it aborts this
         self._watchdog.remove(self)
         comm = self._taken()
         if comm is not None:
@@ -177,7 +177,7 @@ class NcclTransport:
 
     Parameters
     ----------
-    lanes
+    comm_streams
         The two streams, of the root communicator and all communicators split from it. Communicators that share ranks
         enqueue on a stream in the same order on all ranks, so that they do not wait for each other.
     """
@@ -185,9 +185,14 @@ class NcclTransport:
     summable = tuple(SUMMABLE)
 
     def __init__(
-        self, lanes: tuple[Lane, Lane], context: TransportContext, watchdog: DeviceWatchdog, nccl: Any, spans: LaneSpans
+        self,
+        comm_streams: tuple[CommStream, CommStream],
+        context: TransportContext,
+        watchdog: DeviceWatchdog,
+        nccl: Any,
+        spans: StreamSpans,
     ) -> None:
-        self._lanes, self._context = lanes, context
+        self._comm_streams, self._context = comm_streams, context
         self._watchdog, self._nccl, self._spans = watchdog, nccl, spans
         self._links: dict[int, NcclLink] = {}
 
@@ -195,17 +200,17 @@ class NcclTransport:
         """Return the link for urgent operations, or the link for large sums. Collective at the first call of each."""
         which = 0 if urgent else 1
         if which not in self._links:
-            self._links[which] = NcclLink(self._nccl, self._lanes[which], self._context, self._watchdog)
+            self._links[which] = NcclLink(self._nccl, self._comm_streams[which], self._context, self._watchdog)
         return self._links[which]
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
 
     def _channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        return NcclChannel(self.link(urgent=True), pattern, LaneMeter(meter, self._spans))
+        return NcclChannel(self.link(urgent=True), pattern, StreamMeter(meter, self._spans))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        return nccl_sum(self.link(urgent=buffer.nbytes <= URGENT), buffer, LaneMeter(meter, self._spans), method)
+        return nccl_sum(self.link(urgent=buffer.nbytes <= URGENT), buffer, StreamMeter(meter, self._spans), method)
 
     def close(self) -> None:
         for which in sorted(self._links, reverse=True):
@@ -221,22 +226,22 @@ class NcclChannel(DeviceChannel):
     after `finish`, when all of it has been sent.
     """
 
-    def __init__(self, link: NcclLink, pattern: Pattern, meter: LaneMeter) -> None:
-        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, link.lane.cuda.device)
-        self._link, self._passage = link, meter.passage(link.lane)
+    def __init__(self, link: NcclLink, pattern: Pattern, meter: StreamMeter) -> None:
+        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, link.comm_stream.cuda.device)
+        self._link, self._passage = link, meter.passage(link.comm_stream)
         self._to = self._pointers(self._out, self._sends)
         self._from = self._pointers(self._in, self._recvs)
 
     def _pointers(self, array: Any, where: dict[int, slice]) -> list[tuple[int, int, int]]:
         """Return peer, address and length [B] of every message."""
-        device, size = self._link.lane.cuda.device, self.dtype.itemsize
+        device, size = self._link.comm_stream.cuda.device, self.dtype.itemsize
         first = device.address(array) if array.size else 0
         return [(peer, first + s.start * size, (s.stop - s.start) * size) for peer, s in where.items()]
 
     def _start(self) -> None:
         if not self.peers:
             return
-        link, stream = self._link, self._link.lane.ptr
+        link, stream = self._link, self._link.comm_stream.ptr
         as_bytes = link.nccl.NCCL_UINT8
         self._passage.enter()
         with link.group() as comm:
@@ -256,17 +261,17 @@ class NcclChannel(DeviceChannel):
         self._link.forget(self._passage)
 
 
-def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
+def nccl_sum(link: NcclLink, buffer: Any, meter: StreamMeter, method: Method) -> Reduction:
     """Return an in-place sum by NCCL; `start` enqueues all of it on the communication stream. The host never waits.
 
     An unordered sum is a collective of NCCL; its bits are the same on all ranks and depend on the number of ranks. A
     sum in the order of the ranks uses messages; its bits are those of all other links.
     """
-    passage, calls = meter.passage(link.lane), _Calls(link, buffer)
+    passage, calls = meter.passage(link.comm_stream), _Calls(link, buffer)
     label = f"sum {meter.label!r} of {buffer.nbytes} bytes"
     stages, held = calls.in_order() if method.ordered else ([Work([calls.native(method)])], 0)
-    lane = [Work([passage.enter]), *stages, Work([lambda: link.leave(passage, label)])]
-    operation = StagedOperation([*lane, Join(passage, link.raise_fault)], first=len(lane))
+    enqueued = [Work([passage.enter]), *stages, Work([lambda: link.leave(passage, label)])]
+    operation = StagedOperation([*enqueued, Join(passage, link.raise_fault)], first=len(enqueued))
     plan = ReductionPlan(operation, device_nbytes=held, close=[lambda: link.forget(passage)])
     return Reduction(buffer, [meter], plan)
 
@@ -278,11 +283,11 @@ class _Calls:
         self._link, self._flat = link, buffer.reshape(-1)
         self._parts = shards(self._flat.size, link.size, buffer.itemsize)
         self._lengths = [part.stop - part.start for part in self._parts]
-        self._address = link.lane.cuda.device.address(buffer)
+        self._address = link.comm_stream.cuda.device.address(buffer)
         self._at = [self._address + part.start * buffer.itemsize for part in self._parts]
         #: Whether all shards are as long as each other: then NCCL has one call for all of them.
         self._even = len(set(self._lengths)) == 1
-        self._bytes, self._stream = link.nccl.NCCL_UINT8, link.lane.ptr
+        self._bytes, self._stream = link.nccl.NCCL_UINT8, link.comm_stream.ptr
 
     def native(self, method: Method) -> Callable[[], None]:
         """Return the function that runs the NCCL collective of `method`."""
@@ -328,10 +333,10 @@ class _Calls:
         Every rank sends shards to the ranks that add them up, and receives the sums.
         """
         link, own = self._link, self._flat[self._parts[self._link.rank]]
-        received = link.lane.cuda.device.zeros((link.size, own.size), own.dtype)
+        received = link.comm_stream.cuda.device.zeros((link.size, own.size), own.dtype)
         summands = [own if r == link.rank else received[r] for r in range(link.size)]
         to = [(r, self._at[r], n * own.itemsize) for r, n in enumerate(self._lengths) if n and r != link.rank]
-        address = link.lane.cuda.device.address
+        address = link.comm_stream.cuda.device.address
         back = [(r, address(received[r]), own.nbytes) for r in range(link.size) if own.size and r != link.rank]
 
         def scatter() -> None:
@@ -342,8 +347,8 @@ class _Calls:
                     comm.recv(at, nbytes, self._bytes, peer, self._stream)
 
         # Work on the stream runs in order: its stages are over as soon as they are enqueued.
-        room = Room(scatter=Work([scatter]), summands=summands, total=own, gather=Work([self._gather]))
-        return room.stages(LaneCodec(link.lane)), int(received.nbytes)
+        buffers = SumBuffers(scatter=Work([scatter]), summands=summands, total=own, gather=Work([self._gather]))
+        return buffers.stages(StreamCodec(link.comm_stream)), int(received.nbytes)
 
 
 def _tried(call: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:

@@ -4,7 +4,7 @@
 
     compute   ... pack |before            kernels ...            join ... unpack
                        v                                          ^
-    lane               wait  send, receive, sum ...  |behind -----+
+    comm. stream       wait  send, receive, sum ...  |after ------+
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..progress import Stage, Work
 from ..reduction import Pairs
 
 __all__ = [
+    "CommStream",
     "Cuda",
     "Join",
-    "Lane",
-    "LaneCodec",
-    "LaneMeter",
-    "LaneSpans",
     "Launched",
     "Passage",
+    "StreamCodec",
+    "StreamMeter",
+    "StreamSpans",
     "TimedPassage",
     "add_up",
 ]
@@ -66,13 +66,13 @@ class Cuda:
         """Return whether the device has reached the event. Does not wait; raises a fault of the device."""
         return arrived(self.cupy, event)
 
-    def lane(self) -> Lane:
+    def comm_stream(self) -> CommStream:
         """Return a stream of the highest priority."""
         self.device.use()
-        return Lane(self, self.cupy.cuda.Stream(non_blocking=True, priority=HIGHEST))
+        return CommStream(self, self.cupy.cuda.Stream(non_blocking=True, priority=HIGHEST))
 
 
-class Lane:
+class CommStream:
     """A stream on which messages or sums run in the order in which they were enqueued. Local."""
 
     def __init__(self, cuda: Cuda, stream: Any) -> None:
@@ -90,22 +90,22 @@ class Passage:
     Its two events are created once: when an event is recorded again, streams that already wait for it are not affected.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self._before, self._behind = lane.cuda.event(), lane.cuda.event()
+    def __init__(self, comm_stream: CommStream) -> None:
+        self.comm_stream = comm_stream
+        self._before, self._after = comm_stream.cuda.event(), comm_stream.cuda.event()
 
     def enter(self) -> None:
         """Let the communication stream wait for all work enqueued on the kernels' stream so far."""
-        self._before.record(self.lane.cuda.compute)
-        self.lane.stream.wait_event(self._before)
+        self._before.record(self.comm_stream.cuda.compute)
+        self.comm_stream.stream.wait_event(self._before)
 
     def leave(self) -> None:
         """Mark all work enqueued on the communication stream so far: `join` waits for it."""
-        self._behind.record(self.lane.stream)
+        self._after.record(self.comm_stream.stream)
 
     def join(self) -> None:
         """Let the kernels' stream wait for the work before the last `leave`."""
-        self.lane.cuda.compute.wait_event(self._behind)
+        self.comm_stream.cuda.compute.wait_event(self._after)
 
     @property
     def done(self) -> bool:
@@ -113,11 +113,11 @@ class Passage:
 
         Raises a fault of the device.
         """
-        return self.lane.cuda.arrived(self._behind)
+        return self.comm_stream.cuda.arrived(self._after)
 
     def wait(self) -> None:
         """Block the host until the communication stream has reached the last `leave`."""
-        self._behind.synchronize()
+        self._after.synchronize()
 
 
 class Launched:
@@ -139,7 +139,7 @@ class Launched:
         return self._cuda.arrived(self._event)
 
 
-class LaneSpans:
+class StreamSpans:
     """Events whose times go to a recorder when the device has reached them. Local; the host does not wait.
 
     Times are device times, relative to an instant that is known on host and device.
@@ -147,7 +147,7 @@ class LaneSpans:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._waiting: deque[tuple[LaneMeter, list[Any]]] = deque()
+        self._waiting: deque[tuple[StreamMeter, list[Any]]] = deque()
         self._origin: Any = None
         self._began = 0.0
 
@@ -168,7 +168,7 @@ class LaneSpans:
         event.record(stream)
         return event
 
-    def put(self, meter: LaneMeter, stamps: list[Any]) -> None:
+    def put(self, meter: StreamMeter, stamps: list[Any]) -> None:
         """Queue four events for the recorder: begin and end on the stream, begin and end of waiting.
 
         Queued events that the device has reached are recorded.
@@ -180,18 +180,18 @@ class LaneSpans:
             whose.tell([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in events])
 
 
-class LaneMeter(Meter):
+class StreamMeter(Meter):
     """Meter of an operation on a communication stream; its times come from the device, not from the host."""
 
-    def __init__(self, meter: Meter, spans: LaneSpans) -> None:
+    def __init__(self, meter: Meter, spans: StreamSpans) -> None:
         super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes, meter.ranks)
         self._spans = spans
         if self._instruments.recorder is not None:
             spans.prepare()
 
-    def passage(self, lane: Lane) -> Passage:
+    def passage(self, comm_stream: CommStream) -> Passage:
         """Return a passage that is timed while there is a recorder."""
-        return TimedPassage(lane, self, self._spans)
+        return TimedPassage(comm_stream, self, self._spans)
 
     @property
     def timed(self) -> bool:
@@ -214,25 +214,25 @@ class LaneMeter(Meter):
 class TimedPassage(Passage):
     """A passage with timing events on both streams. Without a recorder it has none."""
 
-    def __init__(self, lane: Lane, meter: LaneMeter, spans: LaneSpans) -> None:
-        super().__init__(lane)
+    def __init__(self, comm_stream: CommStream, meter: StreamMeter, spans: StreamSpans) -> None:
+        super().__init__(comm_stream)
         self._meter, self._spans = meter, spans
         self._stamps: list[Any] = []
 
     def enter(self) -> None:
         super().enter()
-        self._stamps = [self._spans.stamp(self.lane.stream)] if self._meter.timed else []
+        self._stamps = [self._spans.stamp(self.comm_stream.stream)] if self._meter.timed else []
 
     def leave(self) -> None:
         if self._stamps:
-            self._stamps.append(self._spans.stamp(self.lane.stream))
+            self._stamps.append(self._spans.stamp(self.comm_stream.stream))
         super().leave()
 
     def join(self) -> None:
         if len(self._stamps) < 2:
             super().join()
             return
-        compute = self.lane.cuda.compute
+        compute = self.comm_stream.cuda.compute
         before = self._spans.stamp(compute)
         super().join()
         self._spans.put(self._meter, [*self._stamps, before, self._spans.stamp(compute)])
@@ -250,27 +250,27 @@ class Join(Stage):
         self._passage.join()
 
 
-class LaneCodec:
+class StreamCodec:
     """Codec that leaves elements unchanged; its arithmetic is enqueued on a communication stream, after the work
     enqueued before.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, comm_stream: CommStream) -> None:
+        self.comm_stream = comm_stream
 
     def deposit(self, pairs: Pairs) -> Stage:
-        return self._enqueued(self.lane.cuda.device.copies(list(pairs)) if len(pairs) else None)
+        return self._enqueued(self.comm_stream.cuda.device.copies(list(pairs)) if len(pairs) else None)
 
-    give_back = deposit
+    copy_back = deposit
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
-        return self._enqueued(add_up(self.lane.cuda.device, summands, total) if total.size else None)
+        return self._enqueued(add_up(self.comm_stream.cuda.device, summands, total) if total.size else None)
 
     def _enqueued(self, call: Callable[[], object] | None) -> Stage:
-        return Work([] if call is None else [partial(self._on_lane, call)])
+        return Work([] if call is None else [partial(self._on_comm_stream, call)])
 
-    def _on_lane(self, call: Callable[[], object]) -> None:
-        with self.lane.stream:
+    def _on_comm_stream(self, call: Callable[[], object]) -> None:
+        with self.comm_stream.stream:
             call()
 
 

@@ -19,17 +19,17 @@ import numpy as np
 
 from .memory import Flags, Signal
 
-__all__ = ["Stamped", "Stamps", "sleep_until"]
+__all__ = ["TimestampedSignal", "Timestamps", "sleep_until"]
 
 # time.sleep wakes up late by 50 to 100 us: stop that much earlier, then take short naps.
 LATE = 1e-4  # [s]
 NAP = 1e-5  # [s]
 
 #: Timestamps of one rank, one float64 each: of the first, third, ... exchange, and of the second, fourth, ... one.
-Stamps = tuple[np.ndarray, np.ndarray]
+Timestamps = tuple[np.ndarray, np.ndarray]
 
 
-class Stamped(Signal):
+class TimestampedSignal(Signal):
     """A signal with a timestamp: other ranks see it only at its emulated arrival time.
 
     Parameters
@@ -48,8 +48,8 @@ class Stamped(Signal):
         self,
         flags: Flags,
         others: Iterable[int] | None,
-        own: Stamps,
-        stamps: Sequence[tuple[Stamps, float]],
+        own: Timestamps,
+        stamps: Sequence[tuple[Timestamps, float]],
         nap: bool = True,
         now: Callable[[], float] | None = None,
         raises: bool = True,

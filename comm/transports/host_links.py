@@ -21,7 +21,7 @@ from . import base
 from .base import Pattern, TransportContext, numbered
 from .memory import Places, Planning
 from .mpi import MessageSums, MpiChannel
-from .nodes import Team, plan_by_nodes
+from .nodes import NodeGroup, plan_by_nodes
 from .shared import NodeMemory, WindowChannel
 
 __all__ = ["HostLinks"]
@@ -45,10 +45,10 @@ class HostLinks:
         if network is not None:
             node_of = numbered([rank // network.node for rank in context.ranks])
         if transport.shares:
-            crowded = context.mpi.size > usable_cores().count
-            self._memory = NodeMemory(context, network, node_of, crowded)
+            oversubscribed = context.mpi.size > usable_cores().count
+            self._memory = NodeMemory(context, network, node_of, oversubscribed)
         self._node_of, self._one_machine = node_of, network is None
-        self._team: Team | None = None
+        self._node_group: NodeGroup | None = None
 
     def nodes(self) -> tuple[int, ...]:
         """Return the node number of every rank, counted from 0 in order of appearance. Collective."""
@@ -125,17 +125,17 @@ class HostLinks:
             )
         if not method.by_nodes:
             return (yield from self._memory.plan(flat, method))
-        if self._team is None:
-            self._team = self._make_team(self._memory)
-        return (yield from plan_by_nodes(flat, method, self._team, self._context.progress))
+        if self._node_group is None:
+            self._node_group = self._make_node_group(self._memory)
+        return (yield from plan_by_nodes(flat, method, self._node_group, self._context.progress))
 
-    def _make_team(self, memory: NodeMemory) -> Team:
+    def _make_node_group(self, memory: NodeMemory) -> NodeGroup:
         """Return the node group of this rank for hierarchical sums. Collective."""
         mpi, nodes = self._context.mpi, self._node_of
         if self._network is not None:
             here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]
             heads = [nodes.index(node) for node in range(max(nodes) + 1)]
-            return Team(mpi.rank, here, heads, network=self._network)
+            return NodeGroup(mpi.rank, here, heads, network=self._network)
         mine, size = memory.node.rank, memory.node.size
         leaders: MPI.Comm = MPI.COMM_NULL
         if size < mpi.size:
@@ -143,12 +143,12 @@ class HostLinks:
             leaders = mpi.Split(0 if mine == 0 else MPI.UNDEFINED, mpi.rank)
             if leaders != MPI.COMM_NULL:
                 contexts.hold(leaders)
-        return Team(mine, range(size), (0,), leaders)
+        return NodeGroup(mine, range(size), (0,), leaders)
 
     def close(self) -> None:
         """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
-        if self._team is not None and self._team.leaders != MPI.COMM_NULL:
-            contexts.free(self._team.leaders)
+        if self._node_group is not None and self._node_group.leaders != MPI.COMM_NULL:
+            contexts.free(self._node_group.leaders)
         self._messages.close()
         if self._memory is not None:
             self._memory.close()

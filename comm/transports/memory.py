@@ -64,13 +64,13 @@ class Chunk:
     def take(self, requests: Sequence[int]) -> None:
         """Allocate one block per entry of `requests` [B] in this rank's segment, and zero them. Local.
 
-        Each block is freed by one call of `give_back`.
+        Each block is freed by one call of `free_block`.
         """
         first, self.used = self.used, self.used + sum(requests)
         self._live += len(requests)
         self.segment(self._rank)[first : self.used].fill(0)  # commit the pages now, not in a step
 
-    def give_back(self) -> None:
+    def free_block(self) -> None:
         """Free one block; the segment is reused as soon as all blocks are free. Local."""
         self._live -= 1
         if not self._live:
@@ -126,7 +126,7 @@ class Arena:
         Returns
         -------
         chunk
-            Chunk that holds the blocks, the same on all ranks of the node. Free each request with its `give_back`.
+            Chunk that holds the blocks, the same on all ranks of the node. Free each request with its `free_block`.
         offsets
             ``(ranks of the node, requests)``: offset of each block in the segment of its rank [B].
 
@@ -146,7 +146,7 @@ class Arena:
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:
-            _check_room(int(sizes.sum()), int(free.min()))
+            _check_capacity(int(sizes.sum()), int(free.min()))
             contexts.check(int(held.max()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
@@ -174,7 +174,7 @@ class Arena:
             contexts.free(self.node)
 
 
-def _check_room(nbytes: int, free: int) -> None:
+def _check_capacity(nbytes: int, free: int) -> None:
     """Raise CommError if the node has less than `nbytes` of shared memory free. Local."""
     if nbytes > free:
         raise CommError(
@@ -297,9 +297,9 @@ class Places:
         """Return the same view of every rank's block, in the order of the ranks."""
         return [self.view(rank, first, nbytes, dtype) for rank in range(self.ranks)]
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         """Free the memory. Local, but all ranks must call it."""
-        self._chunk.give_back()
+        self._chunk.free_block()
 
 
 #: A set-up that requests bytes [B] of shared memory, receives `Places`, and returns the plan of a sum.

@@ -15,7 +15,7 @@ from ..channel import Channel
 from ..counters import Meter
 from ..encoding import Encoding
 from ..progress import Stage, StagedOperation, Work
-from ..reduction import Plain, ReductionPlan, Room
+from ..reduction import Plain, ReductionPlan, SumBuffers
 from ..ring import Ring
 from ..sums import Method, is_large, shards
 from .base import Pattern, TransportContext, aligned_bytes
@@ -266,11 +266,11 @@ class MessageSums:
         scatter, gather = Messages(there), Messages(back)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
         copies = [] if encoding is None else [(wire, flat)]
-        room = Room(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
-        stages = room.stages(encoding or Plain())
+        buffers = SumBuffers(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
+        stages = buffers.stages(encoding or Plain())
         # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between. Of these
         # the first two need the received summands.
-        operation = shared.ring.operation(number, stages, 2, first=1, last=len(room.returns))
+        operation = shared.ring.operation(number, stages, 2, first=1, last=len(buffers.returns))
         close: list[Callable[[], object]] = [scatter.free, gather.free]
         return ReductionPlan(operation, self._context.progress, encoding=encoding, nbytes=beside, close=close)
 

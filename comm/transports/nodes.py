@@ -26,17 +26,17 @@ from ..reduction import Plain, ReductionPlan
 from ..sums import Method, shards
 from ..transport import Emulated
 from .base import ALIGNMENT
-from .emulated import Stamped, Stamps
+from .emulated import TimestampedSignal, Timestamps
 from .memory import Places, Planning, Signal, rounded
 from .mpi import Native
 
-__all__ = ["Attempt", "Team", "plan_by_nodes"]
+__all__ = ["Attempt", "NodeGroup", "plan_by_nodes"]
 
 STAMPS = 4 * ALIGNMENT  # [B]: send times and arrival times, each for two sums that alternate
 
 
 @dataclass(frozen=True)
-class Team:
+class NodeGroup:
     """The ranks of one hierarchical sum, by their numbers in the communicator that shares memory.
 
     Attributes
@@ -104,7 +104,7 @@ class Attempt(Stage):
             raise fault
 
 
-class _Room:
+class _NodeBuffers:
     """The shared memory of one sum; `lie` creates the views.
 
     ::
@@ -119,22 +119,24 @@ class _Room:
     finished sum n, and had then read everything of sum n.
     """
 
-    def __init__(self, team: Team, flat: np.ndarray) -> None:
-        self._team, self._flat, self._size = team, flat, rounded(flat.nbytes)
-        self._totals = 3 if team.emulated else 1
-        arrays = (len(team.here) > 1) + (self._totals if team.leads else 0)
+    def __init__(self, node_group: NodeGroup, flat: np.ndarray) -> None:
+        self._node_group, self._flat, self._size = node_group, flat, rounded(flat.nbytes)
+        self._totals = 3 if node_group.emulated else 1
+        arrays = (len(node_group.here) > 1) + (self._totals if node_group.leads else 0)
         #: Bytes of shared memory that this rank needs, and the part of them that it reports as buffers [B].
         self.wanted, self.nbytes = STAMPS + arrays * self._size, arrays * flat.nbytes
 
     def lie(self, places: Places) -> None:
         """Create the views into the shared memory."""
-        self.places, team = places, self._team
-        self.result = self.total(team.here[0], 2 if team.emulated else 0)
-        self.totals = [self.total(team.here[0], turn) if team.emulated else self.result for turn in (0, 1)]
-        several = len(team.here) > 1
-        self.summands = [self._array(r, self._totals if r == team.here[0] else 0) for r in team.here if several]
+        self.places, node_group = places, self._node_group
+        self.result = self.total(node_group.here[0], 2 if node_group.emulated else 0)
+        self.totals = [self.total(node_group.here[0], turn) if node_group.emulated else self.result for turn in (0, 1)]
+        several = len(node_group.here) > 1
+        self.summands = [
+            self._array(r, self._totals if r == node_group.here[0] else 0) for r in node_group.here if several
+        ]
 
-    def stamps(self, rank: int, pair: int) -> Stamps:
+    def stamps(self, rank: int, pair: int) -> Timestamps:
         """Return the timestamps of a rank: of its sends (pair 0), or of the arrivals (pair 1)."""
         first, second = (self.places.view(rank, (2 * pair + i) * ALIGNMENT, 8, np.float64) for i in range(2))
         return first, second
@@ -147,46 +149,48 @@ class _Room:
         return self.places.view(rank, STAMPS + number * self._size, self._flat.nbytes, self._flat.dtype)
 
 
-def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progress) -> Planning:
+def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progress: Progress) -> Planning:
     """Return the plan of the hierarchical sum of a flat, non-empty buffer over several ranks."""
-    room, here, codec = _Room(team, flat), team.here, Plain()
-    places = yield room.wanted
-    room.lie(places)
-    flags, me = room.places.flags, here.index(team.mine)
+    buffers, here, codec = _NodeBuffers(node_group, flat), node_group.here, Plain()
+    places = yield buffers.wanted
+    buffers.lie(places)
+    flags, me = buffers.places.flags, here.index(node_group.mine)
     share = shards(flat.size, len(here), flat.itemsize)[me]
     # All ranks have the same signals, awaited or not, so that their counts agree.
-    deposited, added = Signal(flags, here), Signal(flags, here if team.leads else ())
-    sent, attempt = _sent(room, team), None
+    deposited, added = Signal(flags, here), Signal(flags, here if node_group.leads else ())
+    sent, attempt = _sent(buffers, node_group), None
     across: list[list[Stage]] = [[sent], [sent]]
-    if team.leads and team.emulated:
+    if node_group.leads and node_group.emulated:
         for turn, stages in enumerate(across):
-            stages.append(codec.add([room.total(head, turn) for head in team.heads], room.result))
-    elif team.leaders != MPI.COMM_NULL:
-        attempt = Attempt(Native(lambda: team.leaders.Iallreduce(MPI.IN_PLACE, room.result, MPI.SUM)))
+            stages.append(codec.add([buffers.total(head, turn) for head in node_group.heads], buffers.result))
+    elif node_group.leaders != MPI.COMM_NULL:
+        attempt = Attempt(Native(lambda: node_group.leaders.Iallreduce(MPI.IN_PLACE, buffers.result, MPI.SUM)))
         across = [[sent, attempt], [sent, attempt]]
-    head = room.stamps(here[0], 1)
-    when = (lambda: sent.arrived) if isinstance(sent, Stamped) else None
-    arrived = Stamped(flags, () if team.leads else here[:1], head, [(head, 0.0)], now=when, raises=team.leads)
+    head = buffers.stamps(here[0], 1)
+    when = (lambda: sent.arrived) if isinstance(sent, TimestampedSignal) else None
+    arrived = TimestampedSignal(
+        flags, () if node_group.leads else here[:1], head, [(head, 0.0)], now=when, raises=node_group.leads
+    )
     turns = []
-    for total, between in zip(room.totals, across):
-        stages = [codec.deposit([(room.summands[me] if room.summands else total, flat)]), deposited]
-        if room.summands:
-            stages.append(codec.add([one[share] for one in room.summands], total[share]))
-        stages += [added, *between, arrived, codec.give_back([(flat, room.result)])]
+    for total, between in zip(buffers.totals, across):
+        stages = [codec.deposit([(buffers.summands[me] if buffers.summands else total, flat)]), deposited]
+        if buffers.summands:
+            stages.append(codec.add([one[share] for one in buffers.summands], total[share]))
+        stages += [added, *between, arrived, codec.copy_back([(flat, buffers.result)])]
         turns.append(stages if attempt is None else [*stages, Work([attempt.settle])])
     # The background does everything except raising exceptions; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
-    operation = StagedOperation(*turns, first=copies, last=copies + (attempt is not None), line=team.line)
-    nbytes = room.nbytes + (flat.nbytes if attempt is not None else 0)
-    return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[room.places.give_back])
+    operation = StagedOperation(*turns, first=copies, last=copies + (attempt is not None), line=node_group.line)
+    nbytes = buffers.nbytes + (flat.nbytes if attempt is not None else 0)
+    return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[buffers.places.free])
 
 
-def _sent(room: _Room, team: Team) -> Signal:
+def _sent(buffers: _NodeBuffers, node_group: NodeGroup) -> Signal:
     """Return the signal that the node's total can be read. Between emulated nodes it arrives after the time of a ring.
     """
-    flags = room.places.flags
-    if team.network is None or not (team.leads and team.emulated):
-        return Signal(flags, (), raises=team.leads)
-    seconds = team.network.collective(Method(), len(team.heads), room.result.nbytes)
-    stamps = [(room.stamps(rank, 0), seconds) for rank in team.heads]
-    return Stamped(flags, team.heads, room.stamps(team.mine, 0), stamps)
+    flags = buffers.places.flags
+    if node_group.network is None or not (node_group.leads and node_group.emulated):
+        return Signal(flags, (), raises=node_group.leads)
+    seconds = node_group.network.collective(Method(), len(node_group.heads), buffers.result.nbytes)
+    stamps = [(buffers.stamps(rank, 0), seconds) for rank in node_group.heads]
+    return TimestampedSignal(flags, node_group.heads, buffers.stamps(node_group.mine, 0), stamps)

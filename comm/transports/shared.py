@@ -15,12 +15,12 @@ from ..channel import Channel
 from ..counters import Meter
 from ..encoding import Encoding
 from ..progress import Stage, StagedOperation
-from ..reduction import Plain, ReductionPlan, Room
+from ..reduction import Plain, ReductionPlan, SumBuffers
 from ..sums import LARGEST_AT_ONCE, Method, shards
 from ..transport import Emulated
 from . import base
 from .base import ALIGNMENT, Pattern, TransportContext
-from .emulated import Stamped, Stamps
+from .emulated import TimestampedSignal, Timestamps
 from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
 __all__ = ["NodeMemory", "SharedWindows", "WindowChannel", "blocks"]
@@ -37,7 +37,7 @@ class NodeMemory:
         Emulated network between the nodes; None without one.
     node_of
         Number of the emulated node of every rank.
-    crowded
+    oversubscribed
         Whether there are more ranks than cores. A waiting rank must then yield its core.
     """
 
@@ -46,9 +46,14 @@ class NodeMemory:
         context: TransportContext,
         network: Emulated | None = None,
         node_of: Sequence[int] = (),
-        crowded: bool = True,
+        oversubscribed: bool = True,
     ) -> None:
-        self.context, self.network, self.node_of, self._crowded = context, network, tuple(node_of), crowded
+        self.context, self.network, self.node_of, self._oversubscribed = (
+            context,
+            network,
+            tuple(node_of),
+            oversubscribed,
+        )
         self._arena: Arena | None = None
         self._node_ranks: list[int] = []
         self._stage: _CommonStage | None = None
@@ -92,7 +97,11 @@ class NodeMemory:
         return self._arena
 
     def signal(
-        self, flags: Flags, stamps: dict[int, Stamps], seconds: dict[int, float], others: Sequence[int] | None = None
+        self,
+        flags: Flags,
+        stamps: dict[int, Timestamps],
+        seconds: dict[int, float],
+        others: Sequence[int] | None = None,
     ) -> Signal:
         """Return a signal that every rank awaits. With an emulated network it arrives after the travel time of the
         data.
@@ -107,7 +116,9 @@ class NodeMemory:
         if self.network is None:
             return Signal(flags, others)
         own = stamps[self.node.rank]
-        return Stamped(flags, others, own, [(stamps[rank], s) for rank, s in seconds.items()], self._crowded)
+        return TimestampedSignal(
+            flags, others, own, [(stamps[rank], s) for rank, s in seconds.items()], self._oversubscribed
+        )
 
     # -- channels ------------------------------------------------------------------------------
 
@@ -148,7 +159,7 @@ class NodeMemory:
         for view in (view for pair in recvs.values() for view in pair):
             view.flags.writeable = False
         move = self.signal(Flags(chunk, where, mine), stamps, seconds)
-        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, (move, move), [chunk.give_back]))
+        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, (move, move), [chunk.free_block]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
         """Return the travel time of a message from a peer [s]."""
@@ -198,15 +209,15 @@ class NodeMemory:
                 places.view(rank, first, (part.stop - part.start) * flat.itemsize, flat.dtype)
                 for rank, part in enumerate(deposited)
             ]
-            room = Room([(slot[me], flat[deposited[me]])])
+            buffers = SumBuffers([(slot[me], flat[deposited[me]])])
             if method.adds:
-                room.scatter, room.summands, room.total = move, [one[own] for one in slot], flat[own]
+                buffers.scatter, buffers.summands, buffers.total = move, [one[own] for one in slot], flat[own]
             else:
-                room.gather, room.returns = move, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
-            turns.append(room.stages(Plain()))
+                buffers.gather, buffers.returns = move, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
+            turns.append(buffers.stages(Plain()))
         nbytes = 2 * flat[deposited[me]].nbytes
         arrival = move if self.network is not None else None
-        return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
+        return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.free])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
         """Plan a large sum that `finish` makes in pieces: in each piece, every rank adds up its share.
@@ -230,15 +241,15 @@ class NodeMemory:
             places = yield 2 * ALIGNMENT
             plan.arrival = self._travel(places, method, flat.nbytes)
             stages.append(plan.arrival)
-            plan.close.append(places.give_back)
+            plan.close.append(places.free)
         codec, meet = method.codec, Signal(stage.places.flags)
         wire = flat.dtype if codec.identity else np.dtype(codec.wire)
         pieces = stage.pieces(flat, wire.itemsize) if method.gathers else stage.parts(flat)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [piece.own for piece in pieces])
         for piece in pieces:
-            room = stage.room(piece, flat, wire, method.gathers)
-            room.scatter = room.gather = meet
-            stages += room.stages(encoding or Plain())
+            buffers = stage.buffers_of(piece, flat, wire, method.gathers)
+            buffers.scatter = buffers.gather = meet
+            stages += buffers.stages(encoding or Plain())
         plan.operation, plan.encoding = StagedOperation(stages), encoding
         return plan
 
@@ -302,7 +313,7 @@ class _CommonStage:
             parts.append(_StagePiece(cut, cut, self.places.mine))
         return parts
 
-    def room(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
+    def buffers_of(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> SumBuffers:
         """Return the buffers of a piece.
 
         Deposits follow one another on the stage. The sums of the shares follow them, or lie in the buffer itself.
@@ -316,13 +327,13 @@ class _CommonStage:
         ranks = range(self.places.ranks)
         summands = [self._view(rank, begin, (own.stop - own.start) * size, dtype) for rank in ranks]
         if not gathers:
-            return Room(deposits, summands=summands, total=flat[own])
+            return SumBuffers(deposits, summands=summands, total=flat[own])
         totals = [
             self._view(rank, STAGE_BYTES, (share.stop - share.start) * size, dtype)
             for rank, share in enumerate(piece.shares)
         ]
         returns = [(flat[share], total) for share, total in zip(piece.shares, totals)]
-        return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
+        return SumBuffers(deposits, summands=summands, total=totals[piece.mine], returns=returns)
 
     def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
         """Return a view of a rank's memory on the stage that may begin at any element. Views are cached."""
@@ -346,14 +357,14 @@ class SharedWindows:
         Per peer, the two buffers that this rank packs into, and the two that the peer packs into.
     moves
         Per slot, the signal of an exchange.
-    give_back
+    free
         Functions that free the memory.
     """
 
     sends: _Views
     recvs: _Views
     moves: tuple[Signal, Signal]
-    give_back: Sequence[Callable[[], object]]
+    free: Sequence[Callable[[], object]]
 
 
 class WindowChannel(Channel):
@@ -404,11 +415,11 @@ class WindowChannel(Channel):
     def _close(self) -> None:
         self._windows.sends.clear()
         self._windows.recvs.clear()
-        for call in self._windows.give_back:
+        for call in self._windows.free:
             call()
 
 
-def _stamps(places: Places, rank: int) -> Stamps:
+def _stamps(places: Places, rank: int) -> Timestamps:
     """Return the timestamps in the first two cache lines of a rank's block."""
     first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second

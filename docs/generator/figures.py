@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halograd import models
 from halograd.layers import Strategy
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import compile_program
@@ -47,4 +47,4 @@ def recomputation() -> str:
 
 def _pricing() -> Pricing:
     machine = Machine.load("lassen")
-    return Pricing(Wires(machine), RooflineTimes(machine))
+    return Pricing(NetworkModel(machine), RooflineTimes(machine))

@@ -285,16 +285,16 @@ def apply(
     with progress_bar("samples", world.rank == 0) as tell:
         sets, written = _overrides(sets, threads), how.writer
         parts = how.extents, how.overlap, how.rollout
-        found = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *parts)
+        result = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *parts)
     if world.rank == 0:
-        before = found["samples"] - found["computed"]
+        before = result["samples"] - result["computed"]
         more = f", {before} of them before" if before else ""
-        if found["settings"]:
-            print(f"for these data and ranks: {' '.join(found['settings'])}")
-        if "windows" in found:
+        if result["settings"]:
+            print(f"for these data and ranks: {' '.join(result['settings'])}")
+        if "windows" in result:
             overlap = 0.5 if how.overlap is None else how.overlap
-            print(f"{found['windows']} windows of {how.window}, overlap {overlap:g}")
-        print(f"{out}: {found['samples']} samples{more}, by step {found['step']}", flush=True)
+            print(f"{result['windows']} windows of {how.window}, overlap {overlap:g}")
+        print(f"{out}: {result['samples']} samples{more}, by step {result['step']}", flush=True)
 
 
 @app.command()

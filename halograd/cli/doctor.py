@@ -33,13 +33,15 @@ __all__ = ["careful", "examine", "merge", "probe_gpu", "show"]
 
 def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
     """Return the findings of a probe; if the probe raises an error, add a finding of this status."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        found.extend(probe())
+        findings.extend(probe())
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        found.append(Finding(name, status, text, f"its installation is broken: pip install --force-reinstall {name}"))
-    return found
+        findings.append(
+            Finding(name, status, text, f"its installation is broken: pip install --force-reinstall {name}")
+        )
+    return findings
 
 
 def probe_python() -> Iterator[Finding]:
@@ -53,9 +55,9 @@ def probe_python() -> Iterator[Finding]:
 def probe_threads(on_node: Sequence[Cores]) -> Iterator[Finding]:
     """Compare the cores of all ranks of a node with their threads. Local."""
     ranks_on_node, cores = len(on_node), Cores.together(on_node)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() and int(given) > 0 else 1
-    source = f"OMP_NUM_THREADS={given}" if given else "OMP_NUM_THREADS is not set"
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(setting) if setting.isdigit() and int(setting) > 0 else 1
+    source = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS is not set"
     value = f"{threads} per rank ({source}), {ranks_on_node} ranks on this node, {cores} cores"
     if threads * ranks_on_node > cores:
         remedy = f"more threads than cores: start at most {max(1, cores // threads)} ranks per node to be fast"
@@ -135,13 +137,13 @@ ENOUGH_PER_RANK = 64 << 20  # [B]
 
 def probe_formats() -> Iterator[Finding]:
     """Report the packages that read other formats than HDF5. Local."""
-    found, missing = list[str](), list[str]()
+    available, missing = list[str](), list[str]()
     for name, reads in (("zarr", "Zarr, TIFF"), ("nibabel", "NIfTI"), ("tifffile", "TIFF")):
         try:
-            found.append(f"{name} {version(name)}")
+            available.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(f"{name} ({reads})")
-    value = "; ".join([", ".join(found)] * bool(found) + [f"without {', '.join(missing)}"] * bool(missing))
+    value = "; ".join([", ".join(available)] * bool(available) + [f"without {', '.join(missing)}"] * bool(missing))
     yield Finding("formats", "note" if missing else "ok", value, "pip install 'halograd[formats]'" if missing else "")
 
 
@@ -322,9 +324,9 @@ def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     assert isinstance(node, MPI.Intracomm)
-    found: list[Cores] = node.allgather(usable_cores())
+    cores: list[Cores] = node.allgather(usable_cores())
     node.Free()
-    return found
+    return cores
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:

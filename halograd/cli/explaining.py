@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..layers import Strategy
     from ..perfmodel.cost import Prediction
     from ..perfmodel.plans import LayerRecord, Plan
-    from ..planning import Asked
+    from ..planning import PlanRequest
     from ..program.program import Program
 
 __all__ = ["explain"]
@@ -27,7 +27,7 @@ __all__ = ["explain"]
 #: Number of layers that are explained without --layer: those with the longest times.
 FEW = 5
 #: Number of other cuts of one layer that are simulated.
-RIVALS = 5
+OTHER_CUTS = 5
 #: Fields of a record, by the names in the table.
 TERMS = {
     "kernels": ("forward", "backward"),
@@ -72,25 +72,25 @@ def explain(
 
     if image is not None:
         check_output(image, "--picture", ".png")
-    made = Plan.load(path)
-    if rank >= made.ranks:
-        raise UserError(f"--rank: expected one of 0 to {made.ranks - 1}, got {rank}")
+    plan = Plan.load(path)
+    if rank >= plan.ranks:
+        raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
     if program:
-        print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))
+        print("\n".join(_program(plan, _plan_request(plan, path, cache), rank, layers or ())))
         return
     with working("pricing every cut of every layer") as say:
-        explainer = Explainer(made, _asked(made, path, cache), say)
+        explainer = Explainer(plan, _plan_request(plan, path, cache), say)
         chosen = explainer.check_layers(layers or ())
         lines = explainer.text(chosen, bool(layers), rank)
     print("\n".join(lines))
     if image is not None:
         from .pictures import draw_strip
 
-        draw_strip(made, image)
+        draw_strip(plan, image)
         print(f"{image}: written")
 
 
-def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
+def _plan_request(plan: Plan, path: Path, cache: Path | None) -> PlanRequest:
     """Build the network and the machine of a plan from its request.
 
     Raises
@@ -98,7 +98,7 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
     UserError
         The plan has no request, or the model has changed since.
     """
-    from ..planning import Asked
+    from ..planning import PlanRequest
 
     request = plan.request
     if request is None:
@@ -107,29 +107,29 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
             "Plan.save; run `halograd plan`"
         )
     machine = request.load_machine()
-    asked = Asked.of(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
-    plan.check(asked.network, plan.ranks)
-    return asked
+    plan_request = PlanRequest.of(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
+    plan.check(plan_request.network, plan.ranks)
+    return plan_request
 
 
-def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
+def _program(plan: Plan, plan_request: PlanRequest, rank: int, layers: Sequence[str]) -> Iterator[str]:
     """Yield the program of one rank as lines of text."""
     from ..program.program import lines_of
 
     for name in layers:
         _check_layer(plan, name)
-    return lines_of(_compiled(plan, asked, plan.strategy, rank), frozenset(layers) or None)
+    return lines_of(_compiled(plan, plan_request, plan.strategy, rank), frozenset(layers) or None)
 
 
-def _compiled(plan: Plan, asked: Asked, strategy: Strategy, rank: int) -> Program:
+def _compiled(plan: Plan, plan_request: PlanRequest, strategy: Strategy, rank: int) -> Program:
     """Return the program of one rank under a strategy, otherwise as the plan's."""
     from ..device import as_dtype
-    from ..perfmodel.cost import Wires, program_of
+    from ..perfmodel.cost import NetworkModel, program_of
     from ..program.program import Target
 
-    overlaps = Wires(asked.machine).waits_for_network
+    overlaps = NetworkModel(plan_request.machine).waits_for_network
     target = Target(plan.batch, plan.ranks, rank, as_dtype(plan.dtype), overlaps=overlaps)
-    return program_of(asked.network, strategy, target)
+    return program_of(plan_request.network, strategy, target)
 
 
 def _check_layer(plan: Plan, name: str) -> None:
@@ -140,7 +140,7 @@ def _check_layer(plan: Plan, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Rival:
+class OtherCut:
     """Another cut of one layer, with the best plan for the other layers.
 
     Attributes
@@ -162,24 +162,24 @@ class Explainer:
     ----------
     plan
         Plan with its request.
-    asked
+    plan_request
         Network and machine of the plan.
     say
         Called with a text about the current work.
     """
 
-    def __init__(self, plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> None:
-        from ..perfmodel.cost import Pricing, Training, Wires
+    def __init__(self, plan: Plan, plan_request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> None:
+        from ..perfmodel.cost import NetworkModel, Pricing, Training
         from ..perfmodel.cost.network_costs import network_costs
         from ..planning import AHEAD
 
         assert plan.request is not None
-        self.plan, self.asked, self.request, self._say = plan, asked, plan.request, say
-        self.pricing = asked.pricing(plan.batch, plan.ranks)
+        self.plan, self.plan_request, self.request, self._say = plan, plan_request, plan.request, say
+        self.pricing = plan_request.pricing(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, plan.request.slots, ahead=AHEAD)
-        quick = Pricing(Wires(asked.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
-        some = (asked.network, plan.batch, plan.ranks, quick, self.training)
-        self.costs = network_costs(*some, plan.request.full, plan.strategy.bucket_bytes)
+        quick = Pricing(NetworkModel(plan_request.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
+        arguments = (plan_request.network, plan.batch, plan.ranks, quick, self.training)
+        self.costs = network_costs(*arguments, plan.request.full, plan.strategy.bucket_bytes)
         p = plan.prediction
         self.exposed = p.allreduce_exposed / p.allreduce_seconds if p.allreduce_seconds else 0.0
         self.problem = self.costs.problem(self.exposed, plan.limit)
@@ -197,7 +197,7 @@ class Explainer:
         few = set(list(slowest.values())[:FEW])
         return [name for name in self.plan.layers if name in few]
 
-    def rivals(self, layer: str, count: int = RIVALS) -> tuple[list[Rival], int]:
+    def other_cuts(self, layer: str, count: int = OTHER_CUTS) -> tuple[list[OtherCut], int]:
         """Return the best other cuts of a layer, fastest step first, and the number of possible cuts."""
         import numpy as np
 
@@ -208,7 +208,7 @@ class Explainer:
         # The cut of a baseline may not be among the candidates.
         own = chosen[v] if chosen else self._candidate(v)
         ranking = next_best(self.costs.problem(self.exposed), v)
-        found: list[Rival] = []
+        other_cuts: list[OtherCut] = []
         for c in np.argsort(ranking, kind="stable"):
             if c == own or not np.isfinite(ranking[c]):
                 continue
@@ -220,10 +220,10 @@ class Explainer:
                 continue
             indices[v] = int(c)
             strategy = self._alike(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
-            found.append(Rival(strategy.parts_of(layer), self._simulate(strategy)))
-            if len(found) == count:
+            other_cuts.append(OtherCut(strategy.parts_of(layer), self._simulate(strategy)))
+            if len(other_cuts) == count:
                 break
-        return sorted(found, key=lambda r: r.prediction.step_seconds), len(ranking)
+        return sorted(other_cuts, key=lambda r: r.prediction.step_seconds), len(ranking)
 
     def _candidate(self, v: int) -> int:
         parts = tuple(self.plan.strategy.cuts_of(self.costs.names[v]).values())
@@ -237,20 +237,20 @@ class Explainer:
         from ..layers.reduction_chunks import replicable_layers
         from ..layers.strategy import AXES
 
-        given, scheme = self.plan.strategy, self.plan.strategy.reduction
+        chosen, scheme = self.plan.strategy, self.plan.strategy.reduction
         layers = {}
         for name, own in strategy.layers.items():
-            options = given.layers.get(name, {}).items()
+            options = chosen.layers.get(name, {}).items()
             layers[name] = {**own, **{key: value for key, value in options if key not in (*AXES, "halo")}}
-        strategy = replace(strategy, layers=layers, options=given.options)
-        most = len(replicable_layers(strategy, self.asked.network, self.plan.batch))
+        strategy = replace(strategy, layers=layers, options=chosen.options)
+        most = len(replicable_layers(strategy, self.plan_request.network, self.plan.batch))
         return replace(strategy, reduction=replace(scheme, replicated_dense=min(most, scheme.replicated_dense)))
 
     def _simulate(self, strategy: Strategy) -> Prediction:
         from ..perfmodel.cost import simulate
 
         plan = self.plan
-        return simulate(self.asked.network, strategy, plan.batch, self.pricing, self.training, plan.ranks)
+        return simulate(self.plan_request.network, strategy, plan.batch, self.pricing, self.training, plan.ranks)
 
     # -- output --------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Explainer:
         ]
         now = self.chosen.step_seconds
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
-            source = source_of(self.pricing.times, self.asked.machine)
+            source = source_of(self.pricing.times, self.plan_request.machine)
             lines.append(f"by current kernel times ({source}) it takes {time_text(now)}; the following uses these")
         if plan.strategy.widens:
             lines.append(self._margins())
@@ -276,9 +276,12 @@ class Explainer:
             lines += ["", *self._recomputation(rank, frozenset(layers if details else plan.layers))]
         for name in layers:
             self._say(f"planning around the cuts of {name}")
-            lines += ["", *self._of_layer(name, RIVALS if details else 1)]
+            lines += ["", *self._of_layer(name, OTHER_CUTS if details else 1)]
         if not details:
-            lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]
+            lines += [
+                "",
+                f"These layers take longest; --layer NAME shows the {OTHER_CUTS} next best cuts of any other.",
+            ]
         return lines
 
     def _margins(self) -> str:
@@ -296,7 +299,7 @@ class Explainer:
         from ..perfmodel.cost.kept import Kept, kept_by_layers
 
         plan, strategy = self.plan, self.plan.strategy
-        program = _compiled(plan, self.asked, strategy, rank)
+        program = _compiled(plan, self.plan_request, strategy, rank)
         held, none = kept_by_layers(program), Kept()
         rows = [["", "[MiB]", "[MiB]", "[ms]"]]
         for record in self.chosen.layers:
@@ -308,14 +311,14 @@ class Explainer:
         yield f"kept for the backward pass, or computed again in it, on rank {rank}:"
         yield from (f"  {line}" for line in table(["layer", "kept |", "again", "time"], rows))
         keeping = strategy.keeping_all
-        size, largest = program.placement.size, _compiled(plan, self.asked, keeping, rank).placement.size
+        size, largest = program.placement.size, _compiled(plan, self.plan_request, keeping, rank).placement.size
         now, before = self.chosen.step_seconds, self._simulate(keeping).step_seconds
         yield f"  arena {bytes_text(size)}, {bytes_text(largest)} if all were kept ({_change(size, largest)})"
         yield f"  step {time_text(now)}, {time_text(before)} if all were kept ({_change(now, before)})"
 
     def _of_layer(self, name: str, count: int) -> list[str]:
         record = next(r for r in self.chosen.layers if r.name == name)
-        rivals, choices = self.rivals(name, count)
+        other_cuts, choices = self.other_cuts(name, count)
         halo = f", halos: {record.halo_algorithm}" if record.halo_algorithm else ""
         share = record.seconds / self.chosen.step_seconds if self.chosen.step_seconds else 0.0
         alike = sum(_likeness(r) == _likeness(record) for r in self.chosen.layers) - 1
@@ -327,30 +330,30 @@ class Explainer:
             f"  {took}; output {bytes_text(record.output)} per rank{sent}",
             f"  of it {_terms(record)}",
         ]
-        if not rivals:
+        if not other_cuts:
             return [*lines, f"  no other cut of it fits (of {choices} examined)"]
         lines += [
             f"  {choices} cuts were examined; the rest of the network is planned for each of the next best:"
         ]
-        lines += [f"    {line}" for line in self._comparison(rivals)]
-        if rivals[0].prediction.step_seconds < self.chosen.step_seconds:
+        lines += [f"    {line}" for line in self._comparison(other_cuts)]
+        if other_cuts[0].prediction.step_seconds < self.chosen.step_seconds:
             lines.append(
                 "    (planners minimize sums over layers without overlap, so they did not find the faster cut)"
             )
         return lines
 
-    def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
+    def _comparison(self, other_cuts: Sequence[OtherCut]) -> list[str]:
         """Return lines with the step times under the other cuts, and the terms that differ most."""
         heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
         base = self.chosen.step_seconds
         rows = []
-        for rival in [Rival({}, self.chosen), *rivals]:
-            p = rival.prediction
+        for other_cut in [OtherCut({}, self.chosen), *other_cuts]:
+            p = other_cut.prediction
             more = p.step_seconds - base
             own = p is self.chosen
             rows.append(
                 [
-                    "the plan" if own else cut_text(rival.parts),
+                    "the plan" if own else cut_text(other_cut.parts),
                     milliseconds(p.step_seconds),
                     "" if own else f"{1e3 * more:+.3f}",
                     "" if own else f"{more / base:+.1%}" if base else "",
@@ -367,8 +370,8 @@ class Explainer:
             term: sum(other.total(f) - self.chosen.total(f) for f in fields) for term, fields in TERMS.items()
         }
         differences["update"] = other.update_seconds - self.chosen.update_seconds
-        some = sorted(differences.items(), key=lambda item: -abs(item[1]))
-        named = [f"{term} {1e3 * d:+.3f}" for term, d in some if abs(d) >= 0.0005e-3 + 0.02 * abs(some[0][1])]
+        largest = sorted(differences.items(), key=lambda item: -abs(item[1]))
+        named = [f"{term} {1e3 * d:+.3f}" for term, d in largest if abs(d) >= 0.0005e-3 + 0.02 * abs(largest[0][1])]
         return ", ".join(named[:4]) or "no difference"
 
 

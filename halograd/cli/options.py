@@ -21,7 +21,7 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from ..layers import Network, Strategy
     from ..perfmodel.cost import Training
-    from ..planning import Asked
+    from ..planning import PlanRequest
 
 __all__ = [
     "AsJson",
@@ -80,9 +80,11 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
-    def run(**given: Any) -> Any:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in _fields(kind)}) for name, kind in groups.items()}
-        return command(**made, **given)
+    def run(**values: Any) -> Any:
+        groups_of_options = {
+            name: kind(**{f.name: values.pop(f.name) for f in _fields(kind)}) for name, kind in groups.items()
+        }
+        return command(**groups_of_options, **values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -168,14 +170,14 @@ class ModelOptions:
 
         return training_of(self.dtype, self.optimizer)
 
-    def asked(self) -> Asked:
+    def plan_request(self) -> PlanRequest:
         """Build the model, and read the machine. Raises UserError."""
         from ..perfmodel.machine import MACHINES
-        from ..planning import Asked
+        from ..planning import PlanRequest
 
         if self.machine is None:
             raise UserError(f"--machine: expected one of {', '.join(MACHINES)}, or a machine file, got none")
-        return Asked.of(self.model, parse_options(self.options or ()), self.machine, self.dtype, self.cache)
+        return PlanRequest.of(self.model, parse_options(self.options or ()), self.machine, self.dtype, self.cache)
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
@@ -206,20 +208,20 @@ def parse_ranks(text: str) -> list[int]:
     ([4, 8, 16, 32, 64], [16])
     """
     words = [word.strip() for word in text.split(",")]
-    found: list[int] = []
+    ranks: list[int] = []
     for i, word in enumerate(words):
         if word in ("...", "\u2026"):
-            found += _between(found, words[i + 1 :], text)
+            ranks += _between(ranks, words[i + 1 :], text)
         elif re.fullmatch(_WHOLE, word) and int(word) > 0:
-            found.append(int(word))
+            ranks.append(int(word))
         else:
             raise UserError(
                 f"--ranks: expected whole numbers >= 1 such as 4,8,...,2048, got {shown(word)} in {shown(text)}"
             )
-    check_counts(ranks=max(found))
-    if sorted(set(found)) != found:
+    check_counts(ranks=max(ranks))
+    if sorted(set(ranks)) != ranks:
         raise UserError(f"--ranks: expected rising numbers, got {shown(text)}")
-    return found
+    return ranks
 
 
 def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
@@ -230,32 +232,32 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
             f"--ranks: expected two numbers before ... and one after, such as 4,8,...,2048, got {shown(text)}"
         )
     ratio, last = before[-1] // before[-2], int(behind[0])
-    found: list[int] = []
-    while [*before, *found][-1] * ratio < last:
-        found.append([*before, *found][-1] * ratio)
-    if (found or before)[-1] * ratio != last:
+    ranks: list[int] = []
+    while [*before, *ranks][-1] * ratio < last:
+        ranks.append([*before, *ranks][-1] * ratio)
+    if (ranks or before)[-1] * ratio != last:
         raise UserError(
             f"--ranks: expected {last} to be reached by times {ratio} from {before[-1]}, got {shown(text)}; "
-            f"end with {(found or before)[-1] * ratio} or {(found or before)[-1]}"
+            f"end with {(ranks or before)[-1] * ratio} or {(ranks or before)[-1]}"
         )
-    return found
+    return ranks
 
 
 def parse_grid(text: str) -> dict[str, int]:
     """Parse parts per axis, written as ``sample=2,height=4``."""
     from ..layers.strategy import AXES
 
-    found: dict[str, int] = {}
+    grid: dict[str, int] = {}
     for item in text.split(","):
         axis, equals, number = (part.strip() for part in item.partition("="))
         if not equals or not re.fullmatch(_WHOLE, number) or int(number) < 1:
             raise UserError(f"--grid: expected AXIS=PARTS,... such as sample=2,height=4,width=2, got {shown(item)}")
         if axis not in AXES:
             raise UserError(f"--grid: expected axes out of {', '.join(AXES)}, got {shown(axis)}")
-        if axis in found:
+        if axis in grid:
             raise UserError(f"--grid: expected every axis once, got {axis!r} twice")
-        found[axis] = int(number)
-    return found
+        grid[axis] = int(number)
+    return grid
 
 
 def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:

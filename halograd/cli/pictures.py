@@ -57,9 +57,9 @@ def draw_strip(plan: Plan, path: Path) -> None:
         with picture(path, max(7.0, 1.4 + 0.175 * per_row), legend + rows * height) as figure:
             axes = figure.subplots(2 * rows, 1, height_ratios=[6, 1] * rows)
             for i in range(rows):
-                some = records[i * per_row : (i + 1) * per_row]
-                _bars(axes[2 * i], some, per_row, top)
-                _tiles(axes[2 * i + 1], some, per_row, styles)
+                row = records[i * per_row : (i + 1) * per_row]
+                _bars(axes[2 * i], row, per_row, top)
+                _tiles(axes[2 * i + 1], row, per_row, styles)
             _legend(figure, axes[0], plan, cuts, styles, columns)
     except OSError as error:
         raise UserError(
@@ -146,8 +146,8 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
     try:
         with picture(path, 9.5, 4.2) as figure:
             figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-            for ax, some in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
-                _panel(ax, some)
+            for ax, one_series in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
+                _panel(ax, one_series)
     except OSError as error:
         raise UserError(
             f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
@@ -185,8 +185,8 @@ def _panel(ax: Axes, series: Series) -> None:
     points = [p for p in series.points if p.seconds is not None and p.fits]
     first = series.reference()
     for name, color in COLORS.items():
-        some = [(p.ranks, p.baselines[name]) for p in points if p.baselines and name in p.baselines]
-        xy = [(ranks, 1e3 * seconds) for ranks, (seconds, fits) in some if fits]
+        pairs = [(p.ranks, p.baselines[name]) for p in points if p.baselines and name in p.baselines]
+        xy = [(ranks, 1e3 * seconds) for ranks, (seconds, fits) in pairs if fits]
         if xy:
             ax.plot(*zip(*xy), color=color, marker=".", linewidth=WIDTHS[name], label=name)
     label = "plan" if any(p.baselines for p in points) else "this grid"

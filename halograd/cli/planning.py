@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..perfmodel.plans import Alternative, Plan
     from ..perfmodel.predict import Planning
     from ..perfmodel.robust import RobustPlan
-    from ..planning import Asked
+    from ..planning import PlanRequest
 
 __all__ = ["plan"]
 
@@ -114,50 +114,54 @@ def plan(
         check_output(out, "--out")
     rule = build_value(cast(Any, Rule), how.recompute, at="--recompute")
     planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training(), recompute=rule)
-    asked = what.asked()
+    plan_request = what.plan_request()
     if how.frontier:
-        _show_frontier(asked, batch, ranks, planning, how.plot, as_json)
+        _show_frontier(plan_request, batch, ranks, planning, how.plot, as_json)
         return
     robust = None
-    with working(f"planning {asked.model} on {ranks} ranks"):
+    with working(f"planning {plan_request.model} on {ranks} ranks"):
         if how.robust:
-            robust = make_robust_plan(asked, batch, ranks, planning)
-        made = make_plan(asked, batch, ranks, planning) if robust is None else robust.plan
-        others = baselines_of(asked, made)
+            robust = make_robust_plan(plan_request, batch, ranks, planning)
+        best = make_plan(plan_request, batch, ranks, planning) if robust is None else robust.plan
+        others = baselines_of(plan_request, best)
     # The plan is printed even if its file cannot be written after all, such as on a disk that is full by now.
     if as_json:
-        print(json.dumps(_as_json(made, others, robust)), flush=True)
+        print(json.dumps(_as_json(best, others, robust)), flush=True)
     else:
-        lines = plan_text(made, others)
+        lines = plan_text(best, others)
         print("\n".join(lines if robust is None else [*lines, "", *robust_text(robust)]), flush=True)
     if out is not None:
-        made.save(out)
+        best.save(out)
     if out is not None and not as_json:
         print(f'{out}: written; `halograd explain {out}` explains it, strategy.file = "{out}" trains under it')
 
 
-def _show_frontier(asked: Asked, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool) -> None:
+def _show_frontier(
+    plan_request: PlanRequest, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool
+) -> None:
     """Print plans from the fastest to the leanest, and draw them."""
     from ..perfmodel.predict import plan_frontier
 
     if path is not None:
         check_output(path, "--plot")
-    times = asked.times(batch, ranks)
-    with working(f"planning {asked.model} on {ranks} ranks") as now:
+    times = plan_request.times(batch, ranks)
+    with working(f"planning {plan_request.model} on {ranks} ranks") as now:
         plans = []
-        for made in plan_frontier(asked.network, batch, ranks, asked.machine, times, planning):
-            plans.append(made)
-            now(f"planning {asked.model} on {ranks} ranks within {bytes_text(made.prediction.memory_bytes)}")
+        for plan in plan_frontier(plan_request.network, batch, ranks, plan_request.machine, times, planning):
+            plans.append(plan)
+            now(f"planning {plan_request.model} on {ranks} ranks within {bytes_text(plan.prediction.memory_bytes)}")
     if not plans:
         from ..planning import make_plan
 
-        make_plan(asked, batch, ranks, planning, times)  # raises an error that says what would fit
-    points = [_point(asked, made) for made in plans]
+        make_plan(plan_request, batch, ranks, planning, times)  # raises an error that says what would fit
+    points = [_point(plan_request, plan) for plan in plans]
     if path is not None:
         from .pictures import draw_frontier
 
         curve = [(point.memory_bytes, point.step_seconds, point.again) for point in points]
-        draw_frontier(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}", curve, path)
+        draw_frontier(
+            f"{plan_request.model} on {ranks} ranks of {plan_request.machine.name}, batch {batch}", curve, path
+        )
     if as_json:
         print(json.dumps([vars(point) for point in points]), flush=True)
         return
@@ -167,7 +171,7 @@ def _show_frontier(asked: Asked, batch: int, ranks: int, planning: Planning, pat
         more = f"{point.step_seconds / first.step_seconds - 1:+.1%}"
         cells = [mebibytes(point.memory_bytes), milliseconds(point.step_seconds), more, str(point.again)]
         rows.append([*cells, point.cut, point.reduction])
-    print(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}, {asked.dtype}")
+    print(f"{plan_request.model} on {ranks} ranks of {plan_request.machine.name}, batch {batch}, {plan_request.dtype}")
     print("\n".join(["", *table(["memory", "step", "longer", "again", "largest cut", "gradients"], rows)]))
 
 
@@ -182,11 +186,17 @@ class FrontierPoint:
     reduction: str
 
 
-def _point(asked: Asked, plan: Plan) -> FrontierPoint:
-    some = [plan.strategy.options_of(name).get("recompute", "none") != "none" for name in asked.network.layers]
+def _point(plan_request: PlanRequest, plan: Plan) -> FrontierPoint:
+    recomputed = [
+        plan.strategy.options_of(name).get("recompute", "none") != "none" for name in plan_request.network.layers
+    ]
     cut = max(plan.prediction.layers, key=lambda record: record.output)
     return FrontierPoint(
-        plan.prediction.memory_bytes, plan.step_seconds, sum(some), cut_text(cut.parts), str(plan.strategy.reduction)
+        plan.prediction.memory_bytes,
+        plan.step_seconds,
+        sum(recomputed),
+        cut_text(cut.parts),
+        str(plan.strategy.reduction),
     )
 
 
@@ -222,22 +232,22 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     assert tried.cores is not None
     with working(f"trying {what.model} on {tried.cores} cores") as now:
         begin = lambda ranks, threads: now(f"trying {split_text(ranks, threads)}")  # noqa: E731
-        found = try_splits(tried.cores, tables, lambda line: print(line, file=sys.stderr), begin)
-    print(json.dumps([vars(one) for one in found]) if as_json else "\n".join(_cores_text(what.model, batch, found)))
+        splits = try_splits(tried.cores, tables, lambda line: print(line, file=sys.stderr), begin)
+    print(json.dumps([vars(one) for one in splits]) if as_json else "\n".join(_cores_text(what.model, batch, splits)))
 
 
-def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]:
+def _cores_text(model: str, batch: int, splits: Sequence[CoreSplit]) -> list[str]:
     """Return lines with the time of every split, in which the best split is marked."""
-    best = min(found, key=lambda one: one.seconds)
+    best = min(splits, key=lambda one: one.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
-    for one in found:
+    for one in splits:
         times = [milliseconds(t) for t in (one.predicted, one.seconds)]
         uniform = milliseconds(one.uniform) if one.ranks > 1 else "-"
         rows.append([split_text(one.ranks, one.threads), *times, one.by, uniform, "the best" if one is best else ""])
     heading = ["cores as", "predicted", "step", "cut by", "one cut for all", ""]
     lines = [f"{model}, batch {batch}, tried on this machine", "", *table(heading, rows, left=1)]
     lines += ["", f"best: {split_text(best.ranks, best.threads)}, {time_text(best.seconds)} a step"]
-    cut = [one for one in found if one.ranks > 1]
+    cut = [one for one in splits if one.ranks > 1]
     if best.ranks == 1 and cut:
         least = min(cut, key=lambda one: one.uniform)
         more = least.uniform / best.seconds - 1
@@ -250,13 +260,13 @@ def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]
 
 def _as_json(plan: Plan, others: Sequence[Alternative], robust: RobustPlan | None) -> dict[str, Any]:
     rows = [{**vars(a), "speed_up": a.step_seconds / plan.step_seconds if plan.step_seconds else None} for a in others]
-    found = {**plan.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
+    table = {**plan.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
     if robust is not None:
         names = {name or "as described": name for name in robust.regrets}
         regrets = {text: [robust.regrets[name], robust.fastest[name]] for text, name in names.items()}
-        found["robust"] = {
+        table["robust"] = {
             "factor": robust.factor,
             "regrets": {text: own for text, (own, _) in regrets.items()},
             "regrets_of_fastest": {text: before for text, (_, before) in regrets.items()},
         }
-    return found
+    return table

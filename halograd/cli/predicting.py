@@ -66,7 +66,7 @@ def predict(
     cut = None if grid is None else parse_grid(grid)
     if plot is not None:
         check_output(plot, "--plot", ".png")
-    predictor = Predictor(what.asked(), what.training(), cut, planner, limit)
+    predictor = Predictor(what.plan_request(), what.training(), cut, planner, limit)
     if len(counts) == 1:
         _one(predictor, counts[0], batch, as_json, plot)
         return

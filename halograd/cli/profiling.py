@@ -84,15 +84,17 @@ def profile(
                 check_output(out, "--out")
         cut = ranks or comm.size
         measuring = Measuring(comm, backend, network, batch, cut, how.dtype, how.autotune, how.cache)
-        found = measuring.machine()
+        machine_profile = measuring.machine()
         left = None if how.budget is None else max(0.0, how.budget - (time.perf_counter() - begin))
         # First the cuts that the planner needs, then the others.
-        some, every = (works_of(network, batch, cut, found.machine, how.dtype, full) for full in (False, True))
-        layers = measuring.layers({**some, **every}.values(), left)
+        quick, every = (
+            works_of(network, batch, cut, machine_profile.machine, how.dtype, full) for full in (False, True)
+        )
+        layers = measuring.layers({**quick, **every}.values(), left)
         if comm.rank == 0:
-            found.save(out)
+            machine_profile.save(out)
             show = _as_json if as_json else _as_text
-            print(show(found, layers, out, measuring.path, time.perf_counter() - begin), flush=True)
+            print(show(machine_profile, layers, out, measuring.path, time.perf_counter() - begin), flush=True)
 
 
 @contextmanager
@@ -113,27 +115,27 @@ def _backend(how: MeasuringOptions) -> Iterator[Any]:
         yield backend
 
 
-def _as_json(found: Profile, layers: Coverage, out: Path, path: Path, seconds: float) -> str:
-    record = {"machine": str(out), "cache": str(path), "seconds": seconds, "layers": vars(layers), **found.to_dict()}
+def _as_json(profile: Profile, layers: Coverage, out: Path, path: Path, seconds: float) -> str:
+    record = {"machine": str(out), "cache": str(path), "seconds": seconds, "layers": vars(layers), **profile.to_dict()}
     return json.dumps(record)
 
 
-def _as_text(found: Profile, layers: Coverage, out: Path, path: Path, seconds: float) -> str:
-    machine = found.machine
-    lines = [f"{machine.device}; {found.ranks} ranks, transport {found.transport}"]
+def _as_text(profile: Profile, layers: Coverage, out: Path, path: Path, seconds: float) -> str:
+    machine = profile.machine
+    lines = [f"{machine.device}; {profile.ranks} ranks, transport {profile.transport}"]
     rates = ", ".join(f"{k} {v / 1e9:.1f} Gflop/s" for k, v in machine.peak_flops.items())
     lines.append(
         f"  per rank: {rates}, {machine.memory_bandwidth / 1e9:.1f} GB/s, smallest kernel {_us(machine.launch)}"
     )
-    fits = [(f"exchange, {level}", fit) for level, fit in found.face.items()]
-    fits += [(f"exchange of columns, {level}", fit) for level, fit in found.strided.items()]
-    fits += [(f"sum over {n} ranks", fit) for n, fit in found.reduction.items()]
-    fits += [(f"  behind computation, {n} ranks", fit) for n, fit in found.reduction_behind.items()]
-    fits += [(f"  exposed part of it, {n} ranks", fit) for n, fit in found.reduction_exposed.items()]
+    fits = [(f"exchange, {level}", fit) for level, fit in profile.face.items()]
+    fits += [(f"exchange of columns, {level}", fit) for level, fit in profile.strided.items()]
+    fits += [(f"sum over {n} ranks", fit) for n, fit in profile.reduction.items()]
+    fits += [(f"  behind computation, {n} ranks", fit) for n, fit in profile.reduction_behind.items()]
+    fits += [(f"  exposed part of it, {n} ranks", fit) for n, fit in profile.reduction_exposed.items()]
     for what, fit in fits:
         line = " or ".join(f"{_us(one.alpha)} + {one.beta * 1e9:.3f} ns/B" for one in (fit.short, fit) if one)
         lines.append(f"  {what:<34} {line}, fit within {fit.error:.0%}")
-    lines.append(f"  update {found.update * 1e9:.3f} ns/B of parameters; per layer {_us(found.layer_overhead)}")
+    lines.append(f"  update {profile.update * 1e9:.3f} ns/B of parameters; per layer {_us(profile.layer_overhead)}")
     counts = f"{layers.measured} layer shapes measured, {layers.known} known before"
     if layers.left:
         counts += f", {layers.left} left: the budget is spent; run the same command again to continue"
@@ -178,18 +180,18 @@ def allreduce(
     """
     nbytes = [_parse_size(text) for text in sizes or SIZES]
     chosen = _chosen(methods, codecs)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     title = ""
     for transport in transports or ("auto", "mpi"):
         with open_communicator(transport) as comm:
-            found += [_measured(comm, transport, method, nbytes, rounds) for method in chosen]
+            rows += [_measured(comm, transport, method, nbytes, rounds) for method in chosen]
             nodes = len(set(comm.nodes))  # collective
             where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
             title = where if comm.rank == 0 else ""
     if title and as_json:
-        print(json.dumps({"ranks": title, "units": {"bytes": "B", "seconds": "s"}, "sums": found}))
+        print(json.dumps({"ranks": title, "units": {"bytes": "B", "seconds": "s"}, "sums": rows}))
     elif title:
-        print("\n".join(_sums(title, nbytes, found)))
+        print("\n".join(_sums(title, nbytes, rows)))
 
 
 def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -210,11 +212,11 @@ def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequenc
     return row | {"waited": waited.to_dict(), "left": left.to_dict()}
 
 
-def _sums(title: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> list[str]:
+def _sums(title: str, sizes: Sequence[int], results: Sequence[dict[str, Any]]) -> list[str]:
     heading = ["transport", "method", "codec", *map(bytes_text, sizes), "alpha", "beta", "fit", "left alpha", "beta"]
     units = ["", "", "", *["[ms]"] * len(sizes), "[us]", "[ns/B]", "", "[us]", "[ns/B]"]
     rows = [units]
-    for row in found:
+    for row in results:
         label = [row["transport"], row["method"], row["codec"]]
         if "refused" in row:
             rows.append([*label, *["-"] * (len(heading) - 3)])
@@ -223,15 +225,15 @@ def _sums(title: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> 
         times = [f"{1e3 * t:.3f}" for t in waited["seconds"]]
         rows.append([*label, *times, *_line(waited), f"{waited['error']:.0%}", *_line(left)])
     lines = [f"{title}: a sum without computation, and its exposed part with long computation", ""]
-    return [*lines, *table(heading, rows, left=3), *_refusals(found)]
+    return [*lines, *table(heading, rows, left=3), *_refusals(results)]
 
 
 def _line(fit: dict[str, Any]) -> tuple[str, str]:
     return f"{1e6 * fit['alpha']:.1f}", f"{1e9 * fit['beta']:.3f}"
 
 
-def _refusals(found: Sequence[dict[str, Any]]) -> list[str]:
-    reasons = dict.fromkeys(f"{row['transport']}: {row['refused']}" for row in found if "refused" in row)
+def _refusals(rows: Sequence[dict[str, Any]]) -> list[str]:
+    reasons = dict.fromkeys(f"{row['transport']}: {row['refused']}" for row in rows if "refused" in row)
     return ["", *reasons] if reasons else []
 
 
@@ -253,8 +255,8 @@ def _chosen(methods: Sequence[str] | None, codecs: Sequence[str] | None) -> list
     for name in methods or ():
         if name not in METHODS:
             raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {name!r}")
-    found = []
+    chosen = []
     for codec in [CODECS.make(name, "--codec") for name in codecs or (["float32"] if methods else CODECS.names)]:
-        given = methods or (METHODS if codec.identity else ["ordered"])
-        found += [carrying(name, codec) for name in given if codec.identity or METHODS[name].encodes]
-    return list(dict.fromkeys(found))
+        names = methods or (METHODS if codec.identity else ["ordered"])
+        chosen += [carrying(name, codec) for name in names if codec.identity or METHODS[name].encodes]
+    return list(dict.fromkeys(chosen))

@@ -12,7 +12,7 @@ from .options import strategy_of_grid
 
 if TYPE_CHECKING:
     from ..perfmodel.cost import Prediction, Training
-    from ..planning import Asked
+    from ..planning import PlanRequest
 
 __all__ = ["Point", "Predictor", "Series", "parts_of"]
 
@@ -67,25 +67,36 @@ class Predictor:
     """Predictor for any number of ranks and samples."""
 
     def __init__(
-        self, asked: Asked, training: Training, grid: Mapping[str, int] | None, planner: str, limit: float | None
+        self,
+        plan_request: PlanRequest,
+        training: Training,
+        grid: Mapping[str, int] | None,
+        planner: str,
+        limit: float | None,
     ) -> None:
-        self.asked, self.training, self.grid, self.planner, self.limit = asked, training, grid, planner, limit
+        self.plan_request, self.training, self.grid, self.planner, self.limit = (
+            plan_request,
+            training,
+            grid,
+            planner,
+            limit,
+        )
         self.source = ""
         self.say: Callable[[str], None] = lambda text: None
         self._known: dict[tuple[int, int], Point] = {}
 
     def title(self) -> str:
         cut = self.planner if self.grid is None else "grid " + ",".join(f"{k}={n}" for k, n in self.grid.items())
-        return f"{self.asked.network.name} on {self.asked.machine.name}, {self.asked.dtype}, {cut}"
+        return f"{self.plan_request.network.name} on {self.plan_request.machine.name}, {self.plan_request.dtype}, {cut}"
 
     def as_dict(self) -> dict[str, Any]:
-        asked = self.asked
+        plan_request = self.plan_request
         return {
-            "network": asked.network.name,
-            "model": asked.model,
-            "options": dict(asked.options),
-            "machine": asked.machine.name,
-            "dtype": asked.dtype,
+            "network": plan_request.network.name,
+            "model": plan_request.model,
+            "options": dict(plan_request.options),
+            "machine": plan_request.machine.name,
+            "dtype": plan_request.dtype,
             "optimizer_arrays": self.training.slots,
             "planner": self.planner if self.grid is None else None,
             "grid": self.grid,
@@ -102,17 +113,17 @@ class Predictor:
         return self._known[key]
 
     def _cut(self, ranks: int, batch: int) -> Point:
-        from ..perfmodel.cost import Pricing, Wires, simulate
+        from ..perfmodel.cost import NetworkModel, Pricing, simulate
         from ..planning import source_of
 
-        asked = self.asked
+        plan_request = self.plan_request
         assert self.grid is not None
-        strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
-        pricing = Pricing(Wires(asked.machine), asked.times(batch, ranks), asked.dtype)
-        found = simulate(asked.network, strategy, batch, pricing, self.training, ranks)
-        self.source = source_of(pricing.times, asked.machine)
-        limit = asked.machine.memory if self.limit is None else self.limit
-        return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
+        strategy = strategy_of_grid(plan_request.network, self.grid, batch, ranks)
+        pricing = Pricing(NetworkModel(plan_request.machine), plan_request.times(batch, ranks), plan_request.dtype)
+        simulation = simulate(plan_request.network, strategy, batch, pricing, self.training, ranks)
+        self.source = source_of(pricing.times, plan_request.machine)
+        limit = plan_request.machine.memory if self.limit is None else self.limit
+        return Point(ranks, batch, simulation, "grid", simulation.memory_bytes <= limit)
 
     def _planned(self, ranks: int, batch: int) -> Point:
         from ..perfmodel.predict import Planning
@@ -120,12 +131,12 @@ class Predictor:
 
         planning = Planning(self.planner, self.limit, training=self.training)
         try:
-            made = make_plan(self.asked, batch, ranks, planning)
+            plan = make_plan(self.plan_request, batch, ranks, planning)
         except UserError as error:
             return Point(ranks, batch, None, fits=False, fault=str(error))
-        self.source = made.kernel_times
-        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made)}
-        return Point(ranks, batch, made.prediction, made.planner, baselines=rows)
+        self.source = plan.kernel_times
+        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.plan_request, plan)}
+        return Point(ranks, batch, plan.prediction, plan.planner, baselines=rows)
 
 
 @dataclass(frozen=True)
@@ -213,10 +224,10 @@ def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) ->
 def parts_of(p: Prediction) -> dict[str, float]:
     """Return the parts of a step [s]: full times of halos, sums and redistributions, and waits separately."""
     terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
-    found = {term: p.total(term) for term in terms}
-    found |= {"again": p.total("again")} if p.total("again") else {}
+    parts = {term: p.total(term) for term in terms}
+    parts |= {"again": p.total("again")} if p.total("again") else {}
     return {
-        **found,
+        **parts,
         "allreduce": p.allreduce_seconds,
         "allreduce_exposed": p.allreduce_exposed,
         "update": p.update_seconds,

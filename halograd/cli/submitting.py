@@ -132,7 +132,7 @@ class JobOptions:
 
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
-    asked: ResourceOptions,
+    requested: ResourceOptions,
     runs_with: SoftwareOptions,
     job: JobOptions,
     kind: Annotated[
@@ -164,17 +164,17 @@ def submit(
         raise UserError("submit: expected to be started alone, got a launcher; the job starts its ranks itself")
     chosen = _kind(kind, job)
     loaded = _load(config, sets or [])
-    threads = _threads(loaded.backend, asked.cpus_per_rank)
+    threads = _threads(loaded.backend, requested.cpus_per_rank)
     overrides = [*(sets or []), *([] if threads == loaded.backend.threads else [f"backend.threads={threads}"])]
-    resources, software = asked.resources(threads), runs_with.software()
+    resources, software = requested.resources(threads), runs_with.software()
     settings = parse_sweep(job.sweep or [])
     _check(config, overrides, settings, resources, chosen)
     if job.stage is not None:
         _check_stage([_load(config, [*overrides, *changes]).data.path for changes in settings or [[]]])
-    if asked.cpus_per_rank is None and chosen != "local":
+    if requested.cpus_per_rank is None and chosen != "local":
         _note_single_cores(loaded.backend)
-    made = _job(config, loaded, job, resources, software)
-    return _start(chosen, replace(made, threads=threads, overrides=overrides, settings=settings), dry_run)
+    script = _job(config, loaded, job, resources, software)
+    return _start(chosen, replace(script, threads=threads, overrides=overrides, settings=settings), dry_run)
 
 
 # -- checks of the request ----------------------------------------------------------------------
@@ -187,9 +187,9 @@ def _kind(kind: str | None, job: JobOptions) -> str:
     if chosen not in KINDS:
         raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {chosen!a}")
     needs = (("--sweep", job.sweep, "sweep"), ("--at-most", job.at_most is not None, "sweep"))
-    for option, given, wanted in (*needs, ("--chain", job.chain != 1, "train")):
-        if given and chosen != wanted:
-            raise UserError(f"{option}: expected --kind {wanted} with it, got {chosen}")
+    for option, used, kind_of_job in (*needs, ("--chain", job.chain != 1, "train")):
+        if used and chosen != kind_of_job:
+            raise UserError(f"{option}: expected --kind {kind_of_job} with it, got {chosen}")
     return chosen
 
 

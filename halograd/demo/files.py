@@ -255,8 +255,8 @@ def make_dataset(path: Path, settings: DemoSettings, progress: Callable[[int, in
 
 
 def _is_wanted(path: Path, settings: DemoSettings) -> bool:
-    wanted = asdict(Settings(settings.resolution, settings.samples, settings.seed))
-    wanted["format_version"] = FORMAT_VERSION
+    expected = asdict(Settings(settings.resolution, settings.samples, settings.seed))
+    expected["format_version"] = FORMAT_VERSION
     try:
         with open_to_read(path) as file:
             attributes = dict(file.attrs)
@@ -264,7 +264,7 @@ def _is_wanted(path: Path, settings: DemoSettings) -> bool:
         attributes = {}
     if attributes.get("format") != FORMAT:
         raise UserError(f"expected no file or a mesh-tangling data set at {path}, got another file; move it away")
-    return all(attributes.get(key) == value for key, value in wanted.items()) and _is_complete(path, settings)
+    return all(attributes.get(key) == value for key, value in expected.items()) and _is_complete(path, settings)
 
 
 def _is_complete(path: Path, settings: DemoSettings) -> bool:

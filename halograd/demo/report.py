@@ -147,11 +147,11 @@ def _logits(files: Files) -> np.ndarray:
 
 
 def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
-    n, found = len(dataset), []
+    n, scores = len(dataset), []
     for name, one in dataset.fields.items():
-        found.append(np.empty((n, *one.shape), np.float32))
-        dataset.read(name, range(n), Box.of_shape(found[-1].shape), found[-1])
-    inputs, masks = found
+        scores.append(np.empty((n, *one.shape), np.float32))
+        dataset.read(name, range(n), Box.of_shape(scores[-1].shape), scores[-1])
+    inputs, masks = scores
     return inputs, masks[..., 0]
 
 

@@ -113,13 +113,13 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
 
 def draw_reliability(path: Path, bins: Sequence[Mapping[str, Any]]) -> None:
     """Draw the frequency over the predicted probability, and the number of positions in each bin. Local."""
-    some = [row for row in bins if row["count"]]
-    total = sum(row["count"] for row in some)
+    filled = [row for row in bins if row["count"]]
+    total = sum(row["count"] for row in filled)
     with picture(path, 6.0, 3.0) as figure:
         left, right = figure.subplots(1, 2)
         left.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--")
-        left.plot([r["probability"] for r in some], [r["frequency"] for r in some], "o-", color=BLUE, markersize=3)
+        left.plot([r["probability"] for r in filled], [r["frequency"] for r in filled], "o-", color=BLUE, markersize=3)
         left.set(xlabel="predicted probability", ylabel="frequency", xlim=(0, 1), ylim=(0, 1))
-        middles = [(row["from"] + row["to"]) / 2 for row in some]
-        right.bar(middles, [row["count"] / total for row in some], 1 / len(bins), color=BLUE)
+        middles = [(row["from"] + row["to"]) / 2 for row in filled]
+        right.bar(middles, [row["count"] / total for row in filled], 1 / len(bins), color=BLUE)
         right.set(xlabel="predicted probability", ylabel="share of the positions", xlim=(0, 1))

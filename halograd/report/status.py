@@ -85,8 +85,8 @@ class Record:
         folder = self.directory / "checkpoints"
         for path in (checkpoint_of(folder / "latest.h5"), *sorted(folder.glob("step-*.h5"), reverse=True)):
             with suppress(OSError):
-                found, step = path.stat(), path.stem.rpartition("-")[2]
-                return Checkpoint(path, int(step) if step.isdecimal() else None, found.st_mtime, found.st_size)
+                status, step = path.stat(), path.stem.rpartition("-")[2]
+                return Checkpoint(path, int(step) if step.isdecimal() else None, status.st_mtime, status.st_size)
         return None
 
 
@@ -118,14 +118,14 @@ def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
     others: list[bytes] = []
     for line in lines_of(path):
         (steps if line.startswith(b'{"event": "step"') else others).append(line)
-    found, bad = [], 0
+    entries, bad = [], 0
     for lines in (steps, others):
         good, more = parse_lines(lines)
-        found.append([entry for _, entry in good])
+        entries.append([entry for _, entry in good])
         bad += more
     if bad:
         warn_of_lines(path, bad)
-    return [entry for entry in found[0] if entry["event"] == "step"], found[1]
+    return [entry for entry in entries[0] if entry["event"] == "step"], entries[1]
 
 
 #: Number of a log's last steps that a status uses.

@@ -37,9 +37,9 @@ class CudaAttention(Attentions):
         if a.dbias is not None:
             entries = (geometry.heads[1] - geometry.heads[0]) * math.prod(geometry.bias_extents)
             launches.append(self._launch("attention_bias", entries, a, geometry, delta))
-        found = sequence("attention gradient", *launches, workspace_bytes=delta.nbytes)
+        kernel = sequence("attention gradient", *launches, workspace_bytes=delta.nbytes)
         # The kernel writes the entries of its heads only.
-        return found if a.dbias is None or geometry.merge else chain(filled(0, a.dbias), found)
+        return kernel if a.dbias is None or geometry.merge else chain(filled(0, a.dbias), kernel)
 
     def _launch(
         self, name: str, rows: int, arrays: AttentionArrays, geometry: AttentionGeometry, delta: Any = None
@@ -64,7 +64,7 @@ def _rules(g: AttentionGeometry) -> dict[str, Any]:
     absent = _AXES - len(g.reaches)
     reaches = (*(Everywhere(1, 1),) * absent, *g.reaches)
     queries, keys = (((0, 1),) * absent + intervals for intervals in (g.queries, g.keys))
-    found: dict[str, Any] = {
+    members: dict[str, Any] = {
         "rule": [_number(r) for r in reaches],
         "size": [r.keys for r in reaches],
         "extent": [r.extent for r in reaches],
@@ -73,11 +73,11 @@ def _rules(g: AttentionGeometry) -> dict[str, Any]:
         "table": [r.bias_extent for r in reaches],
     }
     for name, intervals in (("query", queries), ("key", keys)):
-        found[f"{name}_start"] = [start for start, _ in intervals]
-        found[f"{name}_count"] = [stop - start for start, stop in intervals]
-    counts = zip(reaches, found["query_count"], found["key_count"])
-    found["most"] = math.prod(max(q, k) if isinstance(r, Everywhere) else 2 * r.extent - 1 for r, q, k in counts)
-    return found
+        members[f"{name}_start"] = [start for start, _ in intervals]
+        members[f"{name}_count"] = [stop - start for start, stop in intervals]
+    counts = zip(reaches, members["query_count"], members["key_count"])
+    members["most"] = math.prod(max(q, k) if isinstance(r, Everywhere) else 2 * r.extent - 1 for r, q, k in counts)
+    return members
 
 
 def _number(reach: Reach) -> int:

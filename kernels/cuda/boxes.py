@@ -37,11 +37,11 @@ class Boxes:
         for source, target in _checked("copy", pairs):
             same = source.dtype == target.dtype
             groups.setdefault(() if same else (dtype_name(source), dtype_name(target)), []).append((source, target))
-        made = [
-            _convert(self.launcher, some, dtypes) if dtypes else _move(self.launcher, some)
-            for dtypes, some in groups.items()
+        launches = [
+            _convert(self.launcher, pairs_of_dtypes, dtypes) if dtypes else _move(self.launcher, pairs_of_dtypes)
+            for dtypes, pairs_of_dtypes in groups.items()
         ]
-        return made[0] if len(made) == 1 else chain(*made) if made else idle()
+        return launches[0] if len(launches) == 1 else chain(*launches) if launches else idle()
 
     def add_into(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
         """Add every source view to its target view; targets must not overlap one another."""
@@ -49,8 +49,10 @@ class Boxes:
         if not pairs:
             return idle()
         if any(source.dtype != target.dtype for source, target in pairs):
-            found = next((s.dtype, t.dtype) for s, t in pairs if s.dtype != t.dtype)
-            raise KernelError(f"add_into: expected pairs of one dtype, got {found[0]} and {found[1]}; copy them first")
+            dtypes = next((s.dtype, t.dtype) for s, t in pairs if s.dtype != t.dtype)
+            raise KernelError(
+                f"add_into: expected pairs of one dtype, got {dtypes[0]} and {dtypes[1]}; copy them first"
+            )
         size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
         if any(dtype_name(target) != dtype for _, target in pairs):
             raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
@@ -73,14 +75,14 @@ class Boxes:
             joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
             both = Joined(joined.shape, joined.strides * 2, joined.lanes)
             widths.setdefault(joined.lanes, []).append((view, both))
-        made = []
+        launches = []
         for word, pieces in widths.items():
             heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
             kept = [view for view, _ in pieces]
             all_joined = [joined for _, joined in pieces]
             program = CudaProgram("boxes", large=is_long(all_joined))
-            made.append(_kernel(self.launcher, f"fill_{word}", program, all_joined, heads, kept))
-        return chain(*made) if made else idle()
+            launches.append(_kernel(self.launcher, f"fill_{word}", program, all_joined, heads, kept))
+        return chain(*launches) if launches else idle()
 
 
 def _move(launcher: Launcher, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
@@ -188,19 +190,19 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
     """
     axes = [i for i, n in enumerate(shape) if n != 1]
     joined: list[int] = []
-    found: list[list[int]] = [[] for _ in strides]
+    merged: list[list[int]] = [[] for _ in strides]
     for axis in axes:
-        if joined and all(f[-1] == shape[axis] * s[axis] for f, s in zip(found, strides)):
+        if joined and all(f[-1] == shape[axis] * s[axis] for f, s in zip(merged, strides)):
             joined[-1] *= shape[axis]
-            for f, s in zip(found, strides):
+            for f, s in zip(merged, strides):
                 f[-1] = s[axis]
             continue
         joined.append(shape[axis])
-        for f, s in zip(found, strides):
+        for f, s in zip(merged, strides):
             f.append(s[axis])
     if not joined:
         return [1], [[1] for _ in strides]
-    return joined, found
+    return joined, merged
 
 
 def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
@@ -213,31 +215,31 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
     strides = [[s // size for s in a.strides] for a, size in zip(arrays, sizes)]
     if any(s % size for a, size in zip(arrays, sizes) for s in a.strides):
         raise KernelError(f"{what}: expected strides of whole elements, got {[a.strides for a in arrays]}; copy them")
-    shape, found = join(arrays[0].shape, strides)
+    shape, strides_joined = join(arrays[0].shape, strides)
     _check_axes(what, shape)
-    packed, gaps = all(f[-1] == 1 for f in found), [s for f in found for s in f[:-1]]
+    packed, gaps = all(f[-1] == 1 for f in strides_joined), [s for f in strides_joined for s in f[:-1]]
     for wide in lanes or (ACCESS // sizes[0], 1):
         aligned = all(address(a) % (wide * size) == 0 for a, size in zip(arrays, sizes))
         if wide == 1 or (packed and aligned and not any(n % wide for n in (shape[-1], *gaps))):
             break
     shape[-1] //= wide
-    return Joined(tuple(shape), tuple(map(tuple, found)), wide)
+    return Joined(tuple(shape), tuple(map(tuple, strides_joined)), wide)
 
 
 def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:
     """Return arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words.
     """
     size = np.dtype(arrays[0].dtype).itemsize
-    shape, found = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
-    if any(f[-1] != 1 for f in found):  # elements of one byte with gaps between them
-        shape, found = [*shape, 1], [[*f, 1] for f in found]
+    shape, strides_joined = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
+    if any(f[-1] != 1 for f in strides_joined):  # elements of one byte with gaps between them
+        shape, strides_joined = [*shape, 1], [[*f, 1] for f in strides_joined]
     for word in lanes:
-        gaps = [s for f in found for s in f[:-1]]
+        gaps = [s for f in strides_joined for s in f[:-1]]
         if not any(n % word for n in (shape[-1], *gaps, *map(address, arrays))):
             break
     else:
         raise KernelError(f"{what}: expected elements aligned to their size, got {[a.strides for a in arrays]}; copy")
-    words = [[*(s // word for s in f[:-1]), 1] for f in found]
+    words = [[*(s // word for s in f[:-1]), 1] for f in strides_joined]
     shape = [*shape[:-1], shape[-1] // word]
     if shape[-1] == 1 and len(shape) > 1:
         shape, words = shape[:-1], [w[:-1] for w in words]

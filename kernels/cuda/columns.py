@@ -60,8 +60,8 @@ class ColumnsGrid:
         threads = power_of_two(channels // lanes, 32)
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
-        wanted = math.ceil(launcher.blocks(per_unit) / (tiles * batch))
-        chunks = max(1, min(wanted, math.ceil(rows / (block[1] * TILE)), 65535))
+        parts = math.ceil(launcher.blocks(per_unit) / (tiles * batch))
+        chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
 
     @classmethod
@@ -127,9 +127,9 @@ def row_sums(
     grid = ColumnsGrid.of(launcher, 1, rows, channels, *arrays)
     program = scalar_program("channel_sums", *arrays, activation=activation)
     codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
-    given = {"dy": dy, "first": first, "second": second, **codes, **members}
-    given.update(rows=rows, channels=channels, alpha=alpha_of(activation))
-    sums = Launch(launcher, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given)
+    arguments = {"dy": dy, "first": first, "second": second, **codes, **members}
+    arguments.update(rows=rows, channels=channels, alpha=alpha_of(activation))
+    sums = Launch(launcher, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **arguments)
     return with_partial(launcher, scratch, grid, impl, sums)
 
 

@@ -100,14 +100,14 @@ class CupyLauncher(Launcher):
             raise KernelError(f"CUDA kernels: expected CuPy, got {error}; pip install 'halograd[gpu]'") from error
         try:
             self.number = int(cupy.cuda.runtime.getDevice())
-            found = cupy.cuda.runtime.getDeviceProperties(self.number)
+            properties = cupy.cuda.runtime.getDeviceProperties(self.number)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise KernelError(f"CUDA kernels: expected a CUDA device, got {reason}; check nvidia-smi") from error
         self._cupy = cupy
         self._modules: dict[CudaProgram, Any] = {}
-        self.units = int(found["multiProcessorCount"])
-        self.name = found["name"].decode()
+        self.units = int(properties["multiProcessorCount"])
+        self.name = properties["name"].decode()
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._cupy.empty(tuple(shape), dtype)
@@ -219,8 +219,8 @@ def _extent(array: Any) -> int:
 
 def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:
     """Return the program for the dtype of the first array, with offsets wide enough for all arrays."""
-    given = [a for a in arrays if a is not None]
-    return CudaProgram(source, (dtype_name(given[0]),), is_large(*given), activation.kind if activation else None)
+    present = [a for a in arrays if a is not None]
+    return CudaProgram(source, (dtype_name(present[0]),), is_large(*present), activation.kind if activation else None)
 
 
 def alpha_of(activation: FusedActivation | None) -> float:
@@ -233,10 +233,10 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
 
     Alignment permits it if `extent` and all addresses are multiples of `lanes` elements.
     """
-    given = [a for a in arrays if a is not None]
+    present = [a for a in arrays if a is not None]
     if lanes is None:
-        lanes = ACCESS // np.dtype(given[0].dtype).itemsize
-    aligned = all(address(a) % (lanes * np.dtype(a.dtype).itemsize) == 0 for a in given)
+        lanes = ACCESS // np.dtype(present[0].dtype).itemsize
+    aligned = all(address(a) % (lanes * np.dtype(a.dtype).itemsize) == 0 for a in present)
     return lanes if aligned and extent % lanes == 0 else 1
 
 

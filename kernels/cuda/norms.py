@@ -90,7 +90,7 @@ class Norm:
         """Return a launch of the kernel `name`; `fused` applies the activation in it."""
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
-        given = {
+        arguments = {
             **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in {**vectors, "sums": a.sums}.items()},
@@ -99,7 +99,7 @@ class Norm:
             **members,
         }
         program = scalar_program("norm", a.x, a.y, a.dy, a.dx, activation=a.activation if fused else None)
-        return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
+        return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **arguments)
 
     def _statistics(self, *then: Launch) -> Kernel:
         grid = self._grid(self.a.x, per_unit=4)
@@ -200,9 +200,9 @@ def group_totals(launcher: Launcher, sums: Any, totals: Any, gamma: Any, scale: 
     float64.
     """
     batch, _, channels = sums.shape
-    given = {"sums": sums, "totals": totals, "gamma": gamma, "gamma_float": is_float(gamma), "scale": scale}
-    given.update(batch=batch, channels=channels, groups=totals.shape[-1])
-    return _launch(launcher, "group_totals", totals.size, gamma, **given)
+    arguments = {"sums": sums, "totals": totals, "gamma": gamma, "gamma_float": is_float(gamma), "scale": scale}
+    arguments.update(batch=batch, channels=channels, groups=totals.shape[-1])
+    return _launch(launcher, "group_totals", totals.size, gamma, **arguments)
 
 
 def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: float) -> Kernel:
@@ -210,24 +210,24 @@ def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: f
     G)``.
     """
     batch, channels = mean.shape
-    given = {"totals": totals, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
-    given.update(batch=batch, channels=channels, groups=totals.shape[-1], scale=scale)
-    return _launch(launcher, "group_moments", mean.size, mean, **given)
+    arguments = {"totals": totals, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
+    arguments.update(batch=batch, channels=channels, groups=totals.shape[-1], scale=scale)
+    return _launch(launcher, "group_moments", mean.size, mean, **arguments)
 
 
 def group_spread(launcher: Launcher, totals: Any, means: Any) -> Kernel:
     """Return a kernel for ``means[n, q, c] = totals[n, q, group of c]``, in float64."""
     batch, _, channels = means.shape
-    given = {"totals": totals, "means": means, "batch": batch, "channels": channels, "groups": totals.shape[-1]}
-    return _launch(launcher, "group_spread", means.size, None, **given)
+    arguments = {"totals": totals, "means": means, "batch": batch, "channels": channels, "groups": totals.shape[-1]}
+    return _launch(launcher, "group_spread", means.size, None, **arguments)
 
 
 def sum_samples(launcher: Launcher, sums: Any, first: Any, second: Any) -> Kernel:
     """Return a kernel for ``first = sum over samples of sums[:, 0]`` and ``second`` of ``sums[:, 1]``; ``(C,)``."""
     batch, _, channels = sums.shape
-    given = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
-    given.update(first_float=is_float(first), second_float=is_float(second), groups=1)
-    return _launch(launcher, "sum_samples", channels, first, **given)
+    arguments = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
+    arguments.update(first_float=is_float(first), second_float=is_float(second), groups=1)
+    return _launch(launcher, "sum_samples", channels, first, **arguments)
 
 
 class CudaGroupNorm(GroupNormKernels):
@@ -243,16 +243,16 @@ class CudaGroupNorm(GroupNormKernels):
         a, self._exact = arrays, np.dtype(arrays.x.dtype) == np.float64
         vectors = (a.gamma, a.beta, a.mean, a.var, a.sums, a.means, a.eps, a.activation)
         self._norm = Norm(launcher, scratch, BatchNormArrays(a.x, a.y, a.dy, a.dx, *vectors), self._samples, True)
-        made, scale = self._norm.kernels(), 1 / a.count
+        kernels, scale = self._norm.kernels(), 1 / a.count
         totals = group_totals(launcher, a.sums, a.totals, None, 1.0 if self._exact else scale)
-        self._statistics = chain(made.statistics, totals)
-        self._to_moments, self._forward = group_moments(launcher, a.totals, a.mean, a.var, 1.0), made.forward
+        self._statistics = chain(kernels.statistics, totals)
+        self._to_moments, self._forward = group_moments(launcher, a.totals, a.mean, a.var, 1.0), kernels.forward
         self._sums = self._data = idle()
-        if made.backward_sums is not None and made.backward_data is not None:
+        if kernels.backward_sums is not None and kernels.backward_data is not None:
             own = [sum_samples(launcher, a.sums, a.dbeta, a.dgamma)] if self._grads else []
             weighted = group_totals(launcher, a.sums, a.totals, a.gamma, scale)
-            self._sums = chain(made.backward_sums, *own, weighted)
-            self._data = chain(group_spread(launcher, a.totals, a.means), made.backward_data)
+            self._sums = chain(kernels.backward_sums, *own, weighted)
+            self._data = chain(group_spread(launcher, a.totals, a.means), kernels.backward_data)
 
     def statistics(self) -> None:
         self._settled = False

@@ -47,12 +47,12 @@ class CudaPointwise(Pointwise):
         terms = sorted(xs, key=lambda x: not same_elements(x, y))
         if sum(same_elements(x, y) for x in terms) > TERMS:
             raise KernelError(f"add: expected the output at most {TERMS} times among the terms, got more; scale it")
-        given, launches = terms, []
+        inputs, launches = terms, []
         while True:
             part, terms = terms[:TERMS], terms[TERMS:]
             joined = joined_elements("add", y, *part)
             behind = None if terms else activation
-            program = scalar_program("elementwise", y, *given, activation=behind)
+            program = scalar_program("elementwise", y, *inputs, activation=behind)
             launches.append(_one_sum(self.launcher, program, part, y, joined, behind))
             if not terms:
                 return sequence("add", *launches)
@@ -116,8 +116,8 @@ class CudaPointwise(Pointwise):
 
 def _axes(joined: Joined, **strides: Sequence[int]) -> dict[str, Any]:
     """Return the struct members that describe the joined axes."""
-    found: dict[str, Any] = {f"{name}_strides": joined.padded(s, 0) for name, s in strides.items()}
-    return {**found, "shape": joined.padded(joined.shape, 1), "axes": joined.axes, "items": joined.items}
+    members: dict[str, Any] = {f"{name}_strides": joined.padded(s, 0) for name, s in strides.items()}
+    return {**members, "shape": joined.padded(joined.shape, 1), "axes": joined.axes, "items": joined.items}
 
 
 def _gradient(
@@ -198,9 +198,9 @@ def readers(first: Any, weights: Any, inputs: int) -> Any:
     >>> readers(np.array([0, 0, 1]), np.array([[1, 0], [0.5, 0.5], [1, 0]]), 3).tolist()
     [[0, 2], [1, 3], [0, 0]]
     """
-    found = np.zeros((inputs, 2), np.int32)
+    ranges = np.zeros((inputs, 2), np.int32)
     for output, (input_, pair) in enumerate(zip(first, weights)):
         for read in input_ + np.flatnonzero(pair):
-            start, stop = found[read]
-            found[read] = (output if stop == 0 else start, output + 1)
-    return found
+            start, stop = ranges[read]
+            ranges[read] = (output if stop == 0 else start, output + 1)
+    return ranges

@@ -128,8 +128,8 @@ def text_of(source: str) -> str:
 
 
 def _expand(text: str, seen: set[str]) -> str:
-    def replace(found: re.Match[str]) -> str:
-        name = found.group(1)
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
         if name in seen:
             return ""
         seen.add(name)
@@ -162,10 +162,10 @@ def record_of(source: str, struct: str) -> np.dtype:
         member = line.split("//")[0].strip()
         if not member:
             continue
-        found = _MEMBER.match(member)
-        if found is None:
+        match = _MEMBER.match(member)
+        if match is None:
             raise AssertionError(f"{source}.cu: expected one member per line in {struct}, got {line!r}")
-        kind, pointer, name, extents = found.groups()
+        kind, pointer, name, extents = match.groups()
         if not pointer and kind not in _NUMBERS:
             raise AssertionError(f"{source}.cu: expected members of 8 bytes in {struct}, got {line!r}")
         shape = tuple(sizes[e] if e in sizes else int(e) for e in re.findall(r"\[(\w+)\]", extents))

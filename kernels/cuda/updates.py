@@ -90,9 +90,9 @@ class CudaUpdates(Updates):
         """Build an update; see optimizer.cu for the members."""
         arrays = [array for array in (a.p, a.g, a.copy, a.rounded, *a.state) if array is not None]
         lanes = min(vector_lanes(4, array, lanes=4) for array in arrays)
-        given = {**self._members(a), **self._decays(a.p.size, a.decays), **members}
+        arguments = {**self._members(a), **self._decays(a.p.size, a.decays), **members}
         grid = items_grid(self.launcher, a.p.size // lanes)
-        return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **given))
+        return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **arguments))
 
     def _decays(self, count: int, decays: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
         """Return the members for weight decay of `count` elements: a number of leading elements, or a mask."""
@@ -107,13 +107,13 @@ class CudaUpdates(Updates):
     def _members(self, a: UpdateArrays) -> dict[str, Any]:
         """Return the arrays as struct members: `v` is the momentum or the first moment, `m` the second moment."""
         v, m = (*a.state, None, None)[:2]
-        given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
+        fields = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
         if a.rounds:
             flags = np.zeros(-(-a.p.size // ALIGNMENT), np.uint8)
             for start, stop in a.rounds:
                 flags[start // ALIGNMENT : -(-stop // ALIGNMENT)] = 1
-            given |= {"rounded": a.rounded, "rounds": self.launcher.upload(np.packbits(flags, bitorder="little"))}
-        return {**given, "count": a.p.size}
+            fields |= {"rounded": a.rounded, "rounds": self.launcher.upload(np.packbits(flags, bitorder="little"))}
+        return {**fields, "count": a.p.size}
 
     def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
         table = np.array([(a, b, bool(d)) for a, b, d in arrays.decays if b > a], np.int64).reshape(-1, 3)
@@ -121,10 +121,10 @@ class CudaUpdates(Updates):
             return idle()
         longest = int((table[:, 1] - table[:, 0]).max())
         chunks = max(1, min(-(-longest // _CHUNK), _CHUNKS))
-        given = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **self._members(arrays)}
-        given.update(segments=self.launcher.upload(table), chunks=chunks)
+        arguments = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **self._members(arrays)}
+        arguments.update(segments=self.launcher.upload(table), chunks=chunks)
         program, grid = _program(arrays), (chunks, len(table))
-        launches = [Launch(self.launcher, program, name, grid, **given) for name in ("lars_norms", "lars")]
+        launches = [Launch(self.launcher, program, name, grid, **arguments) for name in ("lars_norms", "lars")]
         run = run_all(launches)
 
         def bind() -> Callable[[], Any]:
@@ -196,13 +196,13 @@ def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
     """Join arrays of one dtype and divisor that are adjacent in memory; return ``(first array, size, divisor)`` of each
     run.
     """
-    found: list[tuple[Any, int, int]] = []
+    joined: list[tuple[Any, int, int]] = []
     for array, divisor in terms:
-        if found:
-            first, count, other = found[-1]
+        if joined:
+            first, count, other = joined[-1]
             behind = address(first) + count * first.dtype.itemsize
             if behind == address(array) and other == divisor and first.dtype == array.dtype:
-                found[-1] = (first, count + array.size, divisor)
+                joined[-1] = (first, count + array.size, divisor)
                 continue
-        found.append((array, array.size, divisor))
-    return found
+        joined.append((array, array.size, divisor))
+    return joined

@@ -193,8 +193,8 @@ class CudnnBackend(CudaKernels):
         return self._attention.backward(arrays, geometry, lambda: tiles(arrays, geometry))
 
     def take_substitutes(self) -> list[Substitute]:
-        found, self._attention.substitutes = self._attention.substitutes, []
-        return found
+        substitutes, self._attention.substitutes = self._attention.substitutes, []
+        return substitutes
 
     # ------------------------------------------------------------------ convolution
     def padded_channels(self, channels: int, dtype: Any) -> int:
@@ -205,8 +205,8 @@ class CudnnBackend(CudaKernels):
     ) -> Kernel:
         """Return a convolution kernel. Its cuDNN plan contains a ReLU; any other activation is a second kernel."""
         relu = activation is not None and activation.kind == "relu"
-        made = conv.forward(self._engine, x, w, b, y, geometry, relu)
-        return made if relu else self.activated(made, y, activation)
+        kernel = conv.forward(self._engine, x, w, b, y, geometry, relu)
+        return kernel if relu else self.activated(kernel, y, activation)
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         return conv.backward_data(self._engine, dy, w, dx, geometry)

@@ -144,15 +144,17 @@ class CudnnAttention:
             call = describe()
             kernel = call.kernel()
         except _Refused as refusal:
-            made = tiles()
-            self.substitutes.append(Substitute(what, made.impl, str(refusal)))
-            return made
+            of_tiles = tiles()
+            self.substitutes.append(Substitute(what, of_tiles.impl, str(refusal)))
+            return of_tiles
         if self.engine.tuned:
-            made = tiles()
-            slower, faster = (kernel, made) if self.engine.plans.faster(call.keys, kernel, made) else (made, kernel)
+            of_tiles = tiles()
+            slower, faster = (
+                (kernel, of_tiles) if self.engine.plans.faster(call.keys, kernel, of_tiles) else (of_tiles, kernel)
+            )
             slower.close()
-            if faster is made:
-                return made
+            if faster is of_tiles:
+                return of_tiles
         return _guarded(what, kernel, tiles)
 
 
@@ -248,8 +250,8 @@ class _TileOperand:
 
 def _joined(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     """Return the stride of axes joined to one, or None if they cannot be joined."""
-    joined, (found,) = join(shape, [list(strides)])
-    return found[0] if len(joined) == 1 else None
+    joined, (stride,) = join(shape, [list(strides)])
+    return stride[0] if len(joined) == 1 else None
 
 
 def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
@@ -274,7 +276,7 @@ class _Group:
         )
         self.lead = 1 + len(axes)
         self.batch, self.queries, self.keys = (
-            math.prod(some) for some in (self.tiles.lead, self.tiles.queries, self.tiles.keys)
+            math.prod(extents) for extents in (self.tiles.lead, self.tiles.queries, self.tiles.keys)
         )
         if self.tiles.overlaps or self.tiles.blocked() or any(self.tiles.margins()):
             raise _Refused("some queries of a tile do not read all of its keys")
@@ -297,8 +299,8 @@ class _Group:
 
     def view(self, array: Any, of_keys: bool = False) -> Any:
         """Return the tiles of an array, ``(samples, *tiles, *positions, all channels)``."""
-        some = self.tiles.of_keys if of_keys else self.tiles.of_queries
-        return some(array, 1, self.call.xp)[(*(slice(None),) * self.lead, 0)]
+        views = self.tiles.of_keys if of_keys else self.tiles.of_queries
+        return views(array, 1, self.call.xp)[(*(slice(None),) * self.lead, 0)]
 
     def copies(self, *uids: int) -> list[tuple[Any, Any]]:
         """Return pairs of our arrays and packed ones."""
@@ -409,12 +411,12 @@ class _AttentionCall:
             counts = [math.prod(b - a for a, b in intervals) for intervals in (queries, keys)]
             reaches, queries, keys = (Everywhere(*counts),), ((0, counts[0]),), ((0, counts[1]),)
         axes = [_runs(*axis) for axis in zip(reaches, queries, keys)]
-        for some, *intervals in zip(axes, queries, keys):
-            covered = [sum(run.count * len(part) for run, part in side) for side in _sides(some)]
+        for tiles, *intervals in zip(axes, queries, keys):
+            covered = [sum(run.count * len(part) for run, part in side) for side in _sides(tiles)]
             if covered != [b - a for a, b in intervals]:
                 raise _Refused("some queries read no keys, or some keys are not read")
         starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
-        return [_Group(self, some, starts, reaches) for some in itertools.product(*axes)]
+        return [_Group(self, tiles, starts, reaches) for tiles in itertools.product(*axes)]
 
     def launch(self, name: str, rows: int, **members: Any) -> Launch:
         """Return a launch of one of our kernels, with blocks of several rows."""
@@ -540,6 +542,6 @@ def _runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
     return runs(reach, queries, keys)
 
 
-def _sides(some: Sequence[TileRun]) -> list[list[tuple[TileRun, range]]]:
+def _sides(runs: Sequence[TileRun]) -> list[list[tuple[TileRun, range]]]:
     """Return the runs of an axis with the queries, and with the keys, of a tile."""
-    return [[(run, run.queries) for run in some], [(run, run.keys) for run in some]]
+    return [[(run, run.queries) for run in runs], [(run, run.keys) for run in runs]]

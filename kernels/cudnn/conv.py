@@ -84,12 +84,12 @@ class Operands:
 
     def image(self, uid: int, array: Any) -> int:
         """Add an input that may have more channels in memory than in its shape. Return the number in memory."""
-        room = channels_in_memory(array)
-        if room is None or array.data.ptr % ALIGNMENT:
+        stored = channels_in_memory(array)
+        if stored is None or array.data.ptr % ALIGNMENT:
             self.input(uid, array)
             return int(array.shape[-1])
         self._enter(uid, array)
-        return room
+        return stored
 
     def input(self, uid: int, array: Any, channels: int | None = None, dtype: Any = None) -> None:
         """Add an input, which the kernel reads with `channels` channels, in `dtype`; None: those of the array, and the
@@ -119,12 +119,12 @@ class Operands:
         This is `array` itself if possible, else a new array.
         """
         *outer, count = array.shape
-        aligned, wanted = array.data.ptr % ALIGNMENT == 0, channels or count
+        aligned, needed = array.data.ptr % ALIGNMENT == 0, channels or count
         dtype = self._dtype if dtype is None else np.dtype(dtype)
-        if aligned and np.dtype(array.dtype) == dtype and wanted == count:
+        if aligned and np.dtype(array.dtype) == dtype and needed == count:
             return array, array
-        own = self._own((*outer, wanted), dtype)
-        if wanted == count:
+        own = self._own((*outer, needed), dtype)
+        if needed == count:
             return own, own
         own.fill(0)
         return own, own[..., :count]

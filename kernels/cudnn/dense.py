@@ -77,10 +77,10 @@ class Cublas:
     # ------------------------------------------------------------------ interface for `Handles`
     def create_handle(self) -> int:
         """Return a handle on the current device."""
-        made = ctypes.c_void_p()
-        self._call("cublasCreate_v2", ctypes.addressof(made))
-        self._call("cublasSetMathMode", made.value, _MATH)
-        return int(made.value or 0)
+        handle = ctypes.c_void_p()
+        self._call("cublasCreate_v2", ctypes.addressof(handle))
+        self._call("cublasSetMathMode", handle.value, _MATH)
+        return int(handle.value or 0)
 
     def destroy_handle(self, handle: int) -> None:
         """Free a handle. No work of it may be pending."""

@@ -188,10 +188,10 @@ class Frontend:
     def _check_frontend(self) -> None:
         low, high = FRONTEND
         try:
-            found = tuple(int(part) for part in self.version.split(".")[:2])
+            release = tuple(int(part) for part in self.version.split(".")[:2])
         except ValueError:
-            found = (0, 0)
-        if not low <= found < high:
+            release = (0, 0)
+        if not low <= release < high:
             raise KernelError(
                 f"cudnn: expected nvidia-cudnn-frontend >= {low[0]}.{low[1]} and < {high[0]}.{high[1]}, got "
                 f"{self.version}; {INSTALL}"

@@ -333,16 +333,16 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
     s = key.shapes
     window = window_of(s)
     if key.direction == FORWARD:
-        out, made = graph.conv_fprop(tensor(X, s.x, "x"), tensor(W, s.w, "w"), **window), s.y
+        out, result = graph.conv_fprop(tensor(X, s.x, "x"), tensor(W, s.w, "w"), **window), s.y
         if key.bias:
             out = graph.bias(input=out, bias=tensor(BIAS, vector_of(s.y), "b"))
         if key.relu:
             out = graph.relu(out)
     elif key.direction == BACKWARD_DATA:
-        out, made = graph.conv_dgrad(tensor(Y, s.y, "dy"), tensor(W, s.w, "w"), **window), s.x
+        out, result = graph.conv_dgrad(tensor(Y, s.y, "dy"), tensor(W, s.w, "w"), **window), s.x
     else:
-        out, made = graph.conv_wgrad(tensor(X, s.x, "x"), tensor(Y, s.y, "dy"), **window), s.w
-    out.set_output(True).set_data_type(io).set_dim(list(made.dims)).set_stride(list(made.strides))
+        out, result = graph.conv_wgrad(tensor(X, s.x, "x"), tensor(Y, s.y, "dy"), **window), s.w
+    out.set_output(True).set_data_type(io).set_dim(list(result.dims)).set_stride(list(result.strides))
     out.set_uid(_OUTPUT[key.direction])
     return graph
 

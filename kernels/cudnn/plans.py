@@ -81,7 +81,7 @@ def fastest(
     KernelError
         If no candidate can be built and launched.
     """
-    found: dict[int, tuple[float, str]] = {}
+    times: dict[int, tuple[float, str]] = {}
     reason = ""
 
     def measure(index: int) -> bool:
@@ -90,9 +90,9 @@ def fastest(
         built = candidates.build(index)
         if built is None:
             return False
-        best = min((seconds for seconds, _ in found.values()), default=math.inf)
+        best = min((seconds for seconds, _ in times.values()), default=math.inf)
         try:
-            found[index] = (timer(trial(built), best), built.name)
+            times[index] = (timer(trial(built), best), built.name)
         except Exception as error:  # cuDNN refuses the launch, or the workspace does not fit
             reason = one_line(error)
         return True
@@ -103,21 +103,21 @@ def fastest(
     while len(tried) < len(engines) and counted < first:
         counted += measure(len(tried))
         tried.add(len(tried))
-    seen = {engines[index] for index in found}
+    seen = {engines[index] for index in times}
     for index in range(len(tried), len(engines)):
         if engines[index] not in seen:
             tried.add(index)
             if measure(index):
                 seen.add(engines[index])
-    if found:
-        winner = engines[min(found, key=lambda index: found[index])]
+    if times:
+        winner = engines[min(times, key=lambda index: times[index])]
         more = [index for index, engine in enumerate(engines) if engine == winner and index not in tried]
         for index in more[:further]:
             measure(index)
-    for index, (_, _) in sorted(found.items(), key=lambda item: item[1]):
+    for index, (_, _) in sorted(times.items(), key=lambda item: item[1]):
         chosen = candidates.build(index)
         if chosen is not None:
-            return chosen, {name: seconds for seconds, name in sorted(found.values())}
+            return chosen, {name: seconds for seconds, name in sorted(times.values())}
     raise candidates.none(reason)
 
 
@@ -249,11 +249,11 @@ class Plans:
             seconds[other.impl] = self._timer(other, seconds["cudnn"])
             entry = Entry(min(seconds, key=lambda name: seconds[name]), 0, None, seconds)
             self._store.put(text, entry)
-        taken = entry.name == other.impl
+        first_wins = entry.name == other.impl
         for key in keys:
             ours, plans = {other.impl: entry.seconds[other.impl]}, self.found.get(key, {})
-            self.found[key] = {**ours, **plans} if taken else {**plans, **ours}
-        return taken
+            self.found[key] = {**ours, **plans} if first_wins else {**plans, **ours}
+        return first_wins
 
     def known_slower(self, keys: Sequence[GraphKey], other: str) -> bool:
         """Return whether a stored measurement says that the kernel `other` is faster than one with these plans."""

@@ -126,8 +126,8 @@ class Runtime:
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability, e.g. ``(9, 0)``."""
-        found = str(self.cupy.cuda.Device(self.ordinal).compute_capability)
-        return int(found[:-1]), int(found[-1])
+        digits = str(self.cupy.cuda.Device(self.ordinal).compute_capability)
+        return int(digits[:-1]), int(digits[-1])
 
     @property
     def conditions(self) -> str:

@@ -100,13 +100,13 @@ class AttentionKey(GraphKey):
 
         inputs = {"q": given(Q), "k": given(K), "v": given(V), "bias": given(BIAS_MATRIX), "attn_scale": self.scale}
         if self.direction == ATTENTION_FORWARD:
-            made = dict(zip((O, STATS), graph.sdpa(generate_stats=True, **inputs)))
+            outputs = dict(zip((O, STATS), graph.sdpa(generate_stats=True, **inputs)))
         else:
             inputs |= {"o": given(O), "dO": given(DO), "stats": given(STATS), "dBias": given(DBIAS_MATRIX)}
             deterministic = self.arithmetic.deterministic
-            found = graph.sdpa_backward(use_deterministic_algorithm=deterministic, **inputs)
-            made = dict(zip((DQ, DK, DV), found))
-        for uid, out in made.items():
+            gradients = graph.sdpa_backward(use_deterministic_algorithm=deterministic, **inputs)
+            outputs = dict(zip((DQ, DK, DV), gradients))
+        for uid, out in outputs.items():
             t = tensors[uid]
             out.set_output(True).set_data_type(sums if uid == STATS else io)
             out.set_dim(list(t.dims)).set_stride(list(t.strides)).set_uid(uid)

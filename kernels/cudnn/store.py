@@ -52,14 +52,14 @@ class Entry:
         return {"name": self.name, "workspace": self.workspace_bytes, "blob": blob, "seconds": dict(self.seconds)}
 
     @classmethod
-    def from_json(cls, found: dict[str, object]) -> Entry:
+    def from_json(cls, fields: dict[str, object]) -> Entry:
         """Return the entry that :meth:`to_json` wrote. Raises ValueError, TypeError or KeyError for other input."""
-        blob, seconds = found["blob"], found["seconds"]
-        if not isinstance(found["name"], str) or not isinstance(seconds, dict):
+        blob, seconds = fields["blob"], fields["seconds"]
+        if not isinstance(fields["name"], str) or not isinstance(seconds, dict):
             raise ValueError("expected a name and times")
         decoded = None if blob is None else base64.b64decode(str(blob), validate=True)
         times = {str(name): float(value) for name, value in seconds.items()}
-        return cls(found["name"], int(str(found["workspace"])), decoded, times)
+        return cls(fields["name"], int(str(fields["workspace"])), decoded, times)
 
 
 class PlanStore:
@@ -124,9 +124,9 @@ class PlanStore:
 
     def _take(self, line: str) -> None:
         try:
-            conditions, key, found = json.loads(line)
+            conditions, key, fields = json.loads(line)
             if conditions == self.conditions:
-                self._entries[str(key)] = Entry.from_json(found)
+                self._entries[str(key)] = Entry.from_json(fields)
         except (ValueError, TypeError, KeyError, RecursionError):
             return
 

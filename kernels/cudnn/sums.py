@@ -73,9 +73,9 @@ class SumsKey(GraphKey):
         return f"conv {self.direction}", "a convolution and sums"
 
     def graph(self, frontend: Frontend, where: Mapping[str, Any]) -> Any:
-        made = _Graph(frontend, self.dtype, where)
-        (made.forward if self.direction == FORWARD_SUMS else made.backward)(self)
-        return made.graph
+        graph = _Graph(frontend, self.dtype, where)
+        (graph.forward if self.direction == FORWARD_SUMS else graph.backward)(self)
+        return graph.graph
 
     def describe(self) -> str:
         """Return a text for messages: dtype and extents (N, C, spatial...)."""

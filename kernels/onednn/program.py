@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..guards import GUARDS, SIDE, room
+from ..guards import GUARDS, SIDE, guarded_bytes
 from ..kernel import Kernel, KernelError, ScratchKernel
 from ..memory import Scratch, aligned_empty, round_up
 from . import abi as c
@@ -151,7 +151,7 @@ class PrimitiveList:
         end = self._scratch_bytes + nbytes
         self._scratch_bytes += round_up(nbytes + margin)
         if GUARDS.active:  # cover the margin too: it exists for invalid writes
-            self._scratch_bytes += room(nbytes)
+            self._scratch_bytes += guarded_bytes(nbytes)
             self._guards.append((end, self._scratch_bytes, f"after a {what} of {nbytes} B"))
         self._temporaries.append(memory)
         return memory

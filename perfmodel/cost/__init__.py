@@ -2,18 +2,18 @@
 
 from ..plans import LayerRecord, Prediction
 from .account import count_program, count_step, memory_of, program_of
+from .network_model import NetworkModel
 from .pricing import Pricing
 from .simulate import Training, simulate
 from .timeline import LayerCost, price_layer
-from .wires import Wires
 
 __all__ = [
     "LayerCost",
     "LayerRecord",
+    "NetworkModel",
     "Prediction",
     "Pricing",
     "Training",
-    "Wires",
     "count_program",
     "count_step",
     "memory_of",

@@ -119,11 +119,11 @@ def memory_of(
         Memory that kernels hold in addition to their arrays, if they are made already [B]; None: an estimate
         (:func:`workspace_of`).
     """
-    found = Counter(layers_memory(program, blocks, ahead))
-    found.update(gradients_memory(program, slots, per_node))
+    memory = Counter(layers_memory(program, blocks, ahead))
+    memory.update(gradients_memory(program, slots, per_node))
     if workspace is not None:
-        found["kernel workspace"] = workspace
-    return dict(found)
+        memory["kernel workspace"] = workspace
+    return dict(memory)
 
 
 def workspace_of(program: Program) -> int:
@@ -154,11 +154,11 @@ def _scratch(views: Mapping[str, View | None]) -> int:
 
 def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead: int = 0) -> dict[str, int]:
     """Return the memory of the program's rank by use, without sums of gradients and the optimizer [B]."""
-    found = Counter(program.placement.uses)
-    found["kernel workspace"] = workspace_of(program)
+    memory = Counter(program.placement.uses)
+    memory["kernel workspace"] = workspace_of(program)
     if ahead:
-        found["batches read ahead"] = ahead * found["input"]
-    found["parameter"] = found["parameter gradient"] = 0
+        memory["batches read ahead"] = ahead * memory["input"]
+    memory["parameter"] = memory["parameter gradient"] = 0
     rank, itemsize = program.target.rank, program.wide.itemsize
     low = program.target.dtype.itemsize if is_low(program.target.dtype) else 0
     flats = {g.name: (one.sharing, one.replicated) for one in program.buckets for g in one.gradients}
@@ -168,23 +168,23 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
         for key, spec in () if step.owner else step.parameters.items():
             name = f"{step.name}/{key}"
             own = aligned(blocks[name].boxes[rank].size * itemsize)
-            found["parameter"] += own + own * low // itemsize
-            found["parameter gradient"] += own
+            memory["parameter"] += own + own * low // itemsize
+            memory["parameter gradient"] += own
             flat = flats.get(name)
             rounded[flat] += own * low // itemsize
             rounds |= {flat} if spec.rounded and program.target.rounds else set()
         for key in step.states:
-            found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
-    found["parameter gradient"] += sum(rounded[flat] for flat in rounds)
-    found["messages"] = LOSS_BYTES if program.target.size > 1 else 0
+            memory["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
+    memory["parameter gradient"] += sum(rounded[flat] for flat in rounds)
+    memory["messages"] = LOSS_BYTES if program.target.size > 1 else 0
     starts = (o for o in program if isinstance(o, Transfer) and o.end == "start" and o.when != "evaluation")
     for exchange in dict.fromkeys(operation.exchange for operation in starts):
         move = Move.of(exchange)
-        found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
+        memory["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
     sums = sums_of(operation for operation in program if operation.layer)
-    found["messages"] += _held(sums, rank, program.target.size)
-    return dict(found)
+    memory["messages"] += _held(sums, rank, program.target.size)
+    return dict(memory)
 
 
 def gradients_memory(program: Program, slots: int = 0, per_node: int | None = None) -> dict[str, int]:
@@ -194,22 +194,22 @@ def gradients_memory(program: Program, slots: int = 0, per_node: int | None = No
     share a ring (`halograd.comm.ring`).
     """
     rank, per_node = program.target.rank, per_node or program.target.size
-    found = Counter[str]()
+    memory = Counter[str]()
     for operation in program:
         if isinstance(operation, Update):
-            found["optimizer state"] += slots * operation.updated
+            memory["optimizer state"] += slots * operation.updated
         elif isinstance(operation, Compensate):
-            found["gradient error"] += operation.nbytes
+            memory["gradient error"] += operation.nbytes
         elif isinstance(operation, Accumulate):
-            found["gradient sum"] += operation.nbytes
+            memory["gradient sum"] += operation.nbytes
     sums = sums_of(operation for operation in program if not operation.layer)
-    found["messages"] = _held(sums, rank, per_node)
-    return {use: nbytes for use, nbytes in found.items() if nbytes}
+    memory["messages"] = _held(sums, rank, per_node)
+    return {use: nbytes for use, nbytes in memory.items() if nbytes}
 
 
 def _held(sums: Sequence[Sum], rank: int, per_node: int) -> int:
     """Return the memory of sums that are planned together on a rank, in addition to their arrays [B]."""
-    found = dict[Groups, list[tuple[int, Held]]]()
+    by_groups = dict[Groups, list[tuple[int, Held]]]()
     for one in sums:
         color, method = one.groups.color(rank), one.algorithm
         if color is None or one.groups.members_each < 2:
@@ -220,5 +220,5 @@ def _held(sums: Sequence[Sum], rank: int, per_node: int) -> int:
             held = node_shares([other // per_node for other in members])[place].held(nbytes)
         else:
             held = method.held(nbytes // itemsize, itemsize, len(members), place, one.feedback)
-        found.setdefault(one.groups, []).append((nbytes, held))
-    return sum(map(held_together, found.values()))
+        by_groups.setdefault(one.groups, []).append((nbytes, held))
+    return sum(map(held_together, by_groups.values()))

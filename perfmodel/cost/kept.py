@@ -34,12 +34,12 @@ def kept_by_layers(program: Program) -> dict[str, Kept]:
     """
     forward = [o for segment in program.forward for o in (*segment.before, *segment.operations, *segment.after)]
     spans = lifetimes(list(program), program.kept)
-    made = defaultdict[str, Kept](Kept)
+    by_layer = defaultdict[str, Kept](Kept)
     for operation in forward:
         for buffer in operation.buffers():
             own = spans.pop(buffer, ())  # the first operation that uses an array makes it
             if any(first < len(forward) <= last for first, last in own):
-                made[operation.layer].kept += buffer.nbytes
+                by_layer[operation.layer].kept += buffer.nbytes
             elif any(first >= len(forward) for first, _ in own):
-                made[operation.layer].again += buffer.nbytes
-    return {step.name: made[step.name] for step in program.steps if step.name in made}
+                by_layer[operation.layer].again += buffer.nbytes
+    return {step.name: by_layer[step.name] for step in program.steps if step.name in by_layer}

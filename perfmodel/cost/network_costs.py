@@ -6,12 +6,12 @@ pair of lists of candidates.
 The problem is a sum over layers and pairs of layers, which requires approximations that `simulate` does not make:
 
 * Sums of gradients overlap with computation, so the time that they add is not a sum over layers. The cost of a layer
-contains `exposed` times its share of a bucket. :func:`halograd.perfmodel.predict.plan_network` solves the problem for
-several values (0: all sums hidden, 1: none, as `t_s` of Jia et al. 2018), and `simulate` decides.
+  contains `exposed` times its share of a bucket. :func:`halograd.perfmodel.predict.plan_network` solves the problem for
+  several values (0: all sums hidden, 1: none, as `t_s` of Jia et al. 2018), and `simulate` decides.
 * A value that two layers read under the same other cut is redistributed once, but counted twice.
 * A halo that two layers share is counted for both.
-* The time of a redistribution is that of a few representative ranks (see :class:`Wires`): their bytes and messages are
-exact; all devices of a node are assumed to send as much through its link.
+* The time of a redistribution is that of a few representative ranks (see :class:`NetworkModel`): their bytes and
+  messages are exact; all devices of a node are assumed to send as much through its link.
 * Memory is that of permanent arrays: parameters, gradients and optimizer state, activations, halo copies. Arrays that
   the arena holds for part of the backward pass (`transient`) are not additive; `plan_network` checks them with
   `memory_of`.
@@ -40,11 +40,11 @@ from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
 from ..planners import Problem
+from .network_model import NetworkModel, Ranks, middle_rank
 from .pricing import Pricing
 from .simulate import Training
 from .steps import faster
 from .timeline import price_layer
-from .wires import Ranks, Wires, middle_rank
 
 __all__ = [
     "Grids",
@@ -98,12 +98,12 @@ class Grids:
 
     def count(self, start: Ints, stop: Ints) -> Ints:
         """Return the number of ranks of each cut whose blocks overlap boxes ``[u, axes]``: ``[u, candidates]``."""
-        found = np.repeat((stop > start).all(axis=1, keepdims=True).astype(np.int64), len(self.parts), axis=1)
-        for axis, (size, (some, which)) in enumerate(zip(self.shape, self._cuts)):
-            base, more = np.divmod(size, some)
+        count = np.repeat((stop > start).all(axis=1, keepdims=True).astype(np.int64), len(self.parts), axis=1)
+        for axis, (size, (cuts, which)) in enumerate(zip(self.shape, self._cuts)):
+            base, more = np.divmod(size, cuts)
             first, last = (_block(position[:, axis, None], base, more) for position in (start, stop - 1))
-            found *= (last - first + 1)[:, which]
-        return found
+            count *= (last - first + 1)[:, which]
+        return count
 
     @cached_property
     def _cuts(self) -> list[tuple[Ints, Ints]]:
@@ -133,7 +133,12 @@ def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
 
 
 def edge_seconds(
-    shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], wires: Wires, itemsize: int, ranks: int
+    shape: tuple[int, ...],
+    makers: Sequence[Parts],
+    readers: Sequence[Parts],
+    network_model: NetworkModel,
+    itemsize: int,
+    ranks: int,
 ) -> NDArray[np.float64]:
     """Return the time of one redistribution, ``[makers, readers]`` [s]; 0 between equal layouts.
 
@@ -144,8 +149,8 @@ def edge_seconds(
     u, v = Grids.of(shape, tuple(makers)), Grids.of(shape, tuple(readers))
     seconds = np.zeros((len(makers), len(readers)))
     for rank in _looked_at(ranks):
-        sent = _one_way(u, v, rank, wires, itemsize, ranks)
-        received = sent if makers == readers else _one_way(v, u, rank, wires, itemsize, ranks)
+        sent = _one_way(u, v, rank, network_model, itemsize, ranks)
+        received = sent if makers == readers else _one_way(v, u, rank, network_model, itemsize, ranks)
         seconds = np.maximum(seconds, np.maximum(sent, received.T))
     same = (u.parts[:, None, :] == v.parts[None, :, :]).all(axis=2)
     seconds[same] = 0.0
@@ -157,7 +162,9 @@ def _looked_at(ranks: int) -> list[int]:
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 
-def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: int, ranks: int) -> NDArray[np.float64]:
+def _one_way(
+    source: Grids, target: Grids, rank: int, network_model: NetworkModel, itemsize: int, ranks: int
+) -> NDArray[np.float64]:
     """Return the time in which `rank` sends its elements, ``[source, target]`` [s].
 
     With `source` and `target` swapped, the result is the time to receive.
@@ -167,9 +174,9 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
     messages = target.count(*own) - (kept > 0)
     nbytes = ((own[1] - own[0]).prod(axis=1)[:, None] - kept) * itemsize
     packing = np.zeros(nbytes.shape)
-    if not wires.packed:
-        packing += wires.copy(1.0) * 2 * nbytes + wires.machine.launch * messages
-    width = wires.per_node
+    if not network_model.packed:
+        packing += network_model.copy(1.0) * 2 * nbytes + network_model.machine.launch * messages
+    width = network_model.per_node
     near_messages, near_bytes = messages, nbytes
     if ranks > width:
         near_messages, near_bytes = np.zeros_like(messages), np.zeros_like(nbytes)
@@ -178,13 +185,13 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
             if peer != rank:
                 common = _overlap(own, target.boxes(peer))
                 near_messages, near_bytes = near_messages + (common > 0), near_bytes + common * itemsize
-    if wires.emulated:
+    if network_model.emulated:
         largest = _largest(source, target) * itemsize
-        link = wires.machine.links["across"]
+        link = network_model.machine.links["across"]
         far_messages, far_bytes = messages - near_messages, nbytes - near_bytes
         return packing + (far_messages > 0) * link.alpha + link.beta * np.minimum(far_bytes, largest)
-    near = wires.machine.links["node"]
-    far = wires.machine.links["switch" if ranks <= width * wires.machine.nodes_per_switch else "across"]
+    near = network_model.machine.links["node"]
+    far = network_model.machine.links["switch" if ranks <= width * network_model.machine.nodes_per_switch else "across"]
     sharing = np.minimum(width, source.parts.prod(axis=1))[:, None]
     seconds = near.alpha * near_messages + near.beta * near_bytes
     return packing + seconds + far.alpha * (messages - near_messages) + far.beta * sharing * (nbytes - near_bytes)
@@ -246,35 +253,35 @@ class NetworkCosts:
     def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
         """Return the strategy for a choice of candidates, with halo algorithms."""
         layers: dict[str, dict[str, Any]] = {}
-        for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
-            layers[name] = {axis: n for axis, n in zip(AXES, some[i]) if n > 1} or {"sample": 1}
+        for name, parts, halos, i in zip(self.names, self.candidates, self.halos, indices):
+            layers[name] = {axis: n for axis, n in zip(AXES, parts[i]) if n > 1} or {"sample": 1}
             if halos[i]:
                 layers[name]["halo"] = halos[i]
         return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
     def indices(self, strategy: Strategy) -> list[int] | None:
         """Return the choice of candidates for a strategy; None if one of its cuts is no candidate."""
-        found = []
-        for name, some in zip(self.names, self.candidates):
+        indices = []
+        for name, parts in zip(self.names, self.candidates):
             cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in AXES)
-            if cuts not in some:
+            if cuts not in parts:
                 return None
-            found.append(some.index(cuts))
-        return found
+            indices.append(parts.index(cuts))
+        return indices
 
 
 def mean_costs(costs: Sequence[NetworkCosts], weights: Sequence[float]) -> NetworkCosts:
     """Return the weighted sum of the times of several machines; everything else is that of the first machine."""
-    made: dict[tuple[int, ...], Floats] = {}
+    means: dict[tuple[int, ...], Floats] = {}
 
     def mean(tables: Sequence[Floats]) -> Floats:
         key = tuple(map(id, tables))  # equal edges stay one object
-        if key not in made:
-            made[key] = np.add.reduce([weight * table for weight, table in zip(weights, tables)])
-        return made[key]
+        if key not in means:
+            means[key] = np.add.reduce([weight * table for weight, table in zip(weights, tables)])
+        return means[key]
 
     times, sums = (
-        tuple(mean(some) for some in zip(*(getattr(one, name) for one in costs))) for name in ("times", "sums")
+        tuple(mean(arrays) for arrays in zip(*(getattr(one, name) for one in costs))) for name in ("times", "sums")
     )
     edges = {edge: mean([one.edges[edge] for one in costs]) for edge in costs[0].edges}
     return replace(costs[0], times=times, sums=sums, edges=edges)
@@ -308,14 +315,14 @@ def network_costs(
     ranks
         Number of ranks; a layer may use fewer.
     pricing
-        Cost model of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
+        Cost model of the machine. (``NetworkModel(machine, quick=True)`` is enough for a plan.)
     full
         Whether every legal cut is a candidate, not only the preselected ones (`candidates`).
     grids
         Additional cuts, the same for all layers; or all candidates by layer, instead of the preselected ones.
     """
-    some = (network, batch, ranks, [pricing], training or Training(), full, bucket_bytes, grids)
-    return _Maker(*some).costs()[0]
+    arguments = (network, batch, ranks, [pricing], training or Training(), full, bucket_bytes, grids)
+    return _Maker(*arguments).costs()[0]
 
 
 def varied_costs(
@@ -347,9 +354,9 @@ def works_of(
         Whether to include every legal cut, not only the preselected ones.
     """
     recorded = Recorded(RooflineTimes(machine))
-    pricing = Pricing(Wires(machine, quick=True), recorded, dtype, best_halo=True)
+    pricing = Pricing(NetworkModel(machine, quick=True), recorded, dtype, best_halo=True)
     _Maker(network, batch, ranks, [pricing], Training(dtype), full, 1, grids(network, batch, ranks)).price()
-    return recorded.asked
+    return recorded.requested
 
 
 class _Maker:
@@ -380,39 +387,41 @@ class _Maker:
     def price(self) -> tuple[list[tuple[Parts, ...]], list[list[_Priced]]]:
         """Return the candidates of all layers and their costs, by layer and machine."""
         nodes = self.network.layers
-        some = list(self._candidates(nodes).values())
-        return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
+        candidates = list(self._candidates(nodes).values())
+        return candidates, [self._price(self.plain[name], own) for name, own in zip(nodes, candidates)]
 
     def costs(self) -> list[NetworkCosts]:
         nodes = self.network.layers
-        some, priced = self.price()
-        edges, edge_memory = self._edges(list(nodes.values()), some)
-        found = []
+        candidates, priced = self.price()
+        edges, edge_memory = self._edges(list(nodes.values()), candidates)
+        costs = []
         for own, tables in zip(zip(*priced), edges):
             times, sums, memory, halos = zip(*own)
-            found.append(NetworkCosts(tuple(nodes), tuple(some), times, sums, memory, halos, tables, edge_memory))
-        return found
+            costs.append(NetworkCosts(tuple(nodes), tuple(candidates), times, sums, memory, halos, tables, edge_memory))
+        return costs
 
     def _candidates(self, nodes: Mapping[str, Node]) -> dict[str, tuple[Parts, ...]]:
         if isinstance(self.grids, Mapping):
             return {name: self.grids[name] for name in nodes}
-        found: dict[str, tuple[Parts, ...]] = {}
+        by_layer: dict[str, tuple[Parts, ...]] = {}
         for name, node in nodes.items():
-            some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
-            found[name] = tuple(dict.fromkeys([*some, *self.grids]))
-        return shared_alike(self.network, found)
+            parts = candidates(
+                node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full
+            )
+            by_layer[name] = tuple(dict.fromkeys([*parts, *self.grids]))
+        return shared_alike(self.network, by_layer)
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _price(self, plain: Step, some: tuple[Parts, ...]) -> list[_Priced]:
+    def _price(self, plain: Step, candidates: tuple[Parts, ...]) -> list[_Priced]:
         flags = tuple((value.read, value.trainable, value.dtype) for value in plain.inputs)
-        key = (self.pricing.signature(plain), flags, plain.name in self._trained, plain.owner, plain.frozen, some)
+        key = (self.pricing.signature(plain), flags, plain.name in self._trained, plain.owner, plain.frozen, candidates)
         if key not in self._priced:
             # A layer does not use more ranks than its cut has parts, so searches for other numbers of ranks share rows.
             same = key[:-1], self.batch, self.training, self.bucket_bytes, *self.pricings
             known = self.pricing.known.setdefault(same, {})
             rows = []
-            for parts in some:
+            for parts in candidates:
                 if parts not in known:
                     known[parts] = self._row(plain, parts)
                 rows.append(known[parts])
@@ -442,16 +451,16 @@ class _Maker:
         memory, rows = self._memory(step, parameters), list[tuple[float, float, float, str]]()
         for pricing in self.pricings:
             cost = price_layer(step, alone.forward, backward, pricing)
-            sums = sum((self._sum(pricing.wires, *one) for one in summed), 0.0)
-            update = sum((pricing.wires.update(nbytes, self.training.slots) for nbytes, _ in summed), 0.0)
+            sums = sum((self._sum(pricing.network_model, *one) for one in summed), 0.0)
+            update = sum((pricing.network_model.update(nbytes, self.training.slots) for nbytes, _ in summed), 0.0)
             rows.append((cost.seconds + update, sums, memory, cost.halo_algorithm))
         return rows
 
-    def _sum(self, wires: Wires, nbytes: int, group: Ranks) -> float:
+    def _sum(self, network_model: NetworkModel, nbytes: int, group: Ranks) -> float:
         """Return the time to sum a layer's gradients: an own sum if they fill a bucket, else a share of one [s]."""
         if nbytes >= self.bucket_bytes:
-            return wires.sum(nbytes, group)
-        return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
+            return network_model.sum(nbytes, group)
+        return network_model.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
 
     def _memory(self, step: Step, parameters: int) -> float:
         slots = 0 if step.frozen else self.training.slots
@@ -465,7 +474,7 @@ class _Maker:
     # -- edges ---------------------------------------------------------------------------------
 
     def _edges(
-        self, nodes: Sequence[Node], some: Sequence[tuple[Parts, ...]]
+        self, nodes: Sequence[Node], candidates: Sequence[tuple[Parts, ...]]
     ) -> tuple[list[dict[tuple[int, int], Floats]], dict[tuple[int, int], Floats]]:
         """Return the times of redistributions by machine, and the memory of their copies."""
         place = {node: i for i, node in enumerate(nodes)}
@@ -480,7 +489,7 @@ class _Maker:
                 assert u is not None
                 if u == v:
                     continue
-                seconds, nbytes = self._table(source, some[u], some[v])
+                seconds, nbytes = self._table(source, candidates[u], candidates[v])
                 # Two values may pass between the same pair of layers: an input, and its reader's output.
                 for tables, table in zip(edges, seconds):
                     tables[u, v] = tables[u, v] + table if (u, v) in tables else table
@@ -495,8 +504,10 @@ class _Maker:
             passes += self.plain[self.network.names[source]].output.trainable
         key = (shape, makers, readers, passes)
         if key not in self._tables:
-            some = (shape, makers, readers)
-            seconds = [edge_seconds(*some, one.wires, itemsize, self.ranks) * passes for one in self.pricings]
+            arguments = (shape, makers, readers)
+            seconds = [
+                edge_seconds(*arguments, one.network_model, itemsize, self.ranks) * passes for one in self.pricings
+            ]
             self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
         return self._tables[key]
 

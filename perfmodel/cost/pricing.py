@@ -18,7 +18,7 @@ from ...program.gradients import Accumulate, BucketOperation, Cast, CheckGradien
 from ...program.program import Step
 from ...program.traffic import GroupSum, Move
 from ..kernel_times import KernelTimes, LayerWork
-from .wires import ExchangeTimes, Ranks, Wires
+from .network_model import ExchangeTimes, NetworkModel, Ranks
 
 __all__ = ["Pricing", "SumPrice"]
 
@@ -63,7 +63,7 @@ class Pricing:
 
     Parameters
     ----------
-    wires
+    network_model
         Times of communication.
     times
         Times of kernels.
@@ -74,11 +74,13 @@ class Pricing:
         overlaps if messages cross a network (False).
     """
 
-    def __init__(self, wires: Wires, times: KernelTimes, dtype: str = "float32", best_halo: bool = False) -> None:
-        self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
+    def __init__(
+        self, network_model: NetworkModel, times: KernelTimes, dtype: str = "float32", best_halo: bool = False
+    ) -> None:
+        self.network_model, self.times, self.dtype, self.best_halo = network_model, times, dtype, best_halo
         #: Cached results: of layers under a cut (`steps.py`), of buckets (`simulate.py`) and of sums.
         self.known: dict[Hashable, Any] = {}
-        self._varied = wires.machine.variation.devices > 0
+        self._varied = network_model.machine.variation.devices > 0
         self._signatures: dict[Hashable, Hashable] = {}
 
     def signature(self, step: Step) -> Hashable:
@@ -96,34 +98,34 @@ class Pricing:
     @property
     def overlaps(self) -> bool:
         """Whether kernels of boundary strips are needed, because ``halo = "auto"`` may choose ``"overlap"``."""
-        return self.best_halo or self.wires.waits_for_network
+        return self.best_halo or self.network_model.waits_for_network
 
     @property
     def concurrent(self) -> bool:
         """Whether all sums travel at the same time (the emulated network), not one after the other."""
-        return self.wires.emulated
+        return self.network_model.emulated
 
     @property
     def overhead(self) -> float:
         """Time that the executor adds to each forward or backward of a layer [s]."""
-        return self.wires.machine.runtime.layer
+        return self.network_model.machine.runtime.layer
 
     @property
     def synchronize(self) -> float:
         """Time to wait for the device before a sum that starts during other work [s]."""
-        return self.wires.machine.runtime.synchronize
+        return self.network_model.machine.runtime.synchronize
 
     @cached_property
     def jitter(self) -> float:
         """Standard deviation of the time of a kernel, as a fraction of its mean."""
-        return self.wires.machine.variation.kernels
+        return self.network_model.machine.variation.kernels
 
     def straggling(self, squares: float, ranks: int) -> float:
         """Return the expected time that the last of `ranks` ranks needs more than the mean [s].
 
         `squares` is the sum of the squared times of the kernels since the ranks waited for each other before [s^2].
         """
-        return self.jitter * self.wires.machine.variation.last(ranks) * math.sqrt(squares) if squares else 0.0
+        return self.jitter * self.network_model.machine.variation.last(ranks) * math.sqrt(squares) if squares else 0.0
 
     def kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
         """Return the time of a kernel of a layer, by its phase, on the slowest device.
@@ -137,7 +139,7 @@ class Pricing:
         """
         seconds = timing.share * self._kernel(timing, step, trained)
         if self._varied and step is not None:
-            seconds *= self.wires.machine.variation.slowdown(step.output.layout.boxes.placed)
+            seconds *= self.network_model.machine.variation.slowdown(step.output.layout.boxes.placed)
         return seconds
 
     def _kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
@@ -166,58 +168,60 @@ class Pricing:
             seconds += time.backward_data  # of an activation, which is a part of the layer
         return seconds
 
-    def exchange(self, made: ExchangeSpec) -> ExchangeTimes:
+    def exchange(self, exchange: ExchangeSpec) -> ExchangeTimes:
         """Return the times of an exchange [s]."""
-        return self.wires.exchange(Move.of(made))
+        return self.network_model.exchange(Move.of(exchange))
 
     def sum(self, total: Sum) -> SumPrice:
         """Return the times of a sum or gather on the slowest ranks."""
         key = (total.groups, tuple(total.sizes), total.method, total.codec, total.feedback)
         if key not in self.known:
             self.known[key] = self._sum(total)
-        found: SumPrice = self.known[key]
-        return found
+        price: SumPrice = self.known[key]
+        return price
 
     def _sum(self, total: Sum) -> SumPrice:
         sums = GroupSum.of(total.kind, total.groups, total.sizes)
         nbytes, members = sums.largest
         if len(members) < 2 or not nbytes:
             return SumPrice(0.0)
-        groups = self.wires.groups_at_once(sums.groups, members)
+        groups = self.network_model.groups_at_once(sums.groups, members)
         return replace(self._group_sum(total, nbytes, members, groups), ranks=len(members))
 
     def _group_sum(self, total: Sum, nbytes: int, members: Ranks, groups: int) -> SumPrice:
         """Return the times of one of `groups` equal sums on a node, of `nbytes` [B] over the ranks `members`."""
-        wires, method = self.wires, total.algorithm
+        network_model, method = self.network_model, total.algorithm
         # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
-        in_order = method.adds and wires.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
+        in_order = method.adds and network_model.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
         if method.by_nodes:
-            parts = wires.sum_by_nodes(nbytes, members)
+            parts = network_model.sum_by_nodes(nbytes, members)
             if method.in_background:
                 return SumPrice(parts.seconds, in_order=in_order)
             behind = parts.addition + parts.across
             return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
-            seconds = wires.collective(method.name, nbytes, members, groups)
-            busy = wires.busy(method.name, nbytes, members, groups)
-            work = min(seconds, wires.sum_work(nbytes, members) / 2)
+            seconds = network_model.collective(method.name, nbytes, members, groups)
+            busy = network_model.busy(method.name, nbytes, members, groups)
+            work = min(seconds, network_model.sum_work(nbytes, members) / 2)
             return SumPrice(seconds, work, in_order=in_order, busy=busy)
         codec = method.codec
         payload = codec.payload(nbytes)
-        seconds = wires.sum(payload, members, groups)
-        busy = wires.busy("allreduce", payload, members, groups)
-        work = min(seconds, wires.sum_work(payload, members))
+        seconds = network_model.sum(payload, members, groups)
+        busy = network_model.busy("allreduce", payload, members, groups)
+        work = min(seconds, network_model.sum_work(payload, members))
         if codec.identity:
             return SumPrice(seconds, work, in_order=in_order, busy=busy)
-        one_pass = wires.copy(nbytes) / 2  # a copy reads and writes
+        one_pass = network_model.copy(nbytes) / 2  # a copy reads and writes
         back, begin = codec.decoding * one_pass, codec.encoding(total.feedback) * one_pass
         return SumPrice(seconds + back, work + back, begin, in_order, busy)
 
     def update(self, operation: Update, slots: int) -> float:
         """Return the time of the update of the largest part that a rank updates, with `slots` state arrays [s]."""
-        return self.wires.update(operation.largest, slots)
+        return self.network_model.update(operation.largest, slots)
 
     def pass_over(self, operation: BucketOperation | CheckGradients) -> float:
         """Return the time of an operation that reads all gradients once, with its sum over the ranks."""
         copies = _PASSES.get(type(operation), 0.0)
-        return copies * self.wires.copy(operation.nbytes) + sum(self.sum(total).seconds for total in operation.sums())
+        return copies * self.network_model.copy(operation.nbytes) + sum(
+            self.sum(total).seconds for total in operation.sums()
+        )

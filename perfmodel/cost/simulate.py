@@ -26,10 +26,10 @@ from ...program.program import Program, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
 from .account import count_program, gradients_memory, layers_memory, program_of
+from .network_model import middle_rank
 from .pricing import Pricing
 from .steps import price_replicated, price_steps
 from .timeline import LayerCost, StepTimeline, play
-from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
 
@@ -159,7 +159,7 @@ class Simulation:
         return replace(self.strategy, layers=layers) if layers != self.strategy.layers else self.strategy
 
     def _target(self, rank: int) -> Target:
-        rounds = self.pricing.wires.machine.rounds_gradients
+        rounds = self.pricing.network_model.machine.rounds_gradients
         dtype = as_dtype(self.training.dtype)
         return Target(self.batch, self.ranks, rank, dtype, overlaps=self.pricing.overlaps, rounds=rounds)
 
@@ -211,12 +211,12 @@ class Simulation:
     @property
     def step_seconds(self) -> float:
         """Time of a step [s]."""
-        return self._play()[1].seconds + self.pricing.wires.machine.runtime.step
+        return self._play()[1].seconds + self.pricing.network_model.machine.runtime.step
 
     @cached_property
     def computing(self) -> float:
         """Lower bound on the time of a step under any scheme of gradient reduction: the time of both passes [s]."""
-        return play(self._outline, self.costs, self.pricing).seconds + self.pricing.wires.machine.runtime.step
+        return play(self._outline, self.costs, self.pricing).seconds + self.pricing.network_model.machine.runtime.step
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -225,8 +225,8 @@ class Simulation:
         Only two ranks are compared if there are more than `FEW`: a rank with halos on all sides, and the rank with the
         largest parameters, blocks and halos.
         """
-        some = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
-        return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
+        ranks = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
+        return max((self._memory(rank) for rank in ranks), key=lambda m: sum(m.values()))
 
     def _memory(self, rank: int) -> dict[str, int]:
         key = rank * (not self._uniform), tuple(exposed_layers(self.strategy, self.network, self.batch))
@@ -234,9 +234,9 @@ class Simulation:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks, self.training.ahead)
         target = replace(self._outline.target, rank=rank)
         program = self._reduced(replace(self._outline, target=target))
-        found = Counter(self._known.memory[key])
-        found.update(gradients_memory(program, self.training.slots, self.pricing.wires.per_node))
-        return dict(found)
+        memory = Counter(self._known.memory[key])
+        memory.update(gradients_memory(program, self.training.slots, self.pricing.network_model.per_node))
+        return dict(memory)
 
     @property
     def _uniform(self) -> bool:
@@ -275,8 +275,8 @@ class Simulation:
         key = "buckets", self.network, self._outline.wide.itemsize, *self.blocks.values()
         if key not in self.pricing.known:
             self.pricing.known[key] = _Chunked(gradient_layers(self.network, self.blocks))
-        found: _Chunked = self.pricing.known[key]
-        return found
+        chunked: _Chunked = self.pricing.known[key]
+        return chunked
 
     @cached_property
     def _buckets(self) -> list[GradientChunk]:
@@ -286,9 +286,9 @@ class Simulation:
         key = rule, self.strategy.bucket_bytes * scheme.has_buckets, apart
         if key not in chunked.buckets:
             nbytes, itemsize = self.strategy.bucket_bytes, self._outline.wide.itemsize
-            made = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
+            chunks = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
             # Equal buckets of several rules are one object.
-            chunked.buckets[key] = next((one for one in chunked.buckets.values() if one == made), made)
+            chunked.buckets[key] = next((one for one in chunked.buckets.values() if one == chunks), chunks)
         return chunked.buckets[key]
 
     @property
@@ -298,12 +298,12 @@ class Simulation:
 
     def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:
         """Return the cost and the kernel of every dense layer whose gradient the scheme replicates."""
-        known, found = self._known.replicated, {}
+        known, replicated = self._known.replicated, {}
         for name in (name for bucket in self._buckets if bucket.replicated for name in bucket.layers):
             if name not in known:
                 known[name] = price_replicated(self.steps[name], self.pricing)
-            found[name] = known[name]
-        return found
+            replicated[name] = known[name]
+        return replicated
 
     def _reduced(self, outlined: Program) -> Program:
         """Return the outline of the program with operations on gradients by the strategy's scheme."""
@@ -326,17 +326,17 @@ class Simulation:
         costs, timeline = self._play()
         traffic = Ledger(self.ranks)
         if account:
-            traffic = count_program(self._program(self._rank), self.pricing.wires.per_node)
+            traffic = count_program(self._program(self._rank), self.pricing.network_model.per_node)
         sender = int(sum((t.bytes for t in traffic.layers.values()), np.zeros(self.ranks, np.int64)).argmax())
         sent = {name: (int(t.messages[sender]), int(t.bytes[sender])) for name, t in traffic.layers.items()}
         return Prediction(
             network=self.network.name,
-            machine=self.pricing.wires.machine.name,
+            machine=self.pricing.network_model.machine.name,
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
             layers=tuple(self._records(costs, timeline, sent)),
-            step_seconds=timeline.seconds + self.pricing.wires.machine.runtime.step,
+            step_seconds=timeline.seconds + self.pricing.network_model.machine.runtime.step,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
             allreduce_seconds=sum(timeline.sums.values()),
@@ -396,13 +396,13 @@ class Simulation:
     def _shares(self, timeline: StepTimeline) -> Mapping[str, tuple[float, float]]:
         """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
         weights = {step.name: sum(p.size for p in step.parameters.values()) for step in self._outline.steps}
-        found: dict[str, tuple[float, float]] = {}
+        shares: dict[str, tuple[float, float]] = {}
         for i, bucket in enumerate(self._buckets):
             total = sum(weights[name] for name in bucket.layers)
             for name in bucket.layers:
-                share, (seconds, waited) = weights[name] / total, found.get(name, (0.0, 0.0))
-                found[name] = seconds + timeline.sums[i] * share, waited + timeline.waits[i] * share
-        return found
+                share, (seconds, waited) = weights[name] / total, shares.get(name, (0.0, 0.0))
+                shares[name] = seconds + timeline.sums[i] * share, waited + timeline.waits[i] * share
+        return shares
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:

@@ -109,8 +109,8 @@ class _Known:
             alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs
             backward = [] if gathered is None else alone.backward(gathered)
             cost = price_layer(alone.step, alone.forward, backward, pricing)
-            made = [len(value.contributions) for value in dict.fromkeys(alone.step.inputs)]
-            self._passes[gathered] = _Passes(cost, made, _gathered(alone.step))
+            contributions = [len(value.contributions) for value in dict.fromkeys(alone.step.inputs)]
+            self._passes[gathered] = _Passes(cost, contributions, _gathered(alone.step))
         return self._passes[gathered]
 
 
@@ -157,9 +157,9 @@ class _Steps:
         key, known = _key(step, before, self._pricing), self._pricing.known
         if key not in known:
             known[key] = _Known(step, before, self._pricing)
-        found: _Known = known[key]
-        self._add(step, found.gathered)
-        return found
+        outlined: _Known = known[key]
+        self._add(step, outlined.gathered)
+        return outlined
 
     def _backward(self, step: Step, layer: _Known, summands: int) -> LayerCost:
         trained = step.output.trainable and (summands > 0 or (step.name == self._loss and layer.is_loss))

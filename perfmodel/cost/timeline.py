@@ -244,7 +244,7 @@ class _Player:
         self._all += seconds * seconds
         self._spend(layer, timing.phase, seconds)
         if timing.copied:
-            self._spend(layer, "packing", self.pricing.wires.copy(timing.copied))
+            self._spend(layer, "packing", self.pricing.network_model.copy(timing.copied))
         return seconds
 
     def _seconds(self, timing: Timing, layer: str) -> float:
@@ -262,13 +262,13 @@ class _Player:
         self.terms[layer, "again" if self._again else term] += seconds
 
     def _start(self, operation: Transfer, forward: bool) -> None:
-        made = operation.exchange
-        seconds, packing, busy, peers = self.pricing.exchange(made)
+        exchange = operation.exchange
+        seconds, packing, busy, peers = self.pricing.exchange(exchange)
         self._spend(operation.layer, "packing", packing)
         late = self.pricing.straggling(self._squares, 1 + peers) if self.pricing.jitter else 0.0
         self._busy += busy
-        self._ends[made] = self._exchanges.send(self.now + late, seconds)
-        if made.kind == "halo" and not self._again:
+        self._ends[exchange] = self._exchanges.send(self.now + late, seconds)
+        if exchange.kind == "halo" and not self._again:
             self.terms[operation.layer, "halo"] += seconds
             if forward and seconds:
                 self.algorithms[operation.layer] = "pad"
@@ -276,11 +276,11 @@ class _Player:
             self._finish(operation)
 
     def _finish(self, operation: Transfer, forward: bool = False) -> None:
-        made = operation.exchange
-        end = self._ends.pop(made, self.now)
+        exchange = operation.exchange
+        end = self._ends.pop(exchange, self.now)
         self._slack = min(self._slack, max(0.0, self.now - end))
         waited = self._wait(end)
-        self._spend(operation.layer, "halo_exposed" if made.kind == "halo" else made.kind, waited)
+        self._spend(operation.layer, "halo_exposed" if exchange.kind == "halo" else exchange.kind, waited)
 
     def _sum(self, operation: Total) -> None:
         price = self.pricing.sum(operation.sum)

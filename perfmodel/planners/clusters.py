@@ -105,13 +105,13 @@ class Costs:
 
     def weighted(self, multiplier: float = 0.0) -> list[Table]:
         """Return the tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
-        made: dict[tuple[int, int], Table] = {}
+        weighted: dict[tuple[int, int], Table] = {}
         for seconds, nbytes in self._pairs:
             key = (id(seconds), id(nbytes))
-            if key not in made:
+            if key not in weighted:
                 table = seconds if nbytes is None or not multiplier else seconds + multiplier * nbytes
-                made[key] = table if table.any() else None
-        return [made[id(seconds), id(nbytes)] for seconds, nbytes in self._pairs]
+                weighted[key] = table if table.any() else None
+        return [weighted[id(seconds), id(nbytes)] for seconds, nbytes in self._pairs]
 
 
 def elimination_order(problem: Problem, last: int | None = None) -> list[int]:
@@ -122,7 +122,7 @@ def elimination_order(problem: Problem, last: int | None = None) -> list[int]:
     Layers with one neighbor come first, then those with two (node elimination of Jia et al. 2018), so series-parallel
     networks never need a table over three layers. The order by pairs, then costs, is tried too.
     """
-    return min((_greedy(problem, last, by_fill) for by_fill in (False, True)), key=lambda found: found[0])[1]
+    return min((_greedy(problem, last, by_fill) for by_fill in (False, True)), key=lambda candidate: candidate[0])[1]
 
 
 def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, list[int]]:

@@ -207,12 +207,12 @@ class _Solver:
         while self.seconds > self.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), self.seconds - self.bound + rounding)
             bounds = Bounds(excess, room, self.multiplier, 0.1 * rounding, self.labels)
-            found = search(self.clusters, self.messages, weight, bounds)
-            states += found.states
-            if found.indices is not None:
-                self._keep(found.indices)
-            proved = max(proved, found.proved)
-            if found.proved < excess or excess == math.inf:
+            selection = search(self.clusters, self.messages, weight, bounds)
+            states += selection.states
+            if selection.indices is not None:
+                self._keep(selection.indices)
+            proved = max(proved, selection.proved)
+            if selection.proved < excess or excess == math.inf:
                 break
             excess = excess * 4 if excess < 1e6 * abs(self.bound) else math.inf
         if self.indices is None:

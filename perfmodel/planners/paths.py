@@ -158,7 +158,7 @@ def path_order(problem: Problem) -> list[list[int]]:
     inputs = [[u for u in problem.neighbors[v] if u < v] for v in range(count)]
     outputs = [[w for w in problem.neighbors[v] if w > v] for v in range(count)]
     decided: set[int] = set()
-    found = []
+    paths = []
     while len(decided) < count:
         ahead = _best_ends(range(count), inputs, length, decided)
         behind = _best_ends(range(count - 1, -1, -1), outputs, length, decided)
@@ -170,9 +170,9 @@ def path_order(problem: Problem) -> list[list[int]]:
         ]
         v = min(through)[2]
         path = [*_trace(ahead, v)[::-1], *_trace(behind, v)[1:]]
-        found.append(path)
+        paths.append(path)
         decided.update(path)
-    return found
+    return paths
 
 
 Reach = tuple[int, float, int]  # decided layers, minus length, next layer (-1: the end)
@@ -185,8 +185,8 @@ def _best_ends(
     best: list[Reach] = [(0, 0.0, -1)] * len(length)
     for v in layers:
         ways = [(best[u][0], best[u][1], u) for u in sources[v]]
-        taken, minus, following = min(ways, default=(0, 0.0, -1))
-        best[v] = (taken + (v in decided), minus - length[v], following)
+        cost, minus, following = min(ways, default=(0, 0.0, -1))
+        best[v] = (cost + (v in decided), minus - length[v], following)
     return best
 
 

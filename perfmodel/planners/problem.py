@@ -111,11 +111,11 @@ class Problem:
     @cached_property
     def neighbors(self) -> tuple[tuple[int, ...], ...]:
         """Neighbors of each layer: the layers that share an edge with it."""
-        found: tuple[list[int], ...] = tuple([] for _ in self.names)
+        neighbors: tuple[list[int], ...] = tuple([] for _ in self.names)
         for u, v in self.edges:
-            found[u].append(v)
-            found[v].append(u)
-        return tuple(map(tuple, found))
+            neighbors[u].append(v)
+            neighbors[v].append(u)
+        return tuple(map(tuple, neighbors))
 
     def choice(
         self, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
@@ -149,16 +149,16 @@ class Problem:
         """Return the same problem with fewer candidates: for layer ``v`` those at ``kept[v]``, in that order."""
         if all(len(k) == size and np.array_equal(k, np.arange(size)) for k, size in zip(kept, self.sizes)):
             return self
-        made: dict[tuple[int, bytes, bytes], Array] = {}
+        restricted: dict[tuple[int, bytes, bytes], Array] = {}
 
         def cut(tables: Mapping[Edge, Array]) -> dict[Edge, Array]:
-            found = {}
+            result = {}
             for (u, v), table in tables.items():
                 key = (id(table), kept[u].tobytes(), kept[v].tobytes())
-                if key not in made:
-                    made[key] = table[np.ix_(kept[u], kept[v])]
-                found[u, v] = made[key]
-            return found
+                if key not in restricted:
+                    restricted[key] = table[np.ix_(kept[u], kept[v])]
+                result[u, v] = restricted[key]
+            return result
 
         return replace(
             self,
@@ -353,13 +353,13 @@ class Planner(Chooser):
 
 def memory_problem(problem: Problem) -> Problem:
     """Return the problem with memory [B] in place of times, whose fastest choice needs the least memory."""
-    made: dict[tuple[int, int], Array] = {}
+    tables: dict[tuple[int, int], Array] = {}
 
     def nbytes(seconds: Array, memory: Array | None) -> Array:
         key = id(seconds), id(memory)  # equal edges stay one object
-        if key not in made:
-            made[key] = np.where(np.isinf(seconds), np.inf, 0.0 if memory is None else memory)
-        return made[key]
+        if key not in tables:
+            tables[key] = np.where(np.isinf(seconds), np.inf, 0.0 if memory is None else memory)
+        return tables[key]
 
     times = tuple(map(nbytes, problem.times, problem.memory))
     edges = {edge: nbytes(table, problem.edge_memory.get(edge)) for edge, table in problem.edges.items()}

@@ -105,7 +105,7 @@ def _extend(
     clusters: Clusters, cluster: Cluster, cost: PassResult, weight: PassResult | None, labels: _Labels, bounds: Bounds
 ) -> tuple[Index, Index, Array, Array]:
     """Extend labels by one more layer; return row, candidate, cost and weight of each result within the bounds."""
-    found = []
+    chunks = []
     step = max(1, BLOCK // clusters.sizes[cluster.layer])
     for start in range(0, len(labels.cost), step):
         block = labels.take(np.arange(start, min(start + step, len(labels.cost))))
@@ -117,8 +117,8 @@ def _extend(
             good &= (weights <= bounds.room) & (weights < np.inf)
         rows, candidates = np.nonzero(good)
         weights = np.broadcast_to(weights, costs.shape)
-        found.append((rows + start, candidates, costs[rows, candidates], weights[rows, candidates]))
-    rows, candidates, costs, weights = (np.concatenate(parts) for parts in zip(*found))
+        chunks.append((rows + start, candidates, costs[rows, candidates], weights[rows, candidates]))
+    rows, candidates, costs, weights = (np.concatenate(parts) for parts in zip(*chunks))
     return rows, candidates, costs, weights
 
 

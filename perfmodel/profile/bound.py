@@ -112,15 +112,15 @@ class BoundLayer:
         params, state = layer.parameters(*shapes), layer.state(*shapes)
         zeros, low, full = self.kernels.zeros, self._dtype, wide(self._dtype)
         read, rounds = full if layer.exact_parameters else low, self.kernels.rounds_gradients
-        made = {
+        arrays = {
             "params": {key: zeros(spec.shape, read) for key, spec in params.items()},
             "state": {key: zeros(spec.shape, full) for key, spec in state.items()},
             "grads": {key: zeros(spec.shape, low if rounds and spec.rounded else full) for key, spec in params.items()},
         }
         for kind, specs in (("params", params), ("state", state)):
             for key, spec in specs.items():
-                self.kernels.device.assign(made[kind][key], spec.initial(key, 0))
-        return made
+                self.kernels.device.assign(arrays[kind][key], spec.initial(key, 0))
+        return arrays
 
     @property
     def memory_bytes(self) -> int:
@@ -202,10 +202,10 @@ def _fill(array: Any, name: str) -> None:
     flat = array.reshape(-1)
     count = min(flat.size, 1 << 16)
     device = device_of(array)
-    some = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(count).astype(array.dtype)
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(count).astype(array.dtype)
     for first in range(0, flat.size, max(count, 1)):
         part = flat[first : first + count]
-        device.assign(part, some[: part.size])
+        device.assign(part, values[: part.size])
 
 
 class _Twins:

@@ -1,7 +1,7 @@
 """Measured times on disk, by the conditions of the measurement.
 
 A file has one line of JSON per time. Lines are appended, so that several runs may write at once. One of the conditions
-is how many ranks compute on a host at the same time, and whether they share its cores (:class:`Crowd`).
+is how many ranks compute on a host at the same time, and whether they share its cores (:class:`Oversubscription`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ...limits import Cores, usable_cores
 if TYPE_CHECKING:
     from ...comm import Communicator
 
-__all__ = ["Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
+__all__ = ["Conditions", "Oversubscription", "TimeCache", "cache_path", "device_name"]
 
 
 @dataclass(frozen=True)
-class Crowd:
+class Oversubscription:
     """Ranks that compute on a host at the same time.
 
     If ranks share cores (oversubscription), a duration is the CPU time of a rank multiplied by the ranks per core: wall
@@ -58,32 +58,35 @@ class Crowd:
     cores: int = 0
 
     @classmethod
-    def of(cls, comm: Communicator, kernels: Any) -> Crowd:
+    def of(cls, comm: Communicator, kernels: Any) -> Oversubscription:
         """Return the most oversubscribed host of a run with a backend. Collective over `comm`."""
         return cls.among(comm.allgather_objects(_place(kernels)), kernels.threads)
 
     @classmethod
-    def here(cls, ranks: int, kernels: Any) -> Crowd:
+    def here(cls, ranks: int, kernels: Any) -> Oversubscription:
         """Return the description of `ranks` ranks with a backend on this host. Local."""
         return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
-    def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Crowd:
+    def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Oversubscription:
         """Return the most oversubscribed host, given the host and the cores of every rank. Local.
 
-        >>> Crowd.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
-        Crowd(ranks=4, cores=2)
-        >>> Crowd.among([("a", Cores(frozenset({0}))), ("a", Cores(frozenset({1})))], threads=1)
-        Crowd(ranks=2, cores=0)
+        >>> Oversubscription.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
+        Oversubscription(ranks=4, cores=2)
+        >>> Oversubscription.among([("a", Cores(frozenset({0}))), ("a", Cores(frozenset({1})))], threads=1)
+        Oversubscription(ranks=2, cores=0)
         """
         hosts: dict[str, list[Cores | None]] = {}
         for host, cores in places:
             hosts.setdefault(host, []).append(cores)
-        known = {host: [cores for cores in some if cores is not None] for host, some in hosts.items()}
-        counts = [(len(some), Cores.together(known[host]) if known[host] else 0) for host, some in hosts.items()]
+        known = {host: [cores for cores in cores_of_host if cores is not None] for host, cores_of_host in hosts.items()}
+        counts = [
+            (len(cores_of_host), Cores.together(known[host]) if known[host] else 0)
+            for host, cores_of_host in hosts.items()
+        ]
         in_turn = [cls(ranks, cores) for ranks, cores in counts if ranks * threads > cores > 0]
         if in_turn:
-            return max(in_turn, key=lambda crowd: crowd.ranks / crowd.cores)
+            return max(in_turn, key=lambda oversubscription: oversubscription.ranks / oversubscription.cores)
         return cls(max(ranks for ranks, _ in counts))
 
     @property
@@ -141,11 +144,13 @@ class Conditions:
     flush: int = 0
 
     @classmethod
-    def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Return the conditions on this machine with a backend, for one rank or for the ranks of `crowd`. Local."""
-        crowd = crowd or Crowd()
+    def here(
+        cls, kernels: Any, oversubscription: Oversubscription | None = None, autotune: bool = False, flush: int = 0
+    ) -> Conditions:
+        """Return the conditions on this machine with a backend, for one rank, or those of `oversubscription`. Local."""
+        oversubscription = oversubscription or Oversubscription()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
-        device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
+        device, at_once = device_name(kernels), (oversubscription.ranks, oversubscription.cores)
         return cls(device, kernels.name, version, kernels.threads, *at_once, autotune, flush)
 
     @cached_property

@@ -13,7 +13,7 @@ import numpy as np
 from ...kernels import Geometry
 from ...limits import memory_size
 from ..machine import Efficiency, Link, Machine, Variation
-from .cache import Crowd, device_name
+from .cache import Oversubscription, device_name
 from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
 from .record import Fit, Profile, fit_line
 
@@ -62,7 +62,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     nodes = Nodes(tuple(map(str, comm.nodes)))
     # An emulated network between all ranks counts as the link within their node.
     places = nodes if nodes.has("node") else hosts
-    clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock
+    clock = time.perf_counter if comm.waits_for_network else Oversubscription.of(comm, kernels).clock
     channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
     for level in ("node", "across"):
         if places.has(level):
@@ -84,7 +84,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
         **rates,
     )
-    found = Profile(
+    profile = Profile(
         version=1,
         machine=machine,
         ranks=comm.size,
@@ -97,7 +97,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         layer_overhead=0.0,
         **sums,
     )
-    return comm.bcast(found)
+    return comm.bcast(profile)
 
 
 def _links(
@@ -137,7 +137,7 @@ def group_sizes(ranks: int) -> list[int]:
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
     """Measure sums over groups of ranks, all groups of a size at the same time; return the results of the first group.
     """
-    found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
+    result: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):
         whole = comm.rank < comm.size - comm.size % size
         group = comm.split(comm.rank // size if whole else None)
@@ -147,14 +147,14 @@ def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any
             waited = timer.reduction()
             fits = (waited, *timer.reduction_behind(waited))
             group.close()
-        for by_size, fit in zip(found.values(), comm.bcast(fits)):
+        for by_size, fit in zip(result.values(), comm.bcast(fits)):
             by_size[size] = fit
-    return found
+    return result
 
 
 def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     """Return the rates of the slowest rank while all ranks compute, as fields of `Machine`. Collective."""
-    crowd = Crowd.of(comm, kernels)
+    oversubscription = Oversubscription.of(comm, kernels)
 
     def clock(run: Callable[[], Any]) -> float:
         """Return the minimum over several rounds of the time of the slowest rank [s]."""
@@ -162,10 +162,10 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
         times = []
         for _ in range(ROUNDS):
             comm.barrier()
-            begin = crowd.clock()
+            begin = oversubscription.clock()
             run()
             kernels.synchronize()
-            times.append(float(comm.allreduce_scalar(crowd.clock() - begin, "max")))
+            times.append(float(comm.allreduce_scalar(oversubscription.clock() - begin, "max")))
         return min(times)
 
     def product(dtype: str, rows: int) -> float:
@@ -184,7 +184,7 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
         x, y = (kernels.zeros((1, extent, extent, _CHANNELS), dtype) for _ in range(2))
         w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), dtype)
         seconds.append(clock(kernels.conv_forward(x, w, None, y, geometry)))
-    variation = _variation(comm, crowd, kernels, kernels.conv_forward(x, w, None, y, geometry))
+    variation = _variation(comm, oversubscription, kernels, kernels.conv_forward(x, w, None, y, geometry))
     line = fit_line([2.0 * 9 * _CHANNELS**2 * extent**2 for extent in EXTENTS], seconds)
     compute = min(1.0, 1 / (line.beta * peak[dtype])) if line.beta else 1.0
     half = max(0.0, line.alpha - launch) * peak[dtype] * compute
@@ -199,7 +199,9 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     }
 
 
-def _variation(comm: Communicator, crowd: Crowd, kernels: Any, run: Callable[[], Any]) -> Variation:
+def _variation(
+    comm: Communicator, oversubscription: Oversubscription, kernels: Any, run: Callable[[], Any]
+) -> Variation:
     """Return the variation of the time of a kernel from call to call and between the ranks. Collective.
 
     All ranks run the kernel at the same time. As in the times of layers, the longest tenth does not count.
@@ -207,10 +209,10 @@ def _variation(comm: Communicator, crowd: Crowd, kernels: Any, run: Callable[[],
     seconds = []
     for _ in range(REPETITIONS):
         comm.barrier()
-        begin = crowd.clock()
+        begin = oversubscription.clock()
         run()
         kernels.synchronize()
-        seconds.append(crowd.clock() - begin)
+        seconds.append(oversubscription.clock() - begin)
     return spread(comm.allgather_objects(seconds))
 
 
@@ -220,9 +222,9 @@ def spread(seconds: Sequence[Sequence[float]]) -> Variation:
     >>> spread([[1.0, 1.2, 1.0, 1.2], [2.0, 2.4, 2.0, 2.4]])
     Variation(devices=0.4714, kernels=0.0909, measured=2)
     """
-    kept = [sorted(some)[: max(1, round(0.9 * len(some)))] for some in seconds]
-    means = [sum(some) / len(some) for some in kept]
-    kernels = max((pstdev(some) / mean for some, mean in zip(kept, means) if mean), default=0.0)
+    kept = [sorted(times)[: max(1, round(0.9 * len(times)))] for times in seconds]
+    means = [sum(times) / len(times) for times in kept]
+    kernels = max((pstdev(times) / mean for times, mean in zip(kept, means) if mean), default=0.0)
     mean = sum(means) / len(means)
     devices = stdev(means) / mean if len(means) > 1 and mean else 0.0
     return Variation(round(min(devices, 1.0), 4), round(min(kernels, 1.0), 4), len(seconds))

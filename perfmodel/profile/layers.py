@@ -15,7 +15,7 @@ import numpy as np
 from ...layers import Network
 from ..kernel_times import LayerTime, LayerWork
 from .bound import BoundLayer
-from .cache import Conditions, Crowd, TimeCache
+from .cache import Conditions, Oversubscription, TimeCache
 
 if TYPE_CHECKING:
     from ...comm import Communicator
@@ -55,7 +55,7 @@ class LayerTimer:
 
     def __init__(self, kernels: Any, comm: Communicator, flush: int, repeats: int = REPEATS) -> None:
         self.kernels, self.comm, self.repeats = kernels, comm, repeats
-        self._crowd = Crowd.of(comm, kernels)
+        self._oversubscription = Oversubscription.of(comm, kernels)
         alone = comm.split(comm.rank)
         assert alone is not None
         self._alone = alone
@@ -114,14 +114,14 @@ class LayerTimer:
             if run is not None:
                 run()
         # If ranks share cores, a waiting one would let others run between a layer and the one before it.
-        if not self._crowd.in_turn:
+        if not self._oversubscription.in_turn:
             self.comm.barrier()
 
     def _clock(self, run: Callable[[], object]) -> float:
-        begin = self._crowd.clock()
+        begin = self._oversubscription.clock()
         run()
         self.kernels.synchronize()
-        return self._crowd.clock() - begin
+        return self._oversubscription.clock() - begin
 
     def _backward(self, bound: BoundLayer) -> tuple[float, float]:
         """Run the backward pass; return the time without the filter gradient, and that of the filter gradient [s]."""
@@ -209,26 +209,26 @@ def measure_layers(
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works)
-    wanted = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
-    state = Coverage(known=wanted.count(False))
+    needed = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
+    state = Coverage(known=needed.count(False))
 
     def tell(done: int) -> None:
         if progress is not None and comm.rank == 0:
             progress(done, len(todo))
 
     try:
-        for done, (work, missing) in enumerate(zip(todo, wanted)):
+        for done, (work, missing) in enumerate(zip(todo, needed)):
             tell(done)
             if not missing:
                 continue
             if comm.bcast(budget is not None and time.perf_counter() - begin > budget):
                 state.left += 1
                 continue
-            found = timer.measure(work)
+            measured = timer.measure(work)
             state.measured += 1
             if comm.rank == 0:
                 before = cache.get(conditions, work.key)
-                mean = found if before is None else [(a + b) / 2 for a, b in zip(before, found)]
+                mean = measured if before is None else [(a + b) / 2 for a, b in zip(before, measured)]
                 cache.put(conditions, work.key, mean)
     finally:
         if comm.rank == 0:

@@ -32,7 +32,7 @@ IN_A_ROW, LONG = 4, 1e-3
 #: Channels of the array whose faces are exchanged; a face across the width has runs of this many float32.
 CHANNELS = 32
 
-#: Function whose differences are durations [s], as `Crowd.clock`.
+#: Function whose differences are durations [s], as `Oversubscription.clock`.
 Clock = Callable[[], float]
 
 
@@ -176,8 +176,8 @@ class MessageTimer:
             reduction.close()
         exposed = fit_line(sizes, _slowest(comm, left))
         in_background = exposed.at(sizes[-1]) < waited.at(sizes[-1]) / 4
-        found = fit_sums(sizes, _slowest(comm, arrival))
-        return (found if in_background else waited), exposed
+        fit = fit_sums(sizes, _slowest(comm, arrival))
+        return (fit if in_background else waited), exposed
 
     def _reductions(self, method: str, codec: Codec) -> list[Reduction]:
         arrays = (np.zeros(n // 4, np.float32) for n in self.sizes)

@@ -127,9 +127,9 @@ def fit_sums(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
     for k in range(2, len(nbytes) - 1):
         short, long = fit_line(nbytes[:k], seconds[:k]), fit_line(nbytes[k:], seconds[k:])
         if short.alpha < long.alpha and short.beta > long.beta:
-            made = replace(long, bytes=line.bytes, seconds=line.seconds, short=short)
-            error = math.sqrt(fmean((made.at(n) / t - 1) ** 2 for n, t in zip(line.bytes, line.seconds)))
-            best = min(best, replace(made, error=error), key=lambda one: one.error)
+            fit = replace(long, bytes=line.bytes, seconds=line.seconds, short=short)
+            error = math.sqrt(fmean((fit.at(n) / t - 1) ** 2 for n, t in zip(line.bytes, line.seconds)))
+            best = min(best, replace(fit, error=error), key=lambda one: one.error)
     return best if best.error < line.error / 2 else line
 
 

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from benchmarks.gradient_reduction import NETWORKS, schemes_of
-from benchmarks.gradient_reduction_ranks import Contender, Place
+from benchmarks.gradient_reduction_ranks import Place, PlanCandidate
 from benchmarks.gradient_reduction_tables import tables
 from benchmarks.paced_executor import Clock
 from benchmarks.paper_machines import PAPERS, Part
@@ -21,8 +21,8 @@ def test_ranks_stand_for_the_machine_of_the_paper(name):
     part = Part(PAPERS[name], 4)
     s, alpha_beta = part.setting, part.links
     whole = 4 * sum(spec.size for spec in part.paper.network.parameters().values())
-    wires, narrow = part.paper.pricing.wires, part.simulation().pricing.wires
-    there = wires.sum(whole, range(s.nodes)) if s.beta is None else s.beta * whole
+    network_model, narrow = part.paper.pricing.network_model, part.simulation().pricing.network_model
+    there = network_model.sum(whole, range(s.nodes)) if s.beta is None else s.beta * whole
     assert narrow.sum(whole * part.shrunk, range(4)) == pytest.approx(s.slow * there, rel=0.02) and min(alpha_beta) >= 0
     assert part.shrunk == pytest.approx((1 / 16) ** 2, rel=0.1)
     assert sum(t.total for t in part.pace.values()) == pytest.approx(
@@ -61,10 +61,10 @@ def test_a_step_takes_what_layers_take_and_sends_what_is_predicted(dense):
     part = Part(replace(PAPERS["alexnet"], slow=0.2), MPI.COMM_WORLD.size)
     schemes = [Scheme("blocking", replicated_dense=dense), Scheme("host_accumulate", chunk=2, replicated_dense=dense)]
     place = Place(part, schemes[0])
-    contenders = [Contender(place, scheme) for scheme in schemes]
-    for contender in contenders:
-        contender.run(3)
-    rows = [contender.record() for contender in contenders]
+    plan_candidates = [PlanCandidate(place, scheme) for scheme in schemes]
+    for plan_candidate in plan_candidates:
+        plan_candidate.run(3)
+    rows = [plan_candidate.record() for plan_candidate in plan_candidates]
     place.close()
     if MPI.COMM_WORLD.rank == 0:
         for row in rows:

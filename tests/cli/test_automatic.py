@@ -20,7 +20,7 @@ from halograd.errors import UserError
 from halograd.kernels import KernelError
 from halograd.layers import Conv
 from halograd.limits import Cores
-from halograd.measuring import measure_steps, rivals, settle
+from halograd.measuring import fastest_or_first, measure_steps, near_baselines
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -175,8 +175,8 @@ def test_a_plan_is_checked_against_the_network(trained):
 
 
 def test_a_rival_has_to_be_faster_by_more_than_noise():
-    assert settle({"elimination": 1.0, "data": 0.985, "model": 1.2}) == "elimination"
-    assert settle({"elimination": 1.0, "data": 0.97, "model": 0.96}) == "model"
+    assert fastest_or_first({"elimination": 1.0, "data": 0.985, "model": 1.2}) == "elimination"
+    assert fastest_or_first({"elimination": 1.0, "data": 0.97, "model": 0.96}) == "model"
 
 
 def test_rivals_are_baselines_that_fit_and_are_near(trained):
@@ -191,7 +191,7 @@ def test_rivals_are_baselines_that_fit_and_are_near(trained):
         ("other", 1, True),
     ]
     some = tuple(Alternative(name, factor * step, 1, fits) for name, factor, fits in others)
-    assert rivals(replace(plan, alternatives=some)) == ["owt", "data"]
+    assert near_baselines(replace(plan, alternatives=some)) == ["owt", "data"]
 
 
 @pytest.mark.ranks(2)
@@ -229,7 +229,7 @@ def test_a_run_settles_on_what_was_faster(known, monkeypatch):
 
         monkeypatch.setattr(auto, "measure_steps", measured)
         monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset({0})))
-        monkeypatch.setattr(auto, "rivals", lambda plan: ["model" if plan.planner != "model" else "data"])
+        monkeypatch.setattr(auto, "near_baselines", lambda plan: ["model" if plan.planner != "model" else "data"])
         run = plan_run(config, comm)
         ((favorite, rival),) = tried
         assert run.plan.planner == rival != favorite
@@ -251,16 +251,16 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
         measured.append(work.key)
         return RooflineTimes(MACHINE).of_work(work)
 
-    def curious(asked, batch, ranks, planning, times):
-        calls.append(asked)
+    def curious(plan_request, batch, ranks, planning, times):
+        calls.append(plan_request)
         for count in range(1, 1 + min(len(calls), 7)):
             times.time(Conv(count, 3), [(1, 8, 8, 2)], "float64")
-        return make_plan(asked, batch, ranks, planning, times)
+        return make_plan(plan_request, batch, ranks, planning, times)
 
     with Communicator(MPI.COMM_WORLD) as comm:
         monkeypatch.setattr(LayerTimer, "measure", measure)
         monkeypatch.setattr(auto, "make_plan", curious)
-        monkeypatch.setattr(auto, "rivals", lambda plan: [])
+        monkeypatch.setattr(auto, "near_baselines", lambda plan: [])
         monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset({0})))
         config = parse_config(AUTO, [f"output.directory={known / 'out'}"])
         plan = plan_run(config, comm).plan
@@ -315,8 +315,8 @@ def test_what_the_configuration_forbids_is_no_rival(tmp_path):
     """Baselines take the run's reduction settings; a baseline that conflicts with them is skipped, not an error."""
     network = build("lenet5")
     with Communicator(MPI.COMM_WORLD) as comm:
-        asked = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
-        config = parse_config(AUTO, asked)
+        overrides = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
+        config = parse_config(AUTO, overrides)
         some = {name: auto.as_run(baseline(name, network, 4, 2), config) for name in ("data", "owt")}
         assert all(strategy.reduction.replicated_dense == 1 for strategy in some.values())
         assert {name: auto.can_run(strategy, network, comm.size) for name, strategy in some.items()} == {
@@ -349,7 +349,7 @@ def test_predictions_rest_on_these_layers_and_no_others():
     times = Recorded(RooflineTimes(MACHINE))
     plan = plan_network(network, BATCH, RANKS, MACHINE, times)
     behind = rests_on(plan, network, MACHINE, times, Training())
-    others = times.asked.keys() - behind.keys()
+    others = times.requested.keys() - behind.keys()
     assert behind and others, "the planner has looked at more than it chose"
     strategies = [plan.strategy, *(baseline(name, network, BATCH, RANKS) for name in BASELINES)]
 

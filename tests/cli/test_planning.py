@@ -16,7 +16,7 @@ import pytest
 from halograd.cli import pictures
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
-from halograd.measuring import rivals
+from halograd.measuring import near_baselines
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, GRID
@@ -24,7 +24,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
 from halograd.perfmodel.robust import RobustPlan
 from halograd.plan_text import plan_text, robust_text
-from halograd.planning import AHEAD, Asked, baselines_of
+from halograd.planning import AHEAD, PlanRequest, baselines_of
 from halograd.training.config import DataConfig
 from tests.launch import command_line
 from tests.perfmodel.pricing import priced
@@ -155,7 +155,7 @@ def test_baselines_with_equal_cuts_take_the_same(typed, planned):
     slowest = 10 * made.step_seconds
     same = Alternative("model", made.step_seconds, made.prediction.memory_bytes, True)
     others = [same, Alternative("data", slowest / 9, 7, True), Alternative("owt", slowest / 9, 7, True)]
-    assert rivals(replace(made, alternatives=tuple(others))) == ["data"], "equal cuts are tried once"
+    assert near_baselines(replace(made, alternatives=tuple(others))) == ["data"], "equal cuts are tried once"
 
 
 def test_a_grid_is_shown_where_one_was_looked_for(planned):
@@ -163,9 +163,9 @@ def test_a_grid_is_shown_where_one_was_looked_for(planned):
     made = Plan.load(planned)
     assert made.request is not None
     network = build(made.request.model, **made.request.options)
-    asked = Asked("mesh", {}, network, made.request.load_machine(), "lassen", made.dtype)
-    assert [a.name for a in baselines_of(asked, made)] == [*BASELINES, GRID]
-    assert [a.name for a in baselines_of(asked, replace(made, alternatives=()))] == [*BASELINES]
+    plan_request = PlanRequest("mesh", {}, network, made.request.load_machine(), "lassen", made.dtype)
+    assert [a.name for a in baselines_of(plan_request, made)] == [*BASELINES, GRID]
+    assert [a.name for a in baselines_of(plan_request, replace(made, alternatives=()))] == [*BASELINES]
 
 
 def test_the_arrays_of_the_optimizer_count(typed):
@@ -229,9 +229,11 @@ def repeating(planned, tmp_path):
     """Return the path of the planned cuts with outputs of norms and activations computed again."""
     plan = Plan.load(planned)
     strategy = replace(plan.strategy, options={"recompute": "pointwise"})
-    asked = Asked("mesh", {}, build("mesh", **plan.request.options), plan.request.load_machine(), "lassen", plan.dtype)
-    pricing, training = asked.pricing(plan.batch, plan.ranks), Training(plan.dtype, plan.request.slots)
-    prediction = simulate(asked.network, strategy, plan.batch, pricing, training, plan.ranks)
+    plan_request = PlanRequest(
+        "mesh", {}, build("mesh", **plan.request.options), plan.request.load_machine(), "lassen", plan.dtype
+    )
+    pricing, training = plan_request.pricing(plan.batch, plan.ranks), Training(plan.dtype, plan.request.slots)
+    prediction = simulate(plan_request.network, strategy, plan.batch, pricing, training, plan.ranks)
     replace(plan, strategy=strategy, prediction=prediction).save(tmp_path / "again.json")
     return tmp_path / "again.json"
 
@@ -347,7 +349,7 @@ def test_predict_says_where_nothing_fits(typed):
 def test_an_output_that_cannot_be_written_is_found_first(typed, planned, tmp_path, monkeypatch, path, message):
     """An output path that cannot be written is an error before planning or measuring begins."""
     monkeypatch.setattr("halograd.planning.make_plan", lambda *_: pytest.fail("it plans"))
-    monkeypatch.setattr("halograd.cli.explaining._asked", lambda *_: pytest.fail("it plans"))
+    monkeypatch.setattr("halograd.cli.explaining._plan_request", lambda *_: pytest.fail("it plans"))
     monkeypatch.setattr("halograd.cli.profiling.Measuring", lambda *_: pytest.fail("it measures"), raising=False)
     (tmp_path / "file").write_text("")
     path = tmp_path / path

@@ -22,7 +22,7 @@ def rounded(values, error=None):
     if error is not None:
         encoding.compensate(error)
     encoding.deposit([(wire, values)]).wait()
-    encoding.give_back([(out, wire)]).wait()
+    encoding.copy_back([(out, wire)]).wait()
     return out
 
 
@@ -62,5 +62,5 @@ def test_added_up_in_float32():
     wire, total, out = np.zeros(size, np.uint16), np.zeros(size, np.uint16), np.zeros(size, np.float32)
     encoding.deposit([(wire, np.full(size, 1 + 2.0**-7, np.float32))]).wait()
     encoding.add([wire] * 254, total).wait()
-    encoding.give_back([(out, total)]).wait()
+    encoding.copy_back([(out, total)]).wait()
     assert (out == 256).all(), "254 times 1.0078125 are 255.98: more bits than a bfloat16 has were added up"

@@ -13,7 +13,7 @@ from halograd.comm.sums import Method
 from halograd.comm.transport import Emulated
 from halograd.comm.transports import emulated, nodes
 from halograd.comm.transports.memory import FLAG_BYTES, Flags
-from halograd.comm.transports.nodes import Attempt, Team, plan_by_nodes
+from halograd.comm.transports.nodes import Attempt, NodeGroup, plan_by_nodes
 from tests.support.clock import DrivenClock
 
 BYTES = 8 * PIECE
@@ -35,7 +35,7 @@ class LocalPlaces:
     def sync(self):
         pass
 
-    def give_back(self):
+    def free(self):
         pass
 
 
@@ -62,13 +62,13 @@ def make(node_of, counts, seconds=0.0, in_background=True):
     network = Emulated(seconds / {2: 1, 3: 3}[len(heads)], 0.0) if several else None
     for rank in range(len(node_of)):
         here = [r for r in range(len(node_of)) if node_of[r] == node_of[rank]]
-        team, progress = Team(rank, here, heads if several else here[:1], network=network), Driven()
+        node_group, progress = NodeGroup(rank, here, heads if several else here[:1], network=network), Driven()
         drivers.append(progress)
         sums.append([])
         for memories, count in zip(rooms, counts):
             buffer = np.zeros(count)
             method = Method(by_nodes=True, in_background=in_background)
-            planning = plan_by_nodes(buffer, method, team, progress)
+            planning = plan_by_nodes(buffer, method, node_group, progress)
             (plan,) = side_by_side([planning], lambda asked, m=memories, r=rank: [LocalPlaces(m, r) for _ in asked])
             meters = [Meter(Instruments(), kind, "sum", 1, buffer.nbytes) for kind in ("allreduce", "node")]
             sums[-1].append(Reduction(buffer, meters, plan))

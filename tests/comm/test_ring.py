@@ -125,7 +125,7 @@ def test_elements_are_encoded_in_their_own_memory_with_the_same_bits(size, codec
         wire = memory.view(codec.wire)
         encoding.deposit([(wire, values)]).wait()
         encoded = wire.copy()
-        encoding.give_back([(values, wire)]).wait()
+        encoding.copy_back([(values, wire)]).wait()
         results.append((encoded, values, error))
     for one, other in zip(*results):
         np.testing.assert_array_equal(one, other)

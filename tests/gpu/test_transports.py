@@ -163,7 +163,7 @@ def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
 
         cuda, watchdog = Cuda(kernels.device), DeviceWatchdog("the only rank", begin=kernels.device.use)
         context = TransportContext(comm.mpi, None, comm.agree, (0,))
-        made = NcclLink(links.load_nccl(), cuda.lane(), context, watchdog)
+        made = NcclLink(links.load_nccl(), cuda.comm_stream(), context, watchdog)
         try:
             yield kernels, made
         finally:
@@ -182,7 +182,7 @@ def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
 def test_every_call_of_nccl_in_every_dtype(link, dtype):
     """Every NCCL call on one rank copies one array into another, so order of arguments and constants are right."""
     kernels, link = link
-    count, stream, nccl = 1000, link.lane.ptr, link.nccl
+    count, stream, nccl = 1000, link.comm_stream.ptr, link.nccl
     values = np.arange(count).astype(as_dtype(dtype))
     number, nbytes = getattr(nccl, SUMMABLE[dtype]), values.nbytes
     calls = {
@@ -198,7 +198,7 @@ def test_every_call_of_nccl_in_every_dtype(link, dtype):
     }
     source, address = kernels.device.array(values), kernels.device.address
     for name, call in calls.items():
-        target, passage = kernels.zeros((count,), as_dtype(dtype)), Passage(link.lane)
+        target, passage = kernels.zeros((count,), as_dtype(dtype)), Passage(link.comm_stream)
         passage.enter()
         with link.group() as comm:
             call(comm, address(source), address(target))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry, Kernel, KernelError
-from halograd.kernels.guards import GUARDS, SIDE, GuardError, Guards, room
+from halograd.kernels.guards import GUARDS, SIDE, GuardError, Guards, guarded_bytes
 from halograd.kernels.kernel import ScratchKernel
 from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.onednn import conv, faults
@@ -65,7 +65,7 @@ def test_nothing_is_guarded_outside_of_the_context():
     with guards, guards:
         assert guards.active
     assert not guards.active
-    assert room(1) > SIDE
+    assert guarded_bytes(1) > SIDE
 
 
 def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):

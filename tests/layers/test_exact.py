@@ -49,12 +49,12 @@ MARKS = {
     "uneven": pytest.mark.mpi,
     "many ranks": pytest.mark.many_ranks,
     "uneven, many ranks": pytest.mark.many_ranks,
-    "crowded": pytest.mark.ranks(6, 8),
+    "oversubscribed": pytest.mark.ranks(6, 8),
     "channels": pytest.mark.ranks(2, 3, 4),
     "derivative": (),
 }
 #: Smallest number of ranks of these cases, where it is not 1.
-SMALLEST = {"crowded": 6, "channels": 2}
+SMALLEST = {"oversubscribed": 6, "channels": 2}
 CASES = []
 KINDS = Counter()  # number of cases of "grids" by kind of layer and number of axes
 
@@ -171,7 +171,7 @@ for halo, more in HALOS.items():
         add("grids", f"convolution {name}, {halo}", conv(rest), shape, **more)
         add("grids", f"convolution {name}, {halo}, onednn", conv(rest), shape, batch=1, **{**more, **ONEDNN})
         if name in CROWDED:
-            add("crowded", f"convolution {name}, {halo}", conv(rest), shape, **more)
+            add("oversubscribed", f"convolution {name}, {halo}", conv(rest), shape, **more)
     for rows, stride in product((32, 6), (1, 2)):
         add("uneven", f"convolution of {rows} rows by {stride}, {halo}", conv((3, stride, 1, 1)), (rows, 7, 2), **more)
     for own in [{"groups": 2}, {"bias": False}, {"activation": "relu"}, {"groups": 4, "activation": "relu"}]:
@@ -188,7 +188,7 @@ for name, geometry in TRANSPOSED.items():
     add("grids", f"transposed {name}", transposed(rest), shape, gradient=False)
     add("grids", f"transposed {name}, onednn", transposed(rest), shape, **ONEDNN, batch=1)
     if name in ("k3 s2 p1 op1", "halo wider than a block", "padding beyond the kernel"):
-        add("crowded", f"transposed {name}", transposed(rest), shape, gradient=False)
+        add("oversubscribed", f"transposed {name}", transposed(rest), shape, gradient=False)
     if name in ("k3 s2 p1 op1", "dilation", "padding beyond the kernel"):
         add("derivative", f"transposed {name}", transposed(rest, 2), shape)
 for rows in (32, 6):
@@ -199,7 +199,7 @@ for own in [{"groups": 2}, {"bias": False}, {"groups": 4, "bias": False}]:
 for kind, pool in POOLS.items():
     for name, geometry in NASTY.items():
         shape, rest = window(geometry)
-        for cut in ["grids"] + ["crowded"] * (name in CROWDED):
+        for cut in ["grids"] + ["oversubscribed"] * (name in CROWDED):
             add(cut, f"{kind} pool {name}", partial(pool, *rest), shape, gradient=False)
     for rows in (32, 6):
         add("uneven", f"{kind} pool of {rows} rows", partial(pool, 3, 2, 1), (rows, 7, 2), gradient=False)
@@ -233,7 +233,7 @@ for (name, (spatial, how)), mode in product(RESIZES.items(), MODES):
     if mode in ("linear", "cubic") and name in ("triple and double", "half", "to a size", "to one", "3-D"):
         add("grids", f"resize {name}, {mode}, aligned", partial(make, align_corners=True), shape, gradient=False)
     if mode in ("linear", "cubic") and name in ("double", "half", "to one"):
-        add("crowded", f"resize {name}, {mode}", make, shape, gradient=False)
+        add("oversubscribed", f"resize {name}, {mode}", make, shape, gradient=False)
 for mode in MODES:
     make = partial(hg.Resize, 1.5, mode=mode)
     add("channels", f"resize {mode}", make, (7, 6, 5), axes=("height", "channel"), gradient=False)

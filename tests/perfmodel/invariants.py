@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.layers.strategy import AXES
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline, grids
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -49,7 +49,7 @@ def plan_of(problem: PlanningProblem, network: Network, machine: Machine, limit:
 
 def rivals(problem: PlanningProblem, network: Network) -> Iterator[tuple[str, Prediction]]:
     """Yield names and predictions of baselines and of grids that are the same for all layers."""
-    pricing = Pricing(Wires(problem.machine), RooflineTimes(problem.machine), best_halo=True)
+    pricing = Pricing(NetworkModel(problem.machine), RooflineTimes(problem.machine), best_halo=True)
     some = {name: baseline(name, network, problem.batch, problem.ranks) for name in BASELINES}
     for parts in grids(network, problem.batch, problem.ranks):
         strategy = Strategy({axis: n for axis, n in zip(AXES, parts) if n > 1})

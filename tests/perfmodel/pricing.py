@@ -6,7 +6,7 @@ import math
 
 from halograd.dtensor import Blocks
 from halograd.layers.strategy import AXES, layout_of
-from halograd.perfmodel.cost import Pricing, Wires
+from halograd.perfmodel.cost import NetworkModel, Pricing
 from halograd.perfmodel.kernel_times import KernelTimes, RooflineTimes
 from halograd.perfmodel.machine import Machine
 
@@ -18,4 +18,4 @@ def cut(shape: tuple[int, ...], parts: tuple[int, ...]) -> Blocks:
 
 def priced(machine: Machine, times: KernelTimes | None = None, quick: bool = False) -> Pricing:
     """Return the cost model of a machine; with `quick`, the one that planners use."""
-    return Pricing(Wires(machine, quick), times or RooflineTimes(machine), best_halo=quick)
+    return Pricing(NetworkModel(machine, quick), times or RooflineTimes(machine), best_halo=quick)

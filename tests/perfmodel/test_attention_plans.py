@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from halograd.layers import Attention, Conv, Input, MeanSquaredError, Network, Strategy
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
 from halograd.perfmodel.kernel_times import LayerWork, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
@@ -33,7 +33,7 @@ def test_the_faster_of_gather_and_ring_is_chosen(slower, faster):
     machine, made = replace(LASSEN, links=links), network(192)
     both = {halo: seconds(made, machine, halo) for halo in ("pad", "overlap")}
     assert min(both, key=lambda halo: both[halo].step_seconds) == faster
-    best = Pricing(Wires(machine), RooflineTimes(machine), best_halo=True)
+    best = Pricing(NetworkModel(machine), RooflineTimes(machine), best_halo=True)
     found = simulate(made, Strategy({"height": 4}), 1, best, ranks=4)
     record = next(r for r in found.layers if r.name == "attention")
     assert record.halo_algorithm == faster and found.step_seconds <= both[faster].step_seconds * (1 + 1e-9)

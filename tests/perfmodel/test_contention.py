@@ -11,7 +11,7 @@ from halograd.errors import UserError
 from halograd.layers import Strategy
 from halograd.models import mesh
 from halograd.perfmodel.collectives import library_seconds
-from halograd.perfmodel.cost import Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Training, simulate
 from halograd.perfmodel.machine import (
     FOLDER,
     Efficiency,
@@ -95,7 +95,7 @@ def test_messages_share_links(topology, seconds, busy) -> None:
     """Sixteen rows of 32 B over four ranks, which exchange one row with each neighbor."""
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
-    found = Wires(dataclasses.replace(MACHINE, topology=topology)).exchange(Move(blocks, needed, 4))
+    found = NetworkModel(dataclasses.replace(MACHINE, topology=topology)).exchange(Move(blocks, needed, 4))
     assert (found.seconds, found.busy, found.peers) == (seconds, busy, 2)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.perfmodel.cost.network_costs import Grids, edge_seconds, redistributed_bytes
-from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.cost.network_model import NetworkModel
 from halograd.perfmodel.cuts import candidates
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Overheads
 from halograd.program.traffic import Move
@@ -39,11 +39,11 @@ def test_boxes_overlaps_and_counts_of_a_rank(shape, before, after, rank):
 @given(shapes(), st.lists(parts(4), min_size=1, max_size=3), st.lists(parts(4), min_size=1, max_size=3))
 def test_tables_are_single_exchanges_where_all_ranks_are_looked_at(shape, makers, readers):
     """With four ranks, all of which are examined, redistribution tables equal the costs of single exchanges."""
-    found = edge_seconds(shape, makers, readers, Wires(MACHINE), 4, 4)
+    found = edge_seconds(shape, makers, readers, NetworkModel(MACHINE), 4, 4)
     for i, before in enumerate(makers):
         for j, after in enumerate(readers):
             move = Move(cut(shape, before), cut(shape, after), 4, "redistribute")
-            assert found[i, j] == pytest.approx(Wires(MACHINE).exchange(move)[0])
+            assert found[i, j] == pytest.approx(NetworkModel(MACHINE).exchange(move)[0])
 
 
 SAMPLES, ROWS = (4, 1, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1)
@@ -52,24 +52,24 @@ SAMPLES, ROWS = (4, 1, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1)
 @pytest.mark.parametrize(("node", "seconds"), [(1, 33.0), (2, 33.0), (4, 0.0)])
 def test_tables_know_the_nodes_of_an_emulated_network(node, seconds):
     """Redistribution tables count a message of 2 x 8 x 8 x 2 bytes between emulated nodes, and no delay within one."""
-    shape, wires = (4, 8, 8, 8), Wires(MACHINE.emulated(1.0, 0.125, node=node))
-    assert edge_seconds(shape, [SAMPLES], [ROWS], wires, 2, 4) == pytest.approx(seconds)
-    assert wires.exchange(Move(cut(shape, SAMPLES), cut(shape, ROWS), 2))[0] == pytest.approx(seconds)
+    shape, network_model = (4, 8, 8, 8), NetworkModel(MACHINE.emulated(1.0, 0.125, node=node))
+    assert edge_seconds(shape, [SAMPLES], [ROWS], network_model, 2, 4) == pytest.approx(seconds)
+    assert network_model.exchange(Move(cut(shape, SAMPLES), cut(shape, ROWS), 2))[0] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tables_pack_where_links_do_not(packed):
     shape, runtime = (4, 8, 8, 8), Overheads(packed=packed)
-    wires = Wires(dataclasses.replace(MACHINE, memory_bandwidth=16.0, runtime=runtime))
+    network_model = NetworkModel(dataclasses.replace(MACHINE, memory_bandwidth=16.0, runtime=runtime))
     move = Move(cut(shape, SAMPLES), cut(shape, ROWS), 4)
-    found = edge_seconds(shape, [SAMPLES], [ROWS], wires, 4, 4)
-    assert found == pytest.approx(sum(wires.exchange(move)[:2]))
-    assert (wires.exchange(move)[1] == 0) is packed
+    found = edge_seconds(shape, [SAMPLES], [ROWS], network_model, 4, 4)
+    assert found == pytest.approx(sum(network_model.exchange(move)[:2]))
+    assert (network_model.exchange(move)[1] == 0) is packed
 
 
 def test_nothing_is_paid_between_equal_layouts():
     some = candidates_of((8, 32, 32, 16))
-    seconds = edge_seconds((8, 32, 32, 16), some, some, Wires(MACHINE), 4, 16)
+    seconds = edge_seconds((8, 32, 32, 16), some, some, NetworkModel(MACHINE), 4, 16)
     copies = redistributed_bytes((8, 32, 32, 16), some, some, 4)
     assert not np.diag(seconds).any() and not np.diag(copies).any()
     off = ~np.eye(len(some), dtype=bool)
@@ -87,7 +87,7 @@ def test_messages_one_after_the_other_and_both_ways_at_once():
     """Messages in one direction are sequential, in both directions simultaneous: slabs send and receive two rows."""
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
-    assert Wires(MACHINE).exchange(Move(blocks, needed, 4))[0] == 2 * (1.0 + 8 * 4 / 8)
+    assert NetworkModel(MACHINE).exchange(Move(blocks, needed, 4))[0] == 2 * (1.0 + 8 * 4 / 8)
 
 
 def test_devices_of_a_node_share_its_link():
@@ -96,39 +96,41 @@ def test_devices_of_a_node_share_its_link():
     machine = dataclasses.replace(MACHINE, devices_per_node=2, nodes_per_switch=8, links=links)
     blocks = cut((1, 8, 8, 1), (1, 1, 2, 2, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(8, b + 1)), None, None)
-    assert Wires(machine).exchange(Move(blocks, needed, 4))[0] == 1.0 + 2 * 4 * 4 / 8
+    assert NetworkModel(machine).exchange(Move(blocks, needed, 4))[0] == 1.0 + 2 * 4 * 4 / 8
 
 
 @pytest.mark.parametrize("level", ["node", "across"])
 def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
     """A network is known as emulated if the link within nodes or the link across nodes was measured on one."""
     links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125", emulated=True)}
-    assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
+    assert NetworkModel(dataclasses.replace(MACHINE, links=links)).emulated
 
 
 def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
     """Sums measured within an emulated node are not used for sums across nodes."""
     links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2", emulated=True)}
     runtime = Overheads(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
-    wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
-    assert wires.sum(64, (2, 3)) == 0.001 and wires.sum(64, range(4)) == 7.0
-    assert wires.sum(64, (0, 2)) == pytest.approx(1.0 + 64 / 8) and wires.sum_work(64, (0, 2)) == 0.0
-    assert wires.sum_by_nodes(64, range(4)).across == pytest.approx(1.0 + 64 / 8)
-    assert wires.collective("all_gather", 64, range(4)) == pytest.approx(3 * 1.0 + 3 / 4 * 64 / 8), "half of a ring"
+    network_model = NetworkModel(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
+    assert network_model.sum(64, (2, 3)) == 0.001 and network_model.sum(64, range(4)) == 7.0
+    assert network_model.sum(64, (0, 2)) == pytest.approx(1.0 + 64 / 8) and network_model.sum_work(64, (0, 2)) == 0.0
+    assert network_model.sum_by_nodes(64, range(4)).across == pytest.approx(1.0 + 64 / 8)
+    assert network_model.collective("all_gather", 64, range(4)) == pytest.approx(3 * 1.0 + 3 / 4 * 64 / 8), (
+        "half of a ring"
+    )
 
 
 def test_the_shorter_of_two_measured_times_of_a_sum_is_taken():
     runtime = Overheads(sums={4: Link(6.0, 1.0)}, short_sums={4: Link(2.0, 3.0)})
     machine = dataclasses.replace(MACHINE, runtime=runtime)
     assert Machine.parse(machine.to_toml()) == machine
-    wires = Wires(machine)
-    assert wires.sum(1, range(4)) == 2.0 + 3.0 and wires.sum(8, range(4)) == 6.0 + 8.0
-    assert wires.collective("reduce_scatter", 1, range(4)) == 2.5
+    network_model = NetworkModel(machine)
+    assert network_model.sum(1, range(4)) == 2.0 + 3.0 and network_model.sum(8, range(4)) == 6.0 + 8.0
+    assert network_model.collective("reduce_scatter", 1, range(4)) == 2.5
 
 
 def test_the_emulated_network_has_no_contention_and_two_algorithms():
-    emulated = Wires(MACHINE.emulated(1.0, 0.125))
-    assert emulated.emulated and not Wires(MACHINE).emulated
+    emulated = NetworkModel(MACHINE.emulated(1.0, 0.125))
+    assert emulated.emulated and not NetworkModel(MACHINE).emulated
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
     assert emulated.exchange(Move(blocks, needed, 4))[0] == 1.0 + 8 * 4 / 8

@@ -12,8 +12,7 @@ from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build, lenet5, mesh, resnet, unet
-from halograd.perfmodel.contenders import planned_schemes
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
 from halograd.perfmodel.cost.account import memory_of, program_of
 from halograd.perfmodel.cost.network_costs import network_costs
@@ -21,6 +20,7 @@ from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.plan_candidates import planned_schemes
 from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
@@ -93,7 +93,7 @@ def test_messages_of_records_are_those_of_operations(name):
 
 def memory_of_every_rank(made):
     """Return the memory of each rank [B]."""
-    what = made.blocks, made.training.slots, made.pricing.wires.per_node
+    what = made.blocks, made.training.slots, made.pricing.network_model.per_node
     return [sum(memory_of(made._program(rank), *what).values()) for rank in range(made.ranks)]
 
 
@@ -174,7 +174,7 @@ def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
     network, training = mesh(resolution=128, widths=(8, 16), convs=2), Training(barrier=True)
     costs = network_costs(network, 4, 4, priced(SLOW, quick=True), training, bucket_bytes=1)
     choice = PLANNERS["elimination"]().plan(costs.problem(1.0))
-    pricing = Pricing(Wires(SLOW), times(SLOW), best_halo=True)
+    pricing = Pricing(NetworkModel(SLOW), times(SLOW), best_halo=True)
     strategy = costs.strategy(choice.indices, 1)
     found = simulate(network, strategy, 4, pricing, training, 4)
     plain = found.forward_seconds + found.backward_seconds + found.update_seconds
@@ -296,7 +296,7 @@ def test_machines_say_whether_gradients_are_rounded():
     for machine, backend in ((Machine.load("dgx-h100"), "cudnn"), (Machine.load("cpu-core"), "onednn")):
         assert machine.rounds_gradients == BACKENDS[backend].rounds_gradients
         assert Machine.parse(machine.to_toml()) == machine
-        pricing = Pricing(Wires(machine), RooflineTimes(machine), "bfloat16")
+        pricing = Pricing(NetworkModel(machine), RooflineTimes(machine), "bfloat16")
         found.append(Simulation(network, Strategy(), 4, pricing, Training("bfloat16")).memory["parameter gradient"])
     store = ParameterStore(
         network, Memory(get_backend("numpy")), as_dtype("bfloat16"), blocks=parameter_blocks(network, Strategy(), 1)

@@ -6,7 +6,7 @@ import pytest
 
 from halograd.layers import Add, Conv, Input, Layer, MeanSquaredError, Network
 from halograd.lowering.context import Lowered
-from halograd.perfmodel.cost import LayerCost, Pricing, Wires, price_layer
+from halograd.perfmodel.cost import LayerCost, NetworkModel, Pricing, price_layer
 from halograd.perfmodel.cost.steps import price_steps
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
@@ -125,7 +125,7 @@ def _values(program):
 def test_costs_are_those_of_the_program(case, on):
     """Costs of layers equal those in the program for every strategy and rank, and are cached between them."""
     machine, best_halo = PRICED[on]
-    network, pricing = CASES[case](), Pricing(Wires(machine), RooflineTimes(machine), best_halo=best_halo)
+    network, pricing = CASES[case](), Pricing(NetworkModel(machine), RooflineTimes(machine), best_halo=best_halo)
     tried = [*strategies(network, SIZE), *(baseline(name, network, BATCH, SIZE) for name in BASELINES)]
     for strategy in tried:
         for rank in (0, SIZE - 1):
@@ -135,7 +135,10 @@ def test_costs_are_those_of_the_program(case, on):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_costs_are_those_of_the_program_of_random_graphs(seed):
-    drawn, pricing = Graphs(seed), Pricing(Wires(PRICED["plan"][0]), RooflineTimes(PRICED["plan"][0]), best_halo=True)
+    drawn, pricing = (
+        Graphs(seed),
+        Pricing(NetworkModel(PRICED["plan"][0]), RooflineTimes(PRICED["plan"][0]), best_halo=True),
+    )
     network = drawn.network()
     for strategy in [drawn.strategy(network, SIZE) for _ in range(3)] + [random_strategy(network, SIZE, seed)]:
         assert not differences(network, strategy, pricing, seed % SIZE), strategy

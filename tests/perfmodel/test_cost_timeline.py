@@ -12,9 +12,9 @@ from halograd.layers.reduction_chunks import GradientChunk
 from halograd.layers.reduction_scheme import Scheme
 from halograd.lowering.operations import ExchangeSpec, KernelSpec, Run, Sum, Timing, Total, Transfer
 from halograd.lowering.views import Buffer
+from halograd.perfmodel.cost.network_model import ExchangeTimes
 from halograd.perfmodel.cost.pricing import SumPrice
 from halograd.perfmodel.cost.timeline import LayerCost, play, price_layer
-from halograd.perfmodel.cost.wires import ExchangeTimes
 from halograd.program.gradients import complete_early, reduce_gradients
 from halograd.program.program import Program, Segment, Step, Target
 

@@ -12,7 +12,7 @@ import halograd as hg
 from halograd.errors import UserError
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
-from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.cache import Conditions, Oversubscription, TimeCache
 
 RATE, BANDWIDTH, LAUNCH = 1e12, 1e11, 1e-6
 HERE = Conditions("a device", "numpy", "1")
@@ -237,7 +237,7 @@ def test_conditions_say_what_matters():
     class Kernels:
         name, version, threads = "numpy", "2", 3
 
-    told = json.loads(Conditions.here(Kernels(), Crowd(2, 4), flush=8).text)
+    told = json.loads(Conditions.here(Kernels(), Oversubscription(2, 4), flush=8).text)
     assert told["threads"] == 3 and (told["ranks"], told["cores"]) == (2, 4) and told["flush"] == 8 and told["device"]
     assert told["version"].startswith("2, halograd ")
     assert Conditions.here(Kernels()).text == Conditions.here(Kernels()).text

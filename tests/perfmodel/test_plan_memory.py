@@ -10,7 +10,7 @@ from halograd.errors import UserError
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import build, mesh, unet
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, plan_frontier, plan_network
@@ -49,7 +49,7 @@ def test_a_plan_computes_again_only_what_it_has_to(name):
     tight = plan(network, limit=limit)
     assert again(tight) and tight.prediction.memory_bytes <= limit
     # What the plan says is what a simulation of its strategy says.
-    pricing = Pricing(Wires(LASSEN), RooflineTimes(LASSEN), best_halo=True)
+    pricing = Pricing(NetworkModel(LASSEN), RooflineTimes(LASSEN), best_halo=True)
     alone = simulate(network, tight.strategy, BATCH, pricing, ranks=RANKS)
     assert alone.memory_bytes == tight.prediction.memory_bytes
     # No rule that is the same for all layers is faster under the same cuts, if it fits.
@@ -96,7 +96,7 @@ def test_outputs_are_computed_again_with_sharded_gradients():
     network = hg.Network({"loss": hg.SoftmaxCrossEntropy()(scores, hg.Input((1,), "t", "int32"))})
     chosen = Keeping(network, Strategy({"sample": 8}), Target(64, 8)).fewest()
     sharded = chosen.with_reduction(Scheme("sharded"), chosen.bucket_bytes)
-    pricing, adam = Pricing(Wires(LASSEN), RooflineTimes(LASSEN), best_halo=True), Training(slots=2)
+    pricing, adam = Pricing(NetworkModel(LASSEN), RooflineTimes(LASSEN), best_halo=True), Training(slots=2)
     limit = simulate(network, sharded, 64, pricing, adam, 8).memory_bytes
     assert simulate(network, chosen, 64, pricing, adam, 8).memory_bytes > limit
     settings = Planning(limit=limit, planner="data", training=adam)

@@ -20,7 +20,7 @@ from halograd.perfmodel.kernel_times import LayerTime, LayerWork, Recorded, Roof
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import cache
 from halograd.perfmodel.profile.bound import BoundLayer
-from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.cache import Conditions, Oversubscription, TimeCache
 from halograd.perfmodel.profile.layers import LayerTimer, measure_layers
 from halograd.training import Executor
 from tests.perfmodel.pricing import priced
@@ -135,7 +135,7 @@ def test_works_cover_the_uncut_network(full):
     network, times = conv_net(), Recorded(RooflineTimes(MACHINE))
     found = works_of(network, 4, 2, MACHINE, full=full)
     simulate(network, Strategy(), 4, priced(MACHINE, times))
-    assert times.asked.keys() <= found.keys()
+    assert times.requested.keys() <= found.keys()
     for node in list(network.layers.values())[:-1]:
         first = isinstance(node.inputs[0], Input)
         assert LayerWork.of(node.layer, [(4, *n.shape) for n in node.inputs], input_gradient=not first).key in found
@@ -149,7 +149,7 @@ def test_works_are_what_a_plan_asks_for_and_few(model):
     times = Recorded(RooflineTimes(MACHINE))
     network_costs(network, 4, 4, priced(MACHINE, times, quick=True), grids=grids(network, 4, 4))
     found, every = (works_of(network, 4, 4, MACHINE, full=full) for full in (False, True))
-    assert found.keys() == times.asked.keys() <= every.keys()
+    assert found.keys() == times.requested.keys() <= every.keys()
     assert 0 < len(every) < 16 * len(network.layers)
 
 
@@ -199,34 +199,34 @@ def test_a_budget_leaves_layers(alone):
 @pytest.mark.parametrize(
     ("places", "threads", "expected"),
     [
-        ([("a", {0, 1})] * 2, 1, Crowd(2, 0)),
-        ([("a", {0, 1})] * 4, 1, Crowd(4, 2)),
-        ([("a", {0, 1})] * 2, 2, Crowd(2, 2)),
-        ([("a", {0}), ("a", {1})], 1, Crowd(2, 0)),
-        ([("a", {0}), ("a", {0})], 1, Crowd(2, 1)),
-        ([("a", {0, 1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1, Crowd(3, 2)),
-        ([("a", {0, 1, 2, 3})] * 3 + [("b", {0})], 1, Crowd(3, 0)),
-        ([("a", set())] * 4, 1, Crowd(4, 0)),
+        ([("a", {0, 1})] * 2, 1, Oversubscription(2, 0)),
+        ([("a", {0, 1})] * 4, 1, Oversubscription(4, 2)),
+        ([("a", {0, 1})] * 2, 2, Oversubscription(2, 2)),
+        ([("a", {0}), ("a", {1})], 1, Oversubscription(2, 0)),
+        ([("a", {0}), ("a", {0})], 1, Oversubscription(2, 1)),
+        ([("a", {0, 1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1, Oversubscription(3, 2)),
+        ([("a", {0, 1, 2, 3})] * 3 + [("b", {0})], 1, Oversubscription(3, 0)),
+        ([("a", set())] * 4, 1, Oversubscription(4, 0)),
     ],
 )
 def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, expected):
     found = [(host, Cores(frozenset(cores)) if cores else None) for host, cores in places]
-    assert Crowd.among(found, threads) == expected
+    assert Oversubscription.among(found, threads) == expected
 
 
 def test_ranks_in_turn_are_timed_by_what_they_compute(monkeypatch):
     wall, processor = 100.0, 8.0
     monkeypatch.setattr(cache, "time", SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: processor))
-    assert Crowd(2).clock() == wall
-    assert Crowd(4, cores=2).clock() == 2 * processor
-    assert Crowd(5, cores=1).clock() == 5 * processor
+    assert Oversubscription(2).clock() == wall
+    assert Oversubscription(4, cores=2).clock() == 2 * processor
+    assert Oversubscription(5, cores=1).clock() == 5 * processor
 
 
 def test_the_host_has_cores_for_those_that_work_on_a_device():
     on_device = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=False))
-    assert Crowd.here(10_000, on_device) == Crowd(10_000)
+    assert Oversubscription.here(10_000, on_device) == Oversubscription(10_000)
     on_host = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=True))
-    assert Crowd.here(10_000, on_host).cores == Cores.together([usable_cores()] * 10_000)
+    assert Oversubscription.here(10_000, on_host).cores == Cores.together([usable_cores()] * 10_000)
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.cost.network_model import NetworkModel
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import cache, device, messages
 from halograd.perfmodel.profile.device import group_sizes, measure_machine
@@ -126,15 +126,15 @@ def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node,
     with Communicator(comm, transport) as ranks, get_backend("numpy") as kernels:
         found = measure_machine(ranks, kernels, "mine").with_overheads(0.0, 0.0)
         nodes, waits = len(set(ranks.nodes)), ranks.waits_for_network
-    wires, links = Wires(found.machine), found.machine.links
-    assert (wires.emulated, wires.waits_for_network, wires.per_node) == (waits, waits, node)
+    network_model, links = NetworkModel(found.machine), found.machine.links
+    assert (network_model.emulated, network_model.waits_for_network, network_model.per_node) == (waits, waits, node)
     assert found.machine.nodes_per_switch == (nodes if node > 1 else 1)
     if waits:
         level = "node" if node == 1 else "across"
         assert links[level] == found.channel[level].link(transport) and links["across"].alpha == pytest.approx(
             alpha, rel=0.02
         )
-        assert wires.sum(8, (0, comm.size - 1)) == pytest.approx(alpha, rel=0.02)
+        assert network_model.sum(8, (0, comm.size - 1)) == pytest.approx(alpha, rel=0.02)
     if node > 1:
         assert links["node"].note.startswith("shared, with packing") and links["node"].alpha < alpha
 

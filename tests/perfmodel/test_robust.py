@@ -10,7 +10,7 @@ from halograd.errors import UserError
 from halograd.layers import Conv, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import mesh, vgg_a
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.cost.network_costs import mean_costs, network_costs, varied_costs
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, RooflineTimes
@@ -70,7 +70,7 @@ def test_costs_on_several_machines_are_those_on_each():
 def test_a_simulation_on_another_machine_equals_a_new_one(halo):
     network, some = small(), list(variations(LASSEN, TIMES))
     layers = {name: {"height": 4, "halo": halo} for name in network.layers}
-    pricings = [Pricing(Wires(one.machine), one.times, best_halo=True) for one in some]
+    pricings = [Pricing(NetworkModel(one.machine), one.times, best_halo=True) for one in some]
     first = Simulation(network, Strategy({}, layers), 2, pricings[0], Training())
     before = first.step_seconds, first.computing, first.memory
     for pricing in pricings[1:]:
@@ -89,7 +89,7 @@ def test_the_largest_regret_is_smaller_than_that_of_the_fastest_plan():
     largest = max(found.regrets.values())
     assert found.worst and largest == found.regrets[found.worst] < 0.8 * max(found.fastest.values())
     for one in variations(machine, times):
-        pricing = Pricing(Wires(one.machine), one.times, best_halo=True)
+        pricing = Pricing(NetworkModel(one.machine), one.times, best_halo=True)
         mine, best = (
             simulate(network, strategy, batch, pricing, ranks=ranks, account=False).step_seconds
             for strategy in (found.plan.strategy, found.others[one.name])

@@ -10,12 +10,12 @@ from halograd.comm.sums import largest_shard, shards
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import mesh
-from halograd.perfmodel.contenders import Contender, Contenders
 from halograd.perfmodel.cost import Training
 from halograd.perfmodel.cost.network_costs import network_costs
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.plan_candidates import PlanCandidate, PlanCandidates
 from halograd.perfmodel.predict import plan_network, quick_pricing
 from tests.perfmodel.pricing import priced
 
@@ -57,9 +57,9 @@ def test_candidates_on_fewer_ranks_cost_the_same_whatever_the_number_of_ranks():
 def test_sizes_of_buckets_that_hold_the_same_gradients_are_simulated_once():
     network = small()
     sizes = [(Scheme("bucketed"), n) for n in (1 << 10, 1 << 20, 4 << 20)]
-    contenders = Contenders(network, lambda strategy: sizes)
+    plan_candidates = PlanCandidates(network, lambda strategy: sizes)
     simulation = Simulation(network, Strategy({"sample": 4}), 4, priced(LASSEN), Training(), 4)
-    variants = contenders.variants(contenders.add(Contender("data", simulation)))
+    variants = plan_candidates.variants(plan_candidates.add(PlanCandidate("data", simulation)))
     assert {one.strategy.bucket_bytes for one in variants} == {1 << 10, 1 << 20}  # all gradients are below 1 MiB
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from halograd.layers import BatchNorm, Conv, Dense, GlobalAveragePool, Input, Network, SoftmaxCrossEntropy, Strategy
 from halograd.models import mesh_2k, resnet50
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.small import LEAST, MACHINE, WORTH, suit_small_layers
@@ -73,6 +73,6 @@ def test_memory_does_not_grow() -> None:
     machine = replace(machine, links={level: replace(link, alpha=1e-3) for level, link in machine.links.items()})
     network, strategy = mesh_2k(resolution=128), Strategy({"height": 4})
     found = suit_small_layers(network, strategy, 1, 4, machine)
-    pricing = Pricing(Wires(machine), RooflineTimes(machine))
+    pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
     before, after = (simulate(network, one, 1, pricing, ranks=4).memory_bytes for one in (strategy, found.strategy))
     assert found.layers and after <= 1.02 * before

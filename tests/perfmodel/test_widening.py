@@ -5,7 +5,7 @@ import pytest
 import halograd as hg
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh
-from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, plan_network
@@ -37,7 +37,7 @@ def test_wide_values_are_chosen_only_where_the_step_is_faster_by_the_margin(name
     machine = LASSEN if LINKS[links] is None else LASSEN.emulated(*LINKS[links])
     network, times = NETWORKS[name], RooflineTimes(machine)
     plan = plan_network(network, 1, 4, machine, times, Planning("grid"))
-    pricing = Pricing(Wires(machine), times, best_halo=True)
+    pricing = Pricing(NetworkModel(machine), times, best_halo=True)
     plain = simulate(network, plan.strategy.exchanging_all, 1, pricing, ranks=4)
     if plan.strategy.widens:
         assert plan.step_seconds < (1 - MARGIN) * plain.step_seconds
@@ -51,7 +51,7 @@ def test_wide_values_are_chosen_only_where_the_step_is_faster_by_the_margin(name
 
 
 def test_the_fastest_of_the_simulated_runs_is_taken():
-    pricing, network = Pricing(Wires(SLOW), RooflineTimes(SLOW), best_halo=True), NETWORKS["small"]
+    pricing, network = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW), best_halo=True), NETWORKS["small"]
     grid, found = Strategy({"height": 2, "width": 2}), []
 
     def simulated(strategy):
@@ -66,7 +66,7 @@ def test_the_fastest_of_the_simulated_runs_is_taken():
 
 def test_norms_alone_are_tried_as_wide():
     """A halo that travels during a sum of statistics is neither exposed nor computed twice."""
-    pricing, network, grid = Pricing(Wires(SLOW), RooflineTimes(SLOW)), NETWORKS["mesh"], Strategy({"height": 4})
+    pricing, network, grid = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW)), NETWORKS["mesh"], Strategy({"height": 4})
     plain, tried = simulate(network, grid, 1, pricing), []
 
     def simulated(strategy):

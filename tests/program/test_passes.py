@@ -11,7 +11,7 @@ from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Run, Total, Transfer
-from halograd.perfmodel.cost import Pricing, Training, Wires, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.passes import Overlap, apply_passes
@@ -100,7 +100,7 @@ def test_a_pass_of_a_users_file_is_run_priced_and_counted(tmp_path):
             )
             machine = Machine.load("lassen")
             prices = [
-                simulate(network, one, BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=comm.size)
+                simulate(network, one, BATCH, Pricing(NetworkModel(machine), RooflineTimes(machine)), ranks=comm.size)
                 for one in (cut, strategy)
             ]
             assert prices[1].step_seconds > prices[0].step_seconds
@@ -124,7 +124,7 @@ def test_the_price_of_a_program_is_that_of_its_layers(tmp_path):
             )
             plain = Strategy(strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction)
             one, other = (
-                simulate(network, s, BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=4)
+                simulate(network, s, BATCH, Pricing(NetworkModel(machine), RooflineTimes(machine)), ranks=4)
                 for s in (plain, same)
             )
             for layer, same_layer in zip(one.layers, other.layers, strict=True):
@@ -171,7 +171,7 @@ def test_what_overlap_hides_is_priced(tmp_path):
                 CASES[name](),
                 Strategy({"height": 4}, options={"halo": "pad"}, passes=(some,)),
                 BATCH,
-                Pricing(Wires(machine), RooflineTimes(machine)),
+                Pricing(NetworkModel(machine), RooflineTimes(machine)),
             )
             for some in (f"{path}:Own", "overlap")
         )
@@ -245,7 +245,7 @@ def test_fused_activations_cost_nothing_of_their_own():
     machine = Machine.load("lassen")
     plain, fused = (
         simulate(
-            separate(), Strategy(passes=passes), BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=1
+            separate(), Strategy(passes=passes), BATCH, Pricing(NetworkModel(machine), RooflineTimes(machine)), ranks=1
         )
         for passes in (("overlap",), ("fuse",))
     )
@@ -331,7 +331,7 @@ def test_fused_sums_give_the_same(turn, options):
 def test_fused_sums_are_priced_and_listed():
     """A pass over memory less is priced; without a kernel for both, nothing changes and the listing has the reasons."""
     network, machine = normed(), Machine.load("dgx-h100")
-    pricing = Pricing(Wires(machine), RooflineTimes(machine), "bfloat16")
+    pricing = Pricing(NetworkModel(machine), RooflineTimes(machine), "bfloat16")
     training = Training(dtype="bfloat16")
     plain, fused = (
         simulate(network, Strategy(passes=passes), 1024, pricing, training, ranks=1)
@@ -391,7 +391,7 @@ def test_operations_on_gradients_stand_once_where_a_program_begins_with_a_redist
     placed = [operation for segment in program.forward for operation in segment.before]
     assert placed and len(placed) == len(set(placed))
     machine = Machine.load("lassen")
-    assert simulate(network, strategy, BATCH, Pricing(Wires(machine), RooflineTimes(machine))).step_seconds > 0
+    assert simulate(network, strategy, BATCH, Pricing(NetworkModel(machine), RooflineTimes(machine))).step_seconds > 0
 
 
 def messages(program):

@@ -14,7 +14,7 @@ from halograd.lowering.context import Lowered
 from halograd.lowering.operations import Operation, Release, Transfer
 from halograd.lowering.views import Buffer
 from halograd.models import build
-from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, count_step, simulate
 from halograd.perfmodel.cost.account import layers_memory
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -145,7 +145,7 @@ def test_a_halo_that_is_exchanged_again_has_its_price_and_takes_no_memory_in_bet
     found = {}
     for halo in ("keep", "exchange"):
         strategy = Strategy({"width": 2}, options={"recompute": "pointwise", "recompute_halo": halo})
-        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
         size = compile_program(network, strategy, Target(1, 2)).placement.size
         found[halo] = simulate(network, strategy, 1, pricing, ranks=2), size
     (keep, least), (again, size) = found["keep"], found["exchange"]

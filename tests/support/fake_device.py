@@ -27,14 +27,14 @@ __all__ = ["FakeBackend", "FakeDevice", "operands"]
 POISON = 0xA5
 
 
-class FakeTicket:
+class FakeDeviceEvent:
     """Position in the queue of a :class:`FakeDevice`, or copies on another stream that have not been joined yet.
 
     Attributes
     ----------
     copies
         Array, pinned memory and its values, of an upload ahead; None for a position in the queue. A loader's thread
-        creates the ticket and the main thread joins it, so the ticket holds the copies, and not the device.
+        creates the event and the main thread joins it, so the event holds the copies, and not the device.
     """
 
     def __init__(self, device: FakeDevice, copies: list[tuple[DeviceArray, np.ndarray, np.ndarray]] | None = None):
@@ -69,7 +69,7 @@ class FakeDevice(Device):
     synchronizations
         Reason of every wait of the host for the whole queue.
     waits
-        Number of the host's waits for a ticket.
+        Number of the host's waits for an event.
     idled
         Number of these waits for the last operation of the queue, after which the device is idle.
     allocations
@@ -123,12 +123,12 @@ class FakeDevice(Device):
         self.synchronizations.append(why)
         self._deliver(self.number)
 
-    def arrive(self, ticket: FakeTicket) -> None:
-        """Complete everything that was enqueued before the ticket."""
-        if ticket.copies is None:
-            self._deliver(ticket.number)
+    def arrive(self, event: FakeDeviceEvent) -> None:
+        """Complete everything that was enqueued before the event."""
+        if event.copies is None:
+            self._deliver(event.number)
             return
-        for _, pinned, values in ticket.copies:
+        for _, pinned, values in event.copies:
             assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied ahead"
 
     def _deliver(self, number: int) -> None:
@@ -190,20 +190,20 @@ class FakeDevice(Device):
         self._uploads.append((self.number, pinned, pinned.copy()))
         np.copyto(unwrap(array), pinned)
 
-    def mark(self) -> FakeTicket:
-        return FakeTicket(self)
+    def mark(self) -> FakeDeviceEvent:
+        return FakeDeviceEvent(self)
 
-    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Any = None) -> FakeTicket:
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Any = None) -> FakeDeviceEvent:
         self.seen()
         for _, array in pairs:
             _bytes(unwrap(array)).fill(POISON)
-        return FakeTicket(self, [(array, pinned, pinned.copy()) for pinned, array in pairs])
+        return FakeDeviceEvent(self, [(array, pinned, pinned.copy()) for pinned, array in pairs])
 
-    def join(self, ticket: Any) -> None:
-        self.arrive(ticket)
-        for array, _, values in ticket.copies:
+    def join(self, event: Any) -> None:
+        self.arrive(event)
+        for array, _, values in event.copies:
             np.copyto(unwrap(array), values)
-        ticket.copies.clear()
+        event.copies.clear()
 
     def synchronize(self) -> None:
         self.synchronized("synchronize()")

@@ -13,7 +13,7 @@ from halograd.device.cupy import StreamBranch
 from halograd.kernels.kernel import BatchNormKernels
 from tests.support.device_array import DeviceArray, unwrap
 from tests.support.fake_cuda import FakeCuda, FakeCupy, FakeEvent, FakeStream
-from tests.support.fake_device import Counted, FakeBackend, FakeDevice, FakeTicket, operands
+from tests.support.fake_device import Counted, FakeBackend, FakeDevice, FakeDeviceEvent, operands
 from tests.support.trace import Trace, bounds
 
 __all__ = ["StreamBackend", "StreamDevice", "TracedArray"]
@@ -70,8 +70,8 @@ class StreamDevice(FakeDevice):
         stream.enqueue(lambda: result.append(work()))
         return result[0] if result else None
 
-    def mark(self) -> StreamTicket:
-        return StreamTicket(self)
+    def mark(self) -> StreamEvent:
+        return StreamEvent(self)
 
     def download(self, array: Any, pinned: np.ndarray) -> None:
         self.run("download", [array], [], lambda: FakeDevice.download(self, array, pinned))
@@ -80,8 +80,8 @@ class StreamDevice(FakeDevice):
         self.run("upload", [], [array], lambda: FakeDevice.upload(self, pinned, array))
 
 
-class StreamTicket(FakeTicket):
-    """Ticket whose waits are recorded in the trace."""
+class StreamEvent(FakeDeviceEvent):
+    """Event whose waits are recorded in the trace."""
 
     device: StreamDevice
 
@@ -98,7 +98,7 @@ class StreamTicket(FakeTicket):
         return done
 
     def wait(self) -> None:
-        self.device.trace.add("host wait", "ticket", event=(self.event.key, self.event.version))
+        self.device.trace.add("host wait", "event", event=(self.event.key, self.event.version))
         super().wait()
 
 

@@ -21,7 +21,7 @@ from halograd.report.status import read_record, status_of
 from halograd.training.log import read_log
 from halograd.training.run import TrainingRun, train
 from halograd.training.session import Session
-from halograd.training.watchdog import Pulse, Watchdog, _append
+from halograd.training.watchdog import Heartbeat, Watchdog, _append
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
@@ -198,7 +198,7 @@ def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
         told = []
         for rank in (2, 0, 1):
             with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 0.0, log, lambda: None) as one:
-                one.follow(Pulse())
+                one.follow(Heartbeat())
                 one._comm = SimpleNamespace(rank=rank, size=3, instruments=alone.instruments)
                 told.append(one.interrupted())
         return told

@@ -8,7 +8,7 @@ from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.perfmodel.cost import Pricing, Training, Wires, memory_of, program_of, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.program import Target
@@ -19,7 +19,7 @@ from tests.training.steps import NETWORKS
 
 def test_plans_count_what_runs_count():
     network, strategy, machine = NETWORKS["mesh"](), Strategy(), Machine.load("lassen")
-    pricing = Pricing(Wires(machine), RooflineTimes(machine))
+    pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
     plan = simulate(network, strategy, 4, pricing, Training(slots=2, ahead=3), 1).memory
     blocks = parameter_blocks(network, strategy, 1)
     program = program_of(network, strategy, Target(4, 1), blocks)

@@ -10,7 +10,7 @@ from halograd.comm.transport import TRANSPORTS
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.perfmodel.cost import Pricing, Training, Wires, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.program import Target
@@ -166,7 +166,7 @@ def test_the_price_follows_from_the_bytes(files):
     def seconds(payload, feedback=True):
         scheme = Scheme("bucketed", payload=payload, error_feedback=feedback)
         strategy = Strategy({"sample": 8}, bucket_bytes=BUCKET, reduction=scheme)
-        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
         return simulate(NETWORKS["lenet"](), strategy, 8, pricing, Training("float32", 1)).step_seconds
 
     own = f"{files / 'half.py'}:Half"

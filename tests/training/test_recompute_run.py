@@ -10,7 +10,7 @@ from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Transfer
-from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, count_step, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.training import build, load_config, train
@@ -66,7 +66,7 @@ def test_it_is_priced_counted_and_allocated(rule):
     for name in ("mesh", "unet"):
         network = NETWORKS[name]()
         kept, again = (
-            simulate(network, strategy, 4, Pricing(Wires(machine), RooflineTimes(machine)), ranks=2)
+            simulate(network, strategy, 4, Pricing(NetworkModel(machine), RooflineTimes(machine)), ranks=2)
             for strategy in strategies
         )
         pairs = list(zip(kept.layers, again.layers, strict=True))
@@ -90,7 +90,7 @@ def test_boundary_strips_that_are_repeated_are_not_part_of_the_forward_pass():
     kept, again = (
         simulate(network, Strategy({"height": 4}, layers, {"halo": "overlap"}), 4, pricing, ranks=4)
         for layers in ({}, {first: {"recompute": "block"}})
-        for pricing in [Pricing(Wires(machine), RooflineTimes(machine))]
+        for pricing in [Pricing(NetworkModel(machine), RooflineTimes(machine))]
     )
     pairs = list(zip(kept.layers, again.layers, strict=True))
     assert all(a.forward == pytest.approx(b.forward) for a, b in pairs)

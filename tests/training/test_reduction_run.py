@@ -8,7 +8,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import NAMES, Scheme
 from halograd.layers.strategy import Strategy
-from halograd.perfmodel.contenders import candidate_schemes
+from halograd.perfmodel.plan_candidates import candidate_schemes
 from halograd.training import trainer
 from halograd.training.auto_reduction import pinned
 from halograd.training.build import make_network, with_reduction

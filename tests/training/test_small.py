@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.cli.explaining import Explainer, _asked
+from halograd.cli.explaining import Explainer, _plan_request
 from halograd.comm import Communicator
 from halograd.layers import Strategy
 from halograd.perfmodel.plans import Plan
@@ -73,6 +73,6 @@ def test_a_run(config, shared):
     plan = Plan.load(shared / "auto" / "small.json")
     assert {name for name, own in plan.strategy.layers.items() if own} == set(layers)
     if MPI.COMM_WORLD.rank == 0:
-        explainer = Explainer(plan, _asked(plan, shared / "auto" / "small.json", None))
+        explainer = Explainer(plan, _plan_request(plan, shared / "auto" / "small.json", None))
         assert explainer.chosen.step_seconds == pytest.approx(plan.step_seconds, rel=0.02)
         assert any(line.startswith("conv3") for line in explainer.text(["conv3"], False))

@@ -120,7 +120,7 @@ recorded = Executor._recorded
 
 def disturbed(self, name, category, calls):
     def disturb():
-        if self.pulse.step == 2 and name == "conv2_1" and category == "backward":
+        if self.heartbeat.step == 2 and name == "conv2_1" and category == "backward":
             if listening() > by_mpi:
                 os.write(2, f"halograd: {listening()} sockets listen, {by_mpi} of them are MPI's\\n".encode())
             if self.comm.rank == victim:

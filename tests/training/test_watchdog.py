@@ -14,7 +14,7 @@ import pytest
 from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
 from halograd.training import watchdog as module
-from halograd.training.watchdog import STALLS, Place, Pulse, Watchdog, describe_stall, read_places
+from halograd.training.watchdog import STALLS, Heartbeat, Place, Watchdog, describe_stall, read_places
 from tests.harness import jobs
 from tests.harness.limits import wait_until
 
@@ -80,8 +80,8 @@ def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_pa
     log.touch()
     folder = log.with_name(STALLS)
     with Communicator(comm) as ranks, Watchdog(ranks, 5.0, log, lambda: None) as watchdog:
-        pulse = Pulse(step=7)
-        watchdog.follow(pulse)
+        heartbeat = Heartbeat(step=7)
+        watchdog.follow(heartbeat)
         assert read_places(folder) == {
             rank: Place(*here) for rank, here in enumerate(comm.allgather((platform.node(), os.getpid())))
         }
@@ -90,7 +90,7 @@ def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_pa
             lambda: (one := read_places(folder)[comm.rank]).phase and one, "a rank to write its position"
         )
         assert (found.step, found.phase, found.waiting) == (7, "start", "") and "limits.py" in found.line
-        pulse.at("forward", "conv1")
+        heartbeat.at("forward", "conv1")
         wait_until(lambda: not read_places(folder)[comm.rank].phase, "a rank to remove its position")
         comm.Barrier()
     comm.Barrier()
@@ -102,10 +102,10 @@ import os, resource, signal, sys
 from pathlib import Path
 from mpi4py import MPI
 from halograd.comm import Communicator
-from halograd.training.watchdog import Pulse, Watchdog
+from halograd.training.watchdog import Heartbeat, Watchdog
 
 with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 5.0, Path(sys.argv[1]), lambda: None) as watchdog:
-    watchdog.follow(Pulse())
+    watchdog.follow(Heartbeat())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.kill(os.getpid(), signal.SIGSEGV)
 """

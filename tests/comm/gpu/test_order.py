@@ -167,8 +167,8 @@ def test_a_message_and_a_kernel_may_run_at_once(monkeypatch):
         ordered = Ordered([trace])
         assert not ordered.before(kernel, message) and not ordered.before(message, kernel)
         assert ordered.before(message, last) and ordered.before(kernel, last)
-        lane = next(e.stream for e in trace if e.nccl is not None)
-        assert device.cuda.streams[lane].priority < 0 and lane != device.compute.ptr
+        comm_stream = next(e.stream for e in trace if e.nccl is not None)
+        assert device.cuda.streams[comm_stream].priority < 0 and comm_stream != device.compute.ptr
 
 
 def test_shards_are_what_the_tests_think():

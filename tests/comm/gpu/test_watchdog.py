@@ -281,7 +281,7 @@ def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monk
             mine = {"exchange": channel, "sum": total}[begun]
             fault = None
             if r.comm.rank == 0:
-                monkeypatch.setattr(TimedPassage, "done", False)  # the lane never comes to the end
+                monkeypatch.setattr(TimedPassage, "done", False)  # the stream never comes to the end
                 monkeypatch.setattr(TimedPassage, "join", lambda self: pytest.fail("what was lost must not be joined"))
                 dog = watchdog_of(r)
                 dog._interval, dog._grace = 0.01, LIMIT

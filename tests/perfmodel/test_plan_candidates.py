@@ -5,10 +5,10 @@ import pytest
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import alexnet, mesh, resnet50, vgg_a
-from halograd.perfmodel.contenders import candidate_schemes, first_chunks, rank_schemes, shortlist
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.plan_candidates import candidate_schemes, first_chunks, rank_schemes, shortlist
 
 VGG = vgg_a()
 FOUR = Strategy({"sample": 4})
@@ -49,7 +49,7 @@ def test_rank_orders_by_predicted_time():
     assert list(ranked.values()) == sorted(ranked.values())
     for scheme, seconds in list(ranked.items())[:2]:
         strategy = Strategy({"sample": 4}, reduction=scheme)
-        alone = simulate(VGG, strategy, 256, Pricing(Wires(machine), times), account=False)
+        alone = simulate(VGG, strategy, 256, Pricing(NetworkModel(machine), times), account=False)
         assert seconds == pytest.approx(alone.step_seconds, rel=1e-12)
 
 
@@ -69,5 +69,5 @@ def test_the_shape_of_lee_et_al():
     seconds = {(scheme.first_layers, scheme.replicated_dense): time for scheme, time in ranked.items()}
     assert seconds[9, 2] < min(seconds[k, 2] for k in (3, 6, 12)) and seconds[9, 2] < min(seconds[9, 0], seconds[9, 3])
     assert list(ranked)[-1].name == "blocking"
-    alone = simulate(VGG, Strategy(), 256, Pricing(Wires(machine), times), training, account=False).step_seconds
+    alone = simulate(VGG, Strategy(), 256, Pricing(NetworkModel(machine), times), training, account=False).step_seconds
     assert alone / seconds[9, 2] == pytest.approx(62.97, rel=0.1)

@@ -13,15 +13,15 @@ from functools import cached_property
 from ..layers import Network, Strategy
 from ..layers.reduction_chunks import kinds_of, replicable_layers
 from ..layers.reduction_scheme import Scheme
+from .cost.network_model import NetworkModel
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
-from .cost.wires import Wires
 from .kernel_times import KernelTimes
 from .machine import Machine
 
 __all__ = [
-    "Contender",
-    "Contenders",
+    "PlanCandidate",
+    "PlanCandidates",
     "candidate_schemes",
     "first_chunks",
     "planned_schemes",
@@ -33,7 +33,7 @@ Cuts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False)
-class Contender:
+class PlanCandidate:
     """A strategy with its simulated step.
 
     Attributes
@@ -73,7 +73,7 @@ class Contender:
         return limit == math.inf or self.memory_bytes <= limit
 
 
-class Contenders:
+class PlanCandidates:
     """All strategies of a search, each stored once.
 
     A search with a smaller memory limit evaluates the same strategies and more. It therefore finds a plan again if the
@@ -88,79 +88,89 @@ class Contenders:
 
     def __init__(self, network: Network, schemes: Callable[[Strategy], Sequence[tuple[Scheme, int]]]) -> None:
         self._network, self._schemes = network, schemes
-        self._found: dict[Cuts, Contender] = {}
-        self._variants: dict[Cuts, list[Contender]] = {}
+        self._found: dict[Cuts, PlanCandidate] = {}
+        self._variants: dict[Cuts, list[PlanCandidate]] = {}
 
-    def __iter__(self) -> Iterator[Contender]:
+    def __iter__(self) -> Iterator[PlanCandidate]:
         return iter(self._found.values())
 
     def cuts(self, strategy: Strategy) -> Cuts:
         """Return the parts of all layers, which identify a strategy."""
         return tuple(tuple(strategy.parts_of(name).values()) for name in self._network.layers)
 
-    def find(self, strategy: Strategy) -> Contender | None:
+    def find(self, strategy: Strategy) -> PlanCandidate | None:
         """Return the stored strategy with the same cuts, if there is one."""
         return self._found.get(self.cuts(strategy))
 
-    def add(self, found: Contender) -> Contender:
+    def add(self, plan_candidate: PlanCandidate) -> PlanCandidate:
         """Store a strategy; return the stored one with the same cuts if there is one."""
-        return self._found.setdefault(self.cuts(found.strategy), found)
+        return self._found.setdefault(self.cuts(plan_candidate.strategy), plan_candidate)
 
-    def variants(self, found: Contender) -> list[Contender]:
+    def variants(self, plan_candidate: PlanCandidate) -> list[PlanCandidate]:
         """Return the strategies with the same cuts: under all schemes, with outputs computed again; fastest first."""
-        key = self.cuts(found.strategy)
+        key = self.cuts(plan_candidate.strategy)
         if key not in self._variants:
             distinct: dict[object, Simulation] = {}  # buckets of several sizes may hold the same gradients
-            for scheme, nbytes in self._schemes(found.strategy):
-                made = found.simulation.with_reduction(scheme, nbytes)
-                distinct.setdefault((scheme, made.chunking), made)
-            some = [Contender(found.name, made, found.optimal, found.indices) for made in distinct.values()]
-            self._variants[key] = sorted(some, key=lambda one: one.seconds)
+            for scheme, nbytes in self._schemes(plan_candidate.strategy):
+                simulation = plan_candidate.simulation.with_reduction(scheme, nbytes)
+                distinct.setdefault((scheme, simulation.chunking), simulation)
+            variants = [
+                PlanCandidate(plan_candidate.name, simulation, plan_candidate.optimal, plan_candidate.indices)
+                for simulation in distinct.values()
+            ]
+            self._variants[key] = sorted(variants, key=lambda one: one.seconds)
         return self._variants[key]
 
     def allows(self, strategy: Strategy, scheme: Scheme) -> bool:
         """Return whether a scheme is among those to try for a strategy."""
         return any(scheme == one for one, _ in self._schemes(strategy))
 
-    def add_recomputed(self, found: Contender, made: Simulation) -> Contender:
-        """Store a strategy with the cuts of `found` that computes outputs again."""
-        one = Contender(found.name, made, indices=found.indices)
-        self._variants[self.cuts(found.strategy)] = sorted([*self.variants(found), one], key=lambda one: one.seconds)
+    def add_recomputed(self, plan_candidate: PlanCandidate, simulation: Simulation) -> PlanCandidate:
+        """Store a strategy with the cuts of `plan_candidate` that computes outputs again."""
+        one = PlanCandidate(plan_candidate.name, simulation, indices=plan_candidate.indices)
+        self._variants[self.cuts(plan_candidate.strategy)] = sorted(
+            [*self.variants(plan_candidate), one], key=lambda one: one.seconds
+        )
         return one
 
-    def best_of(self, found: Contender, limit: float, faster_than: float = math.inf) -> Contender | None:
+    def best_of(
+        self, plan_candidate: PlanCandidate, limit: float, faster_than: float = math.inf
+    ) -> PlanCandidate | None:
         """Return the fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
-        if found.simulation.computing >= faster_than:
+        if plan_candidate.simulation.computing >= faster_than:
             return None
-        for variant in self.variants(found):
+        for variant in self.variants(plan_candidate):
             if variant.seconds >= faster_than:
                 return None
             if variant.fits(limit):
                 return variant
         return None
 
-    def fastest(self, limit: float = math.inf) -> Contender | None:
+    def fastest(self, limit: float = math.inf) -> PlanCandidate | None:
         """Return the fastest strategy within a limit [B], under any scheme; None if nothing fits."""
-        best: Contender | None = None
-        for found in sorted(self, key=lambda one: one.simulation.computing):
-            best = self.best_of(found, limit, math.inf if best is None else best.seconds) or best
+        best: PlanCandidate | None = None
+        for plan_candidate in sorted(self, key=lambda one: one.simulation.computing):
+            best = self.best_of(plan_candidate, limit, math.inf if best is None else best.seconds) or best
         return best
 
-    def few(self, limit: float, count: int) -> list[Contender]:
+    def few(self, limit: float, count: int) -> list[PlanCandidate]:
         """Return the fastest strategies with different cuts that fit, at most `count`."""
-        found: list[Contender] = []
+        fastest: list[PlanCandidate] = []
         for one in sorted(self, key=lambda one: one.simulation.computing):
-            slowest = found[-1].seconds if len(found) == count else math.inf
+            slowest = fastest[-1].seconds if len(fastest) == count else math.inf
             if one.simulation.computing >= slowest:
                 break
             best = self.best_of(one, limit, slowest)
             if best is not None:
-                found = sorted([*found, best], key=lambda one: one.seconds)[:count]
-        return found
+                fastest = sorted([*fastest, best], key=lambda one: one.seconds)[:count]
+        return fastest
 
-    def leanest(self) -> Contender:
+    def leanest(self) -> PlanCandidate:
         """Return the strategy, under any scheme, that needs the least memory."""
-        return min((variant for found in self for variant in self.variants(found)), key=lambda one: one.memory_bytes)
+        return min(
+            (variant for plan_candidate in self for variant in self.variants(plan_candidate)),
+            key=lambda one: one.memory_bytes,
+        )
 
 
 #: Number of sizes of the first of two chunks to try in networks with little pooling.
@@ -194,13 +204,13 @@ def planned_schemes(
     without
         Names of schemes that the run cannot use.
     """
-    found = candidate_schemes(network, strategy, batch)
-    replicated = sorted({scheme.replicated_dense for scheme in found})
-    found += [Scheme(name, replicated_dense=f) for name in ("per_layer", "sharded") for f in replicated]
+    schemes = candidate_schemes(network, strategy, batch)
+    replicated = sorted({scheme.replicated_dense for scheme in schemes})
+    schemes += [Scheme(name, replicated_dense=f) for name in ("per_layer", "sharded") for f in replicated]
     if machine.devices_per_node > 1:  # ranks share memory
-        found.append(Scheme("hierarchical"))
-        found += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]
-    return [scheme for scheme in found if scheme.name not in without]
+        schemes.append(Scheme("hierarchical"))
+        schemes += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]
+    return [scheme for scheme in schemes if scheme.name not in without]
 
 
 def first_chunks(network: Network) -> list[int]:
@@ -214,10 +224,10 @@ def first_chunks(network: Network) -> list[int]:
     [3, 6, 9, 12]
     """
     counted = [kind for kind in reversed(kinds_of(network).values()) if kind != "other"]
-    found = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
-    if len(found) < 3:
-        found |= {len(counted) * i // (SIZES + 1) for i in range(1, SIZES + 1)} - {0}
-    return sorted(found)
+    firsts = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
+    if len(firsts) < 3:
+        firsts |= {len(counted) * i // (SIZES + 1) for i in range(1, SIZES + 1)} - {0}
+    return sorted(firsts)
 
 
 def rank_schemes(
@@ -240,7 +250,7 @@ def rank_schemes(
         As for :func:`halograd.perfmodel.cost.simulate`.
     """
     training = training or Training()
-    pricing = Pricing(Wires(machine), times, training.dtype)
+    pricing = Pricing(NetworkModel(machine), times, training.dtype)
     whole = Simulation(network, strategy, batch, pricing, training, ranks)
     priced = {scheme: whole.with_reduction(scheme).step_seconds for scheme in schemes}
     return dict(sorted(priced.items(), key=lambda item: item[1]))
@@ -254,5 +264,5 @@ def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})
     middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]
-    wanted = [Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in middle)]
-    return [replace(scheme, replicated_dense=f) for f in sorted({0, most}) for scheme in wanted]
+    preferred = [Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in middle)]
+    return [replace(scheme, replicated_dense=f) for f in sorted({0, most}) for scheme in preferred]

@@ -29,7 +29,7 @@ from ...program.traffic import Move
 from .. import collectives
 from ..machine import LEVELS, Link, Machine
 
-__all__ = ["ExchangeTimes", "Ranks", "Wires", "middle_rank"]
+__all__ = ["ExchangeTimes", "NetworkModel", "Ranks", "middle_rank"]
 
 #: Up to this number of ranks, all ranks are priced.
 FEW = 8
@@ -85,7 +85,7 @@ class ExchangeTimes(NamedTuple):
     peers: int = 0
 
 
-class Wires:
+class NetworkModel:
     """Times of communication on a machine. Local; caches its results.
 
     Parameters
@@ -175,7 +175,7 @@ class Wires:
         if self.machine.topology is None or self.emulated or width == 1:
             return 1
         node = members[0] // width
-        here = (any(rank // width == node for rank in some) for some, size in groups if len(some) > 1 and size)
+        here = (any(rank // width == node for rank in group) for group, size in groups if len(group) > 1 and size)
         return max(1, sum(here))
 
     def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks, groups: int = 1) -> tuple[float, float]:
@@ -194,17 +194,17 @@ class Wires:
         stages = self.machine.stages(ranks, groups)
         nodes = math.prod(stage.size for stage in stages if stage.level != "node")
         if self.machine.collectives:
-            found = collectives.library_seconds(
+            library = collectives.library_seconds(
                 kind, nbytes, len(ranks), nodes, self.machine.collectives.values(), groups
             )
-            if found is not None:
-                return found[0], found[1] if nodes > 1 else 0.0
+            if library is not None:
+                return library[0], library[1] if nodes > 1 else 0.0
         seconds = collectives.group_seconds(kind, nbytes, stages)
         if self.machine.topology is None or nodes == 1:
             return seconds, 0.0
         # Without latencies, and with free links within the node, only the time of the adapters is left.
-        wires = [s._replace(link=Link(0.0, 0.0 if s.level == "node" else s.link.beta)) for s in stages]
-        return seconds, min(seconds, collectives.group_seconds(kind, nbytes, wires))
+        network_model = [s._replace(link=Link(0.0, 0.0 if s.level == "node" else s.link.beta)) for s in stages]
+        return seconds, min(seconds, collectives.group_seconds(kind, nbytes, network_model))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
         """Return the part of a sum that is done during the wait for it, and does not overlap with computation [s]."""
@@ -222,7 +222,7 @@ class Wires:
         if len(ranks) < 2 or not nbytes:
             return NodeSumTimes()
         nodes = self._nodes(ranks)
-        here, leaders = max(map(len, nodes.values())), tuple(some[0] for some in nodes.values())
+        here, leaders = max(map(len, nodes.values())), tuple(members[0] for members in nodes.values())
         link = self.machine.links["node"]
         copy = self.copy(nbytes)
         if not link.emulated:
@@ -232,10 +232,10 @@ class Wires:
         return NodeSumTimes(copy, addition, across, copy)
 
     def _nodes(self, ranks: Ranks) -> Mapping[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        nodes: dict[int, list[int]] = {}
         for rank in ranks:
-            found.setdefault(rank // self.per_node, []).append(rank)
-        return found
+            nodes.setdefault(rank // self.per_node, []).append(rank)
+        return nodes
 
     def _together(self, ranks: Ranks) -> bool:
         """Return whether the measured time of a group of this size is valid for `ranks`: on one node, if possible."""
@@ -245,12 +245,12 @@ class Wires:
 
     def exchange(self, move: Move) -> ExchangeTimes:
         """Return the times of an exchange; packing has one kernel per message."""
-        found = self._exchanges.get(move)
-        if found is None:
-            found = self._exchanges[move] = self._exchange(move)
+        times = self._exchanges.get(move)
+        if times is None:
+            times = self._exchanges[move] = self._exchange(move)
             if not self.quick:  # both directions are priced
-                self._exchanges[move.adjoint] = found
-        return found
+                self._exchanges[move.adjoint] = times
+        return times
 
     def _exchange(self, move: Move) -> ExchangeTimes:
         if move.source == move.target:
@@ -263,12 +263,12 @@ class Wires:
         if self.emulated:
             seconds = max(self._farthest(ranks[senders], *others) for senders, *others in sent)
         else:
-            seconds, busy = max(self._nodewise(ranks, *some) for some in sent)
+            seconds, busy = max(self._nodewise(ranks, *moves) for moves in sent)
         counts = [np.bincount(senders, minlength=len(ranks)) for senders, _, _ in sent]
         sizes = [np.bincount(senders, nbytes, len(ranks)) for senders, _, nbytes in sent]
         packing = 0.0
         if not self.packed:
-            nbytes, messages = (2 * float(np.add.reduce(some).max()) / len(sent) for some in (sizes, counts))
+            nbytes, messages = (2 * float(np.add.reduce(moves).max()) / len(sent) for moves in (sizes, counts))
             packing = self.copy(nbytes) + self.machine.launch * messages
         peers = max(int(count.max()) for count in counts)
         return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, peers)
@@ -277,13 +277,13 @@ class Wires:
         ranks = max(move.source.placed, move.target.placed)
         if ranks <= max(FEW, self.machine.devices_per_node):
             return list(range(ranks))
-        some = (
+        sample = (
             {middle_rank(move.source)}
             if self.quick
             else {0, ranks - 1, middle_rank(move.source), middle_rank(move.target)}
         )
         width = self.machine.devices_per_node
-        nodes = {rank // width for rank in some}
+        nodes = {rank // width for rank in sample}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
     def _farthest(self, senders: np.ndarray, peers: np.ndarray, nbytes: np.ndarray) -> float:
