@@ -46,8 +46,9 @@ from .perfmodel.plan_candidates import candidate_schemes, rank_schemes
 from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
-from .plan_text import compared, comparison, plan_text
-from .planning import PlanRequest, check_planner, known_baselines, make_plan, parse_memory
+from .perfmodel.robust import RobustPlan
+from .plan_text import compared, comparison, plan_text, robust_text
+from .planning import PlanRequest, check_planner, known_baselines, make_plan, make_robust_plan, parse_memory
 from .training.build import make_network, make_optimizer, state_slots, with_reduction
 from .training.config import Config
 from .training.executor import Executor
@@ -62,6 +63,8 @@ __all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run"]
 
 #: Share of the free memory that a trial on one rank may use.
 SPARE = 0.8
+#: Number of layers up to which a plan for a described machine is robust by default: its search takes seconds.
+FEW_LAYERS = 64
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
         plan = planner.measured()
         trial = planner.tried(plan) if training else StepTrial(plan, plan.planner)
     if comm.rank == 0 and training:
-        _show(trial, config)
+        _show(trial, config, planner.robust)
     return PlannedRun(trial.plan)
 
 
@@ -169,10 +172,13 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     return comm.bcast(kept)
 
 
-def _show(trial: StepTrial, config: Config) -> None:
+def _show(trial: StepTrial, config: Config, robust: RobustPlan | None) -> None:
     """Print the start-up table and the trial, and save the plan in the run's directory."""
     plan, path = trial.plan, _plan_path(config)
-    print("\n".join([*trial.lines(config.backend.threads), *plan_text(plan, known_baselines(plan))]), flush=True)
+    lines = [*trial.lines(config.backend.threads), *plan_text(plan, known_baselines(plan))]
+    if robust is not None and trial.name == robust.plan.planner:
+        lines += ["", *robust_text(robust)]
+    print("\n".join(lines), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     plan.save(path)
 
@@ -200,6 +206,7 @@ class _Planner:
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # layers measured once in this run
+        self.robust: RobustPlan | None = None  # on rank 0
 
     def _machine(self) -> tuple[str, Machine]:
         """Return the machine of the configuration, else this machine, measured now or before."""
@@ -343,12 +350,24 @@ class _Planner:
         plan_request = PlanRequest(
             model.source, model.options, self.network, self.machine, self.machine_file, self.training.dtype
         )
-        plan = make_plan(plan_request, self.batch, self.comm.size, planning, times)
+        if self._is_robust(planner):
+            self.robust = make_robust_plan(plan_request, self.batch, self.comm.size, planning, times)
+            plan = self.robust.plan
+        else:
+            plan = make_plan(plan_request, self.batch, self.comm.size, planning, times)
         if table.statistics is None:
             return plan
         # The configuration sets these, not the plan.
         options = {**plan.strategy.options, "statistics": table.statistics}
         return replace(plan, strategy=replace(plan.strategy, options=options))
+
+    def _is_robust(self, planner: str) -> bool:
+        """Return whether the plan minimizes what it loses on other machines; baselines do not."""
+        table = self.config.strategy
+        if planner != table.planner or table.robust is False:
+            return False
+        few = len(self.network.layers) <= FEW_LAYERS and PLANNERS[planner].searches
+        return table.robust or (table.machine is not None and few)
 
     def _say(self, text: str) -> None:
         if self.comm.rank == 0 and self.config.output.progress:

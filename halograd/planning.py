@@ -223,15 +223,22 @@ def make_plan(
     return _with_request(plan, plan_request, planning, times)
 
 
-def make_robust_plan(plan_request: PlanRequest, batch: int, ranks: int, planning: Planning) -> RobustPlan:
+def make_robust_plan(
+    plan_request: PlanRequest, batch: int, ranks: int, planning: Planning, times: KernelTimes | None = None
+) -> RobustPlan:
     """Plan a model for a machine whose numbers may be wrong (:mod:`halograd.perfmodel.robust`). Local.
+
+    Parameters
+    ----------
+    times
+        Kernel times; None: those of `plan_request`.
 
     Raises
     ------
     UserError
         See :func:`halograd.perfmodel.robust.plan_robust`.
     """
-    times = plan_request.times(batch, ranks)
+    times = times or plan_request.times(batch, ranks)
     robust = plan_robust(plan_request.network, batch, ranks, plan_request.machine, times, planning)
     return replace(robust, plan=_with_request(robust.plan, plan_request, planning, times))
 

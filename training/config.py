@@ -231,14 +231,14 @@ class DataConfig(Table):
 
 
 #: Keys of ``[strategy]`` that go with ``auto`` only.
-_PLANNED = frozenset({"planner", "memory", "machine", "budget"})
+_PLANNED = frozenset({"planner", "memory", "machine", "robust", "budget"})
 
 
 class StrategyConfig(Table):
     """``[strategy]``: how samples and layers are cut: by parts per axis, by a file, or by a plan.
 
     A number of parts cuts evenly; a list gives the share of each part. ``strategy = "auto"`` in place of the table is
-    ``auto = true``. `planner`, `machine` and `budget` go with `auto` only.
+    ``auto = true``. `planner`, `machine`, `robust` and `budget` go with `auto` only.
     """
 
     sample: CutField | None = None
@@ -290,6 +290,9 @@ class StrategyConfig(Table):
     machine: FilePath | None = None
     """Name or file of the machine to plan for. Without it, this machine is measured, and steps of the plan and of
     baselines close to it are tried."""
+    robust: bool | None = None
+    """Whether the plan is the one that loses least if latency, launch time or compute rate of the machine is off by
+    3 x; by default for a `machine`, whose numbers are not measured, and networks whose search takes seconds."""
     budget: NotNegative | None = None
     """Time to measure layers [s]; by default as long as necessary. 0: measure nothing, try nothing."""
 

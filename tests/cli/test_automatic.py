@@ -272,6 +272,19 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
         assert not measured and again.strategy == plan.strategy
 
 
+@pytest.mark.ranks(2)
+def test_a_plan_for_a_described_machine_is_robust(tmp_path, capsys):
+    """So that wrong numbers of a machine file cost little; a measured machine, or `robust = false`, has the fastest."""
+    shown, plans = [], []
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for robust in ([], ["strategy.robust=false"]):
+            sets = [f"output.directory={tmp_path / 'out'}", "strategy.machine=lassen", *robust]
+            plans.append(plan_run(parse_config(AUTO, sets), comm).plan)
+            shown.append(comm.bcast(capsys.readouterr().out))
+        assert comm.bcast(plans[0].strategy.layers) == plans[0].strategy.layers
+    assert "\nrobust      at most " in shown[0] and "is off by 3 x" in shown[0] and "robust " not in shown[1]
+
+
 @pytest.mark.ranks(1)
 def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
     """All rounds of measurements of a run share one budget."""
