@@ -1,15 +1,9 @@
-"""Construction of the channels and sums of a communicator: the ranks agree on everything before the first message.
-
-A set-up needs several collectives. A program has hundreds of set-ups, and a collective takes long with many ranks on
-few cores. So a set-up is a generator that yields its requests, and shares its collectives with all others: they get the
-replies of each round together.
-"""
+"""Construction of the channels and sums of a communicator: the ranks agree on everything before the first message."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +28,7 @@ from .sums import node_shares
 from .transport import Links
 from .transports.base import Pattern, TransportContext
 
-__all__ = ["Maker", "side_by_side"]
+__all__ = ["Maker"]
 
 
 class Maker:
@@ -156,41 +150,3 @@ class Maker:
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:
     """Return the nonzero numbers of elements per peer, in order."""
     return {peer: int(count) for peer, count in sorted(counts.items()) if count}
-
-
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
-Made = TypeVar("Made")
-
-
-def side_by_side(
-    steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
-) -> list[Made]:
-    """Run the generators, and return their return values in order.
-
-    `answer` gets the requests of a round and returns the replies; it is called as long as there are requests. The
-    function is collective if `answer` is.
-
-    >>> def area(name):
-    ...     width = yield name + " wide"
-    ...     height = yield name + " high"
-    ...     return width * height
-    >>> def answer(requests):
-    ...     print(requests)
-    ...     return [len(text) for text in requests]
-    >>> side_by_side([area("door"), area("wall")], answer)
-    ['door wide', 'wall wide']
-    ['door high', 'wall high']
-    [81, 81]
-    """
-    results: dict[int, Made] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
-    while answers:
-        questions: dict[int, Question] = {}
-        for number, reply in answers.items():
-            try:
-                questions[number] = steps[number].send(reply)
-            except StopIteration as end:
-                results[number] = end.value
-        answers = dict(zip(questions, answer(list(questions.values())))) if questions else {}
-    return [results[number] for number in range(len(steps))]

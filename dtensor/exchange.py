@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.channel import Channel, ChannelSpec
-from ..comm.maker import side_by_side
+from ..comm.rounds import side_by_side
 from ..device import Device, device_of
 from .box import Box
 from .layout import Blocks

@@ -97,8 +97,8 @@ test_losses = refusals(
         "Own.check: expected a method that takes (self, shape0, shape1), got (self, x)",
     ),
     (
-        lambda: method("judged", lambda self: (), Loss)(X, T),
-        "Own.judged: expected a method that takes (self, prediction, target), got (self)",
+        lambda: method("metric_specs", lambda self: (), Loss)(X, T),
+        "Own.metric_specs: expected a method that takes (self, prediction, target), got (self)",
     ),
     error=UserError,
     literal=True,

@@ -13,8 +13,8 @@ from .. import contexts
 from ..channel import Channel
 from ..counters import Meter
 from ..errors import CommError
-from ..maker import side_by_side
 from ..reduction import ReductionPlan
+from ..rounds import side_by_side
 from ..sums import Method
 from ..transport import TRANSPORTS, Transport
 from . import base

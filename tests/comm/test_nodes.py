@@ -6,9 +6,9 @@ import pytest
 from halograd.comm import progress as module
 from halograd.comm.counters import Instruments, Meter
 from halograd.comm.errors import CommError
-from halograd.comm.maker import side_by_side
 from halograd.comm.progress import Progress, Work
 from halograd.comm.reduction import PIECE, Reduction
+from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
 from halograd.comm.transport import Emulated
 from halograd.comm.transports import emulated, nodes
