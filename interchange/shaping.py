@@ -59,9 +59,9 @@ def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserE
     Layers refuse a value with axes in another order; further reshapes and transposes may bring them into order.
     """
     if len(node.shape) == 1 and len(axes.dims) > 2:
-        first, behind = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))
-        if axes in (first, behind):
-            return Activation(node, last=axes == behind, pooled=True, pool=pool)
+        first, after = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))
+        if axes in (first, after):
+            return Activation(node, last=axes == after, pooled=True, pool=pool)
     elif len(axes.dims) == 2 and axes.flattened is not None:
         if len(node.shape) == 1:
             return Activation(node)
@@ -355,11 +355,11 @@ def _amounts(rows: Sequence[Rows], n: int) -> tuple[str, int, int] | None:
     if rows.count((0, n)) != 1:
         return None
     middle = rows.index((0, n))
-    before, behind = rows[:middle], rows[middle + 1 :]
-    if all(one == (0, 1) for one in before) and all(one == (n - 1, n) for one in behind):
-        return "edge", len(before), len(behind)
-    if len(before) <= 1 and len(behind) <= 1 and all(b == n for _, b in before) and all(a == 0 for a, _ in behind):
-        return "wrap", sum(b - a for a, b in before), sum(b - a for a, b in behind)
+    before, after = rows[:middle], rows[middle + 1 :]
+    if all(one == (0, 1) for one in before) and all(one == (n - 1, n) for one in after):
+        return "edge", len(before), len(after)
+    if len(before) <= 1 and len(after) <= 1 and all(b == n for _, b in before) and all(a == 0 for a, _ in after):
+        return "wrap", sum(b - a for a, b in before), sum(b - a for a, b in after)
     return None
 
 
@@ -449,8 +449,8 @@ def _linear_resize(graph: Graph, op: OnnxNode) -> None:
         chain, names = [low, high, difference, scaled, op], {n for one in (low, high) for n in one.outputs}
         if any(all(one is not other for other in chain) for n in names for one in graph.readers(n)):
             continue
-        x, before, behind = low.inputs[0], low.attributes["chosen"], high.attributes["chosen"]
-        aligned = _linear(graph.shapes[x], before, behind, share.read().reshape(-1))
+        x, before, after = low.inputs[0], low.attributes["chosen"], high.attributes["chosen"]
+        aligned = _linear(graph.shapes[x], before, after, share.read().reshape(-1))
         if aligned is None:
             continue
         name = f"{op.outputs[0]}::sizes"
@@ -468,12 +468,12 @@ def _linear(
     if list(low) != [axis] or list(high) != [axis] or len(share) != len(low[axis]):
         return None
     n, m = shape[axis], len(share)
-    before, behind = np.array(low[axis]), np.array(high[axis])
-    if not np.array_equal(behind, np.minimum(before + 1, n - 1)):
+    before, after = np.array(low[axis]), np.array(high[axis])
+    if not np.array_equal(after, np.minimum(before + 1, n - 1)):
         return None
     for aligned in (False, True):
         rows = np.arange(m) * (n - 1) / max(m - 1, 1) if aligned else (np.arange(m) + 0.5) * n / m - 0.5
-        places = before + np.where(behind > before, share, 0)
+        places = before + np.where(after > before, share, 0)
         if np.allclose(places, np.clip(rows, 0, n - 1), rtol=0, atol=1e-5):
             return aligned
     return None

@@ -99,11 +99,11 @@ class BatchNorm(Layer):
         self.affine, self.activation = affine, activated(self, activation, by_input=True)
 
     def __call__(self, *inputs: Node) -> Node:
-        node, behind = super().__call__(*inputs), inside(self)
-        if behind is None or self.fused(len(inputs)) is not None:
+        node, after = super().__call__(*inputs), inside(self)
+        if after is None or self.fused(len(inputs)) is not None:
             return node
-        behind.name = self.name and f"{self.name}_{self.activation}"
-        return behind(node)
+        after.name = self.name and f"{self.name}_{self.activation}"
+        return after(node)
 
     def fused(self, inputs: int) -> FusedActivation | None:
         """Return the activation in the kernels of a layer with this number of inputs.

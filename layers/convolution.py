@@ -361,7 +361,7 @@ def _lower_strips(
     """
     value = context.inputs[0]
     shape, y, origin = value.layout.shape, context.y, context.box.start
-    before, kernels, behind = [], [], []
+    before, kernels, after = [], [], []
     for box in boundary_boxes(windows, context.box, value.box, shape):
         need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
         source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
@@ -369,7 +369,7 @@ def _lower_strips(
         xs = source if source.packed else context.scratch(need.shape, value.dtype)
         ys = target if target.packed else context.scratch(box.shape)
         before += [] if xs is source else [(source, xs)]
-        behind += [] if ys is target else [(ys, target)]
+        after += [] if ys is target else [(ys, target)]
         geometry = local_geometry(windows, need, box, groups)
         w, b = context.params["w"], context.params.get("b")
         timing = context.timing("boundary", inputs=(need.shape,), outputs=box.shape[1:-1])
@@ -378,7 +378,7 @@ def _lower_strips(
     context.copy(*before)
     for kernel, timing in kernels:
         context.run(kernel, timing=timing)
-    context.copy(*behind)
+    context.copy(*after)
 
 
 class ConvTranspose(Layer):

@@ -141,8 +141,8 @@ class _LocalResponseNorm:
         self._work.clear()
 
 
-def add_windows(array: Any, before: int, behind: int, out: Any) -> None:
-    """Compute ``out[:, c] = sum(array[:, c - before : c + behind + 1])``, truncated at the first and the last channel.
+def add_windows(array: Any, before: int, after: int, out: Any) -> None:
+    """Compute ``out[:, c] = sum(array[:, c - before : c + after + 1])``, truncated at the first and the last channel.
 
     >>> out = np.empty((1, 4))
     >>> add_windows(np.array([[1.0, 2.0, 3.0, 4.0]]), 1, 0, out)
@@ -153,5 +153,5 @@ def add_windows(array: Any, before: int, behind: int, out: Any) -> None:
     np.copyto(out, array)
     for shift in range(1, min(before, channels - 1) + 1):
         out[:, shift:] += array[:, :-shift]
-    for shift in range(1, min(behind, channels - 1) + 1):
+    for shift in range(1, min(after, channels - 1) + 1):
         out[:, :-shift] += array[:, shift:]

@@ -72,9 +72,9 @@ class Network:
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted_nodes([loss])
         self.frozen = self._frozen(frozen)
-        behind = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
-        _check_shared(self, behind)
-        self.trained = frozenset(name for name in behind if self.owners[name] not in self.frozen)
+        reached = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
+        _check_shared(self, reached)
+        self.trained = frozenset(name for name in reached if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
         """Return the layers with parameters whose names match the pattern. Local. Raises ValueError if there are none.
@@ -112,8 +112,8 @@ class Network:
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
-        behind = set(_sorted_nodes(read))
-        return tuple(name for name, node in self.inputs.items() if node not in behind)
+        reached = set(_sorted_nodes(read))
+        return tuple(name for name, node in self.inputs.items() if node not in reached)
 
     @property
     def counted(self) -> dict[str, int]:
@@ -420,7 +420,7 @@ def _check_weights(network: Network, loss: Node) -> None:
             )
 
 
-def _check_shared(network: Network, behind: Collection[str]) -> None:
+def _check_shared(network: Network, reached: Collection[str]) -> None:
     """Check that calls of one layer can share one array per parameter, and one gradient."""
     for name, owner in network.owners.items():
         node, first = network.layers[name], network.layers[owner]
@@ -437,8 +437,8 @@ def _check_shared(network: Network, behind: Collection[str]) -> None:
                 f"network {network.name!r}: expected calls of {owner!r} that have the same parameters, got {own} "
                 f"after {expected}; give it inputs with as many channels, or make another layer"
             )
-        if (name in behind) != (owner in behind):
-            reader, other = (name, owner) if name in behind else (owner, name)
+        if (name in reached) != (owner in reached):
+            reader, other = (name, owner) if name in reached else (owner, name)
             raise ValueError(
                 f"network {network.name!r}: expected the loss to depend on all calls of a layer or on none, got "
                 f"{reader!r}, on which it depends, and {other!r}, on which it does not; leave that output out"

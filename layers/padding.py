@@ -527,7 +527,7 @@ class PadAxis(Pieced):
             "circular": lambda a, b: (a - low + n, b - low + n),
             "replicate": lambda a, b: (0, 1),
         }
-        behind: dict[str, Callable[[int, int], Interval]] = {
+        after: dict[str, Callable[[int, int], Interval]] = {
             "reflect": lambda a, b: (2 * n + low - 1 - b, 2 * n + low - 1 - a),
             "symmetric": lambda a, b: (2 * n + low - b, 2 * n + low - a),
             "circular": lambda a, b: (a - low - n, b - low - n),
@@ -537,7 +537,7 @@ class PadAxis(Pieced):
         return (
             Span((0, low), before[self.rule], flips),
             Span((low, low + n), partial(_shifted, low)),
-            Span((low + n, low + n + self.high), behind[self.rule], flips),
+            Span((low + n, low + n + self.high), after[self.rule], flips),
         )
 
     def pieces(self, shape: Shape) -> list[ShownBox]:
@@ -625,8 +625,8 @@ def rolled(extent: int, shift: int) -> tuple[Span, ...]:
     >>> [(span.rows, span.source(*span.rows)) for span in rolled(5, 2)]
     [((0, 2), (3, 5)), ((2, 5), (0, 3))]
     """
-    behind = Span((shift, extent), partial(_shifted, shift))
-    return (Span((0, shift), partial(_shifted, shift - extent)), behind) if shift else (behind,)
+    after = Span((shift, extent), partial(_shifted, shift))
+    return (Span((0, shift), partial(_shifted, shift - extent)), after) if shift else (after,)
 
 
 def _common(interval: Interval, rows: Interval) -> Interval:

@@ -44,8 +44,8 @@ class Redistribute(Layer):
 
     def lower(self, context: Context) -> Lowered:
         value, output = context.inputs[0], context.output
-        before, behind = value.layout.boxes, output.layout.boxes
-        move = context.exchange(before, behind, value.view, context.y, kind="redistribute")
+        before, after = value.layout.boxes, output.layout.boxes
+        move = context.exchange(before, after, value.view, context.y, kind="redistribute")
         context.start(move)
         back: ExchangeSpec | None = None
 
@@ -54,7 +54,7 @@ class Redistribute(Layer):
             if not context.needs_gradient(0):
                 return
             dx = context.gradient(0)
-            back = context.exchange(behind, before, context.dy, dx, combine="sum", kind="redistribute")
+            back = context.exchange(after, before, context.dy, dx, combine="sum", kind="redistribute")
             context.start(back)
 
         return Lowered(backward, lambda: context.finish(move), lambda: context.finish(back))
@@ -269,10 +269,10 @@ def _regrouped(
     axis, (low, high) = _span(ranges, extents)
     inner = extents[axis + 1 :]
     origin = read.start[first] * math.prod(read.shape[first + 1 : len(read.shape) - last])
-    before, behind = block.shape[:first], block.shape[end:]
-    flat = whole.reshape(*before, -1, *behind)
+    before, after = block.shape[:first], block.shape[end:]
+    flat = whole.reshape(*before, -1, *after)
     rows = flat[(slice(None),) * first + (slice(low - origin, high - origin),)]
-    rows = rows.reshape(*before, -1, *inner, *behind)
+    rows = rows.reshape(*before, -1, *inner, *after)
     part = rows[(slice(None),) * (first + 1) + tuple(slice(a, b) for a, b in ranges[axis + 1 :])]
     own = block.reshape(*before, *block.shape[first + axis :])
 

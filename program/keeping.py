@@ -165,22 +165,22 @@ class Keeping:
         Row ``i + 1`` stands for layer `i`: row 0 is the beginning.
         """
         n, held, last = len(self._steps), self._held, self._last
-        layer, behind, places = np.arange(n), np.arange(n + 1), self._places
+        layer, after, places = np.arange(n), np.arange(n + 1), self._places
         total = np.vstack([np.zeros(len(places)), np.cumsum(self._alive, axis=0)])
-        inside = layer[:, None] < behind  # [output, kept layer behind the run]
-        read = (last[:, None] > behind) & (held[:, None] > 0)
+        inside = layer[:, None] < after  # [output, kept layer behind the run]
+        read = (last[:, None] > after) & (held[:, None] > 0)
         kept = _sums_from(held[:, None] * (inside & read))
         again = _sums_from(self._seconds[:, None] * (inside & ~read))
         #: Memory of a run, time to repeat it, bytes of its outputs that are kept, each [beginning + 1, kept behind].
         self._need = np.full((n + 1, n + 1), np.inf)
         for row in range(n + 1):
-            ends = np.minimum(behind[row:] + 1, n)
+            ends = np.minimum(after[row:] + 1, n)
             rows = total[ends] - total[row]
             # A run is repeated before the backward pass of the last layer that reads one of its outputs.
             since = np.maximum.accumulate(np.append(-1, self._readers[row:]))
-            rows = np.where(places > since[:, None], total[ends] - total[behind[row:]], rows) + self._others
+            rows = np.where(places > since[:, None], total[ends] - total[after[row:]], rows) + self._others
             rows += self._alive[row - 1] if row else 0.0  # the output that is kept before the run
-            rows = np.where((places >= row) & (places <= behind[row:, None]), rows, 0.0)
+            rows = np.where((places >= row) & (places <= after[row:, None]), rows, 0.0)
             self._need[row, row:] = rows.max(axis=1, initial=0.0)
         self._extra, self._again = kept, again
         # Bytes of earlier outputs that are kept only because layers of the run read them.
@@ -269,27 +269,27 @@ class Keeping:
         before = np.zeros((n + 2, most), np.intp)  # flat index of the state of the layer that is kept before
         seconds[0, 0] = nbytes[0, 0] = 0.0
         held = np.append(0.0, self._held)[:, None]  # by row: the output that is kept there
-        for behind in range(n + 1):
-            rows = slice(0, behind + 1)
-            kept = nbytes[rows] + self._more[rows, behind, None]
-            fits = kept + self._need[rows, behind, None] <= capacity
-            fits &= (self._end[rows] >= behind)[:, None]
+        for after in range(n + 1):
+            rows = slice(0, after + 1)
+            kept = nbytes[rows] + self._more[rows, after, None]
+            fits = kept + self._need[rows, after, None] <= capacity
+            fits &= (self._end[rows] >= after)[:, None]
             at = np.flatnonzero(fits)
             if not len(at):
                 continue
-            time = (seconds[rows] + self._again[rows, behind, None]).reshape(-1)[at]
-            kept = (kept + self._extra[rows, behind, None] + held[rows]).reshape(-1)[at]
+            time = (seconds[rows] + self._again[rows, after, None]).reshape(-1)[at]
+            kept = (kept + self._extra[rows, after, None] + held[rows]).reshape(-1)[at]
             chosen = _undominated(time, kept, most)
             count = len(chosen)
-            seconds[behind + 1, :count], nbytes[behind + 1, :count] = time[chosen], kept[chosen]
-            before[behind + 1, :count] = at[chosen]
+            seconds[after + 1, :count], nbytes[after + 1, :count] = time[chosen], kept[chosen]
+            before[after + 1, :count] = at[chosen]
         if not np.isfinite(seconds[n + 1, 0]):
             return None
         runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer behind their run
         while row:
-            behind = row - 1
+            after = row - 1
             row, state = divmod(int(before[row, state]), most)
-            runs.update((i, behind) for i in range(row, behind) if self._last[i] <= behind or not self._held[i])
+            runs.update((i, after) for i in range(row, after) if self._last[i] <= after or not self._held[i])
         # What a later run reads is kept.
         for source, reader in self._reads:
             if runs.get(source, n + 1) < reader and reader in runs:

@@ -420,8 +420,8 @@ def _moved(segments: Sequence[Segment], closed: Sequence[bool]) -> list[Segment]
             at -= 1
     for at in reversed(range(len(places))):
         while at + 1 < len(places) and places[at].may_pass(places[at + 1], "finish", closed):
-            behind = places[at + 1]
-            places[at + 1], places[at] = replace(places[at], segment=behind.segment), behind
+            after = places[at + 1]
+            places[at + 1], places[at] = replace(places[at], segment=after.segment), after
             at += 1
     operations: list[list[Operation]] = [[] for _ in segments]
     for placed in places:

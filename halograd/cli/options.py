@@ -224,14 +224,14 @@ def parse_ranks(text: str) -> list[int]:
     return ranks
 
 
-def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
+def _between(before: Sequence[int], after: Sequence[str], text: str) -> list[int]:
     """Return the numbers that replace ``...``."""
-    ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
+    ends = bool(after and re.fullmatch(_WHOLE, after[0]))
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
         raise UserError(
             f"--ranks: expected two numbers before ... and one after, such as 4,8,...,2048, got {shown(text)}"
         )
-    ratio, last = before[-1] // before[-2], int(behind[0])
+    ratio, last = before[-1] // before[-2], int(after[0])
     ranks: list[int] = []
     while [*before, *ranks][-1] * ratio < last:
         ranks.append([*before, *ranks][-1] * ratio)

@@ -51,9 +51,9 @@ class CudaPointwise(Pointwise):
         while True:
             part, terms = terms[:TERMS], terms[TERMS:]
             joined = joined_elements("add", y, *part)
-            behind = None if terms else activation
-            program = scalar_program("elementwise", y, *inputs, activation=behind)
-            launches.append(_one_sum(self.launcher, program, part, y, joined, behind))
+            after = None if terms else activation
+            program = scalar_program("elementwise", y, *inputs, activation=after)
+            launches.append(_one_sum(self.launcher, program, part, y, joined, after))
             if not terms:
                 return sequence("add", *launches)
             terms.insert(0, y)

@@ -200,8 +200,8 @@ def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
     for array, divisor in terms:
         if joined:
             first, count, other = joined[-1]
-            behind = address(first) + count * first.dtype.itemsize
-            if behind == address(array) and other == divisor and first.dtype == array.dtype:
+            after = address(first) + count * first.dtype.itemsize
+            if after == address(array) and other == divisor and first.dtype == array.dtype:
                 joined[-1] = (first, count + array.size, divisor)
                 continue
         joined.append((array, array.size, divisor))

@@ -94,8 +94,8 @@ class Shapes:
     ----------
     x, w, y
         Image, weights and output, or their gradients. A 1-D convolution is a 2-D convolution with one row.
-    before, behind, stride, dilation
-        One number per spatial axis; `before` and `behind` are the paddings, at least 0.
+    before, after, stride, dilation
+        One number per spatial axis; `before` and `after` are the paddings, at least 0.
     part
         The leading spatial extents of `x` that are read (in our array: 1-D stays 1-D).
     """
@@ -104,7 +104,7 @@ class Shapes:
     w: Tensor
     y: Tensor
     before: tuple[int, ...]
-    behind: tuple[int, ...]
+    after: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     part: tuple[int, ...]
@@ -115,7 +115,7 @@ class Shapes:
         K)``.
         """
         part, read = read_part(x[1:-1], geometry)
-        before, behind = zip(*read.padding)
+        before, after = zip(*read.padding)
         rows = (1,) if geometry.ndim == 1 else ()
         none = (0,) if geometry.ndim == 1 else ()
 
@@ -127,7 +127,7 @@ class Shapes:
             Tensor.packed(lifted(w)),
             Tensor.packed(lifted(y)),
             (*none, *before),
-            (*none, *behind),
+            (*none, *after),
             (*rows, *geometry.stride),
             (*rows, *geometry.dilation),
             part,
@@ -312,7 +312,7 @@ class PlanKey(GraphKey):
     def describe(self) -> str:
         """Return a text for messages: dtype, extents (N, C, spatial...), and the window."""
         s = self.shapes
-        padding = tuple(zip(s.before, s.behind))
+        padding = tuple(zip(s.before, s.after))
         fused = " + bias" * self.bias + " + relu" * self.relu
         return (
             f"{self.dtype} x {s.x.dims}, w {s.w.dims}, y {s.y.dims}{fused}, stride {s.stride}, padding {padding}, "
@@ -349,7 +349,7 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
 
 def window_of(s: Shapes) -> dict[str, list[int]]:
     """Return padding, stride and dilation as arguments of the frontend."""
-    padding = {"pre_padding": list(s.before), "post_padding": list(s.behind)}
+    padding = {"pre_padding": list(s.before), "post_padding": list(s.after)}
     return {**padding, "stride": list(s.stride), "dilation": list(s.dilation)}
 
 

@@ -303,14 +303,14 @@ class OnednnBackend(NumpyBackend):
         """Return a kernel for the sum with a fused ReLU; it runs after `before`, the kernel that writes `y`, if given.
         """
 
-        def behind(kernel: Kernel) -> Kernel:
+        def after(kernel: Kernel) -> Kernel:
             return kernel if before is None else chain(before, kernel)
 
         return pointwise.rectified(
             self._engine,
             y,
-            lambda fused: behind(pointwise.add(self._engine, xs, y, fused)),
-            lambda: self.activated(behind(self._add(xs, y, None)), y, activation),
+            lambda fused: after(pointwise.add(self._engine, xs, y, fused)),
+            lambda: self.activated(after(self._add(xs, y, None)), y, activation),
         )
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:

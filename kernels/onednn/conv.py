@@ -266,9 +266,9 @@ class _Convolution:
 
 
 def forward(
-    engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, behind: Sequence, blocked: bool = False
+    engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, after: Sequence, blocked: bool = False
 ) -> PrimitiveList:
-    """Return ``y = f(conv(x, w) + b)`` as one primitive; `behind` are the operations fused after the convolution.
+    """Return ``y = f(conv(x, w) + b)`` as one primitive; `after` are the operations fused after the convolution.
 
     They have the form that :meth:`PrimitiveList.attributes` takes.
     """
@@ -277,7 +277,7 @@ def forward(
     conv = _Convolution(p, x, w, y, bias, geometry)
     description = conv.forward(*conv.images(blocked))
     kind = "convolution_forward"
-    pd = p.descriptor(kind, *description, attributes=p.attributes(*behind), refused=conv.refusal(kind))
+    pd = p.descriptor(kind, *description, attributes=p.attributes(*after), refused=conv.refusal(kind))
     arguments = {
         c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
         c.WEIGHTS: p.brought_to(conv.weights(), p.wanted(pd, c.WEIGHTS)),

@@ -119,8 +119,8 @@ class Grids:
 def _block(position: Ints, base: Ints, more: Ints) -> Ints:
     """Return the number of the block of a balanced cut that contains a position."""
     large = more * (base + 1)
-    behind = more + (position - large) // np.maximum(base, 1)
-    return np.where(position < large, position // (base + 1), behind)
+    after = more + (position - large) // np.maximum(base, 1)
+    return np.where(position < large, position // (base + 1), after)
 
 
 def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:

@@ -197,8 +197,8 @@ class Pricing:
             parts = network_model.sum_by_nodes(nbytes, members)
             if method.in_background:
                 return SumPrice(parts.seconds, in_order=in_order)
-            behind = parts.addition + parts.across
-            return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
+            after = parts.addition + parts.across
+            return SumPrice(after + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
             seconds = network_model.collective(method.name, nbytes, members, groups)
             busy = network_model.busy(method.name, nbytes, members, groups)

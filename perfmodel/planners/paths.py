@@ -161,15 +161,15 @@ def path_order(problem: Problem) -> list[list[int]]:
     paths = []
     while len(decided) < count:
         ahead = _best_ends(range(count), inputs, length, decided)
-        behind = _best_ends(range(count - 1, -1, -1), outputs, length, decided)
+        after = _best_ends(range(count - 1, -1, -1), outputs, length, decided)
         # The path goes through an undecided layer: both halves count it, and it adds only to the length.
         through = [
-            (ahead[v][0] + behind[v][0], ahead[v][1] + behind[v][1] + length[v], v)
+            (ahead[v][0] + after[v][0], ahead[v][1] + after[v][1] + length[v], v)
             for v in range(count)
             if v not in decided
         ]
         v = min(through)[2]
-        path = [*_trace(ahead, v)[::-1], *_trace(behind, v)[1:]]
+        path = [*_trace(ahead, v)[::-1], *_trace(after, v)[1:]]
         paths.append(path)
         decided.update(path)
     return paths

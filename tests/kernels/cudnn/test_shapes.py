@@ -30,10 +30,10 @@ def test_leading_rows_of_one_sample_are_packed():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_cudnn_is_told_gives_the_same_outputs(case):
     s = Shapes.of(*(shape for shape in (case.shapes[0], case.shapes[1], case.shapes[3])), case.geometry)
-    assert min(*s.before, *s.behind) >= 0 and len(s.x.dims) >= 4
+    assert min(*s.before, *s.after) >= 0 and len(s.x.dims) >= 4
     outputs = tuple(
         (n + lo + hi - d * (k - 1) - 1) // stride + 1
-        for n, lo, hi, k, stride, d in zip(s.x.dims[2:], s.before, s.behind, s.w.dims[2:], s.stride, s.dilation)
+        for n, lo, hi, k, stride, d in zip(s.x.dims[2:], s.before, s.after, s.w.dims[2:], s.stride, s.dilation)
     )
     assert outputs == s.y.dims[2:]
     assert s.x.dims[1] == s.w.dims[1] * case.geometry.groups
@@ -61,4 +61,4 @@ def test_dropped_rows_are_left_out_only_where_they_matter():
 def test_one_axis_becomes_two():
     s = Shapes.of((2, 11, 5), (7, 4, 5), (2, 5, 7), Geometry.of((4,), 2, ((2, 1),), dilation=2))
     assert s.x.dims == (2, 5, 1, 11) and s.w.dims == (7, 5, 1, 4) and s.y.dims == (2, 7, 1, 5)
-    assert (s.before, s.behind, s.stride, s.dilation, s.part) == ((0, 2), (0, 1), (1, 2), (1, 2), (11,))
+    assert (s.before, s.after, s.stride, s.dilation, s.part) == ((0, 2), (0, 1), (1, 2), (1, 2), (11,))
