@@ -359,7 +359,7 @@ def _windows(
 
 
 def _multiples(network: Network) -> list[int]:
-    """Return the factors by which predictions are coarser than the first grid, per axis: windows begin at multiples.
+    """Return, per axis, how many times coarser predictions are than the first grid; windows begin at multiples of this.
 
     Raises
     ------
