@@ -72,10 +72,10 @@ def _nothing(graph: Graph, op: OnnxNode) -> None:
     neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
     if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
         return
-    values = [name for name in op.inputs if name not in graph.constants]
-    numbers = [graph.constants[name].scalar() for name in op.inputs if name in graph.constants]
-    if len(values) == 1 and numbers == [neutral]:
-        graph.leave_out(op, values[0])
+    # A learned factor begins at 1, too: `_operands` returns numbers that are not trained.
+    value, number = _operands(graph, op)
+    if number == neutral and graph.shapes[op.outputs[0]] == graph.shapes[value]:
+        graph.leave_out(op, value)
 
 
 def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
@@ -187,8 +187,7 @@ def _gelu(graph: Graph, op: OnnxNode) -> None:
     before = graph.maker(op.inputs[0]) if op.kind == "Erf" else None
     if before is None or before.kind not in ("Div", "Mul") or graph.only_reader(before.outputs[0]) is not op:
         return
-    divisor = graph.constants.get(before.inputs[1])
-    number = None if divisor is None else divisor.scalar()
+    number = _number(graph, before.inputs[1])
     root = math.sqrt(2) if before.kind == "Div" else math.sqrt(0.5)
     one_more = graph.only_reader(op.outputs[0])
     if number is None or not math.isclose(number, root, rel_tol=1e-6) or one_more is None or one_more.kind != "Add":
@@ -213,7 +212,8 @@ def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
             left.remove("half")
         elif inner is not None and inner.kind == "Mul" and x in inner.inputs and _has_number(graph, inner, 0.5):
             left -= {"x", "half"}
-            chain.insert(0, inner)
+            if graph.only_reader(other) is product:  # else another operation needs the half of x, too
+                chain.insert(0, inner)
         else:
             return
         chain.append(product)
@@ -221,9 +221,8 @@ def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
 
 
 def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
-    """Return whether one input of an operation is this number."""
-    constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
-    return any(one.scalar() == number for one in constants)
+    """Return whether one input of an operation is this number, which is not trained."""
+    return any(_number(graph, name) == number for name in op.inputs)
 
 
 def _linear(graph: Graph, op: OnnxNode) -> None:
@@ -290,8 +289,7 @@ def _with_constant(graph: Graph, op: OnnxNode) -> tuple[str, str]:
 
 
 def _axis_of(graph: Graph, name: str, value: str) -> int | None:
-    """Return the axis of a value along which a constant varies; None for a single number, 0 if there is no such axis.
-    """
+    """Return the axis of a value along which a constant varies; None for a single number, 0 without such an axis."""
     constant, extents = graph.constants[name], graph.shapes[value]
     if math.prod(constant.shape) == 1:
         return None
@@ -436,8 +434,7 @@ def _axes(graph: Graph, op: OnnxNode) -> list[int]:
 
 
 def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
-    """Recognize x / (k + alpha * mean of x * x over channels) ** beta; the mean is a pooling with one additional axis.
-    """
+    """Recognize x / (k + alpha * mean of x * x over channels) ** beta; the mean is a pooling with one more axis."""
     power = graph.maker(op.inputs[1]) if op.kind == "Div" else None
     chain, numbers = [op], []
     for kind in ("Pow", "Add", "Mul"):

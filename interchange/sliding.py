@@ -102,8 +102,9 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
 def _conv_of_vectors(
     build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
-    """Import a 1 x 1 convolution of pooled values as a dense layer. Other kernels keep the pooled positions."""
-    if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
+    """Import a 1 x 1 convolution of pooled values as a dense layer. Others keep the pooled positions."""
+    positions = math.prod(build.shape(op.outputs[0])[2:])  # padding adds some
+    if math.prod(weights.shape[2:]) > 1 or positions > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
     initial = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
@@ -203,7 +204,8 @@ def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tup
 def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: Any) -> Activation:
     value = build.with_positions(op)
     window = _window(build, op, len(value.node.shape) - 1)
-    if window["kernel"] == value.node.shape[:-1] and not any(op.attributes.get("pads") or ()):
+    single = math.prod(build.shape(op.outputs[0])[2:]) == 1  # auto_pad with a stride may give several windows
+    if window["kernel"] == value.node.shape[:-1] and single and not any(op.attributes.get("pads") or ()):
         return global_pool(build, op, GlobalMaxPool if make is MaxPool else GlobalAveragePool, make)
     padding = window["padding"]
     window["padding"] = _rounded_up(build, op, window, value.node.shape[:-1])

@@ -43,6 +43,10 @@ def _functions():
         return u / lib.sqrt(u.pow(2).mean(axes, keepdim=True) + 1e-3)
 
     return {
+        "gelu, and half of its input": (
+            lambda m, y: (lambda h: h * (1 + lib.erf(y / 2**0.5)) + h)(0.5 * y),
+            None,
+        ),
         "selu": (lambda m, y: functional.selu(y), ["ELU", "Affine"]),
         "softplus by its parts": (lambda m, y: lib.log(1 + lib.exp(y)), ["Softplus"]),
         "norm over channels": (lambda m, y: norm(m, y, 1), ["LayerNorm"]),
@@ -73,7 +77,8 @@ def _functions():
         "repeated channels": (lambda m, y: y.repeat(1, 2, 1, 1), ["Concat"]),
         "repeated over space": (lambda m, y: y + m.d(y).mean((2, 3)).view(2, 4, 1, 1).repeat(1, 1, 6, 5), None),
         "halves of a gate": (
-            lambda m, y: y[:, :2] * (lambda g: g[:, :2] + g[:, 2:])(m.d(y).mean((2, 3)).view(2, 4, 1, 1)), None
+            lambda m, y: y[:, :2] * (lambda g: g[:, :2] + g[:, 2:])(m.d(y).mean((2, 3)).view(2, 4, 1, 1)),
+            None,
         ),
         "largest over space": (lambda m, y: y.amax((2, 3)), ["GlobalMaxPool"]),
         "attention of channels": (attention, None),
@@ -100,10 +105,12 @@ def _functions():
         "mean of samples": (lambda m, y: y - y.mean((1, 2, 3), keepdim=True), None),
         "flips": (lambda m, y: lib.flip(y, [1, 2]) + y.flip(3), ["Flip", "Flip", "Add"]),
         "functions": (
-            lambda m, y: lib.exp(y * 0.1) + lib.log(y * y + 1) + y.abs() + lib.sqrt(y**2 + 0.1) + 2 / (y**2 + 1), None
+            lambda m, y: lib.exp(y * 0.1) + lib.log(y * y + 1) + y.abs() + lib.sqrt(y**2 + 0.1) + 2 / (y**2 + 1),
+            None,
         ),
         "convolution across channels": (
-            lambda m, y: y * m.d(y.mean((2, 3)).unsqueeze(1)).sigmoid().squeeze(1)[:, :, None, None], None
+            lambda m, y: y * m.d(y.mean((2, 3)).unsqueeze(1)).sigmoid().squeeze(1)[:, :, None, None],
+            None,
         ),
         "local response norm": (lambda m, y: respond(y, 3, 0.1, 0.7, 1.5), ["LocalResponseNorm"]),
         "of an even size": (lambda m, y: respond(y, 4, alpha=1.0), ["LocalResponseNorm"]),

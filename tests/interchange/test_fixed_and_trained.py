@@ -128,7 +128,16 @@ def _learned():
     def last_axis(m, x):
         return x + (m.g * m.c(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
+    def neutral(m, x):
+        return m.g * m.c(x) + m.h
+
+    def with_neutral():
+        module = as_module(neutral, c=nn.Conv2d(3, 3, 1))
+        module.g, module.h = nn.Parameter(lib.ones(1)), nn.Parameter(lib.zeros(1))
+        return module
+
     return {
+        "factor that begins at 1, and summand at 0": with_neutral,
         "layer scale": lambda: with_scale(lambda m, x: x + m.g * m.c(x), 3, 1, 1, c=nn.Conv2d(3, 3, 1)),
         "layer scale, channels last": lambda: with_scale(last_axis, 3, c=nn.Linear(3, 3)),
         "layer scale of vectors": lambda: with_scale(lambda m, x: m.c(x.mean((2, 3))) * m.g, 4, c=nn.Linear(3, 4)),

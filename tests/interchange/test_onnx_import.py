@@ -114,6 +114,10 @@ def _modules():
         "average pool of what is there": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), image),
         "global pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), image),
         "global pool behind permutes": (lambda: as_module(pooled_behind_permutes, linear=nn.Linear(4, 3)), image),
+        "padding around one position": (
+            lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 3, 1, padding=1)),
+            image,
+        ),
         "mean": (lambda: as_module(lambda m, x: x.mean((2, 3))), image),
         "nearest": (lambda: nn.Upsample(scale_factor=2), image),
         "nearest, to a size": (lambda: as_module(lambda m, x: functional.interpolate(x, size=(5, 11))), image),
