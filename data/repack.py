@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from .disk import DataError, atomic_path
+from .disk import DataError, atomic_path, open_file
 from .structure import looking_into
 
 __all__ = ["repack"]
@@ -39,6 +39,7 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
     """
     if path.exists():
         raise DataError(f"cannot write {path}: it exists; give another name")
+    open_file(source).close()  # its errors tell a missing file from a damaged one
     with looking_into(source), h5py.File(source, "r", locking=False, rdcc_nbytes=_CACHE) as old:
         chunks_by_name = {}
         for name, shape in chunks.items():

@@ -238,7 +238,7 @@ class SampleWindows:
     # -- places ----------------------------------------------------------------------------------------
 
     def random(self, batch: Batch, k: int) -> np.random.Generator:
-        """Return the random generator of the place of sample `k` of a batch."""
+        """Return the random generator that draws the window of sample `k` of a batch."""
         return np.random.default_rng([self.seed, _PLACE, *batch.key(k)])
 
     def start(self, batch: Batch, k: int) -> tuple[int, ...]:

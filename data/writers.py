@@ -24,7 +24,7 @@ from halograd.registry import Registry
 from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
-from .disk import DataError, atomic_path, check_replaceable, open_to_read
+from .disk import DataError, atomic_path, check_replaceable, open_file, open_to_read
 
 __all__ = ["WRITERS", "WRITTEN_BY", "Hdf5", "Predictions", "Writer", "check_result", "copy_whole", "join"]
 
@@ -143,7 +143,7 @@ def join(out: Path) -> bool:
     DataError
         If it is no such file, or parts of it are missing.
     """
-    with open_to_read(out) as file:
+    with open_file(out) as file:
         if "needs" not in file.attrs:
             return False
     with atomic_path(out) as partial:

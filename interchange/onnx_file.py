@@ -56,7 +56,7 @@ def read_onnx(
 ) -> Graph:
     """Return the graph of a file; the parameters are those of `halograd.onnx.load`. Local.
 
-    `contents` are files in memory, by name: that of `path`, and those with its weights. None: files of the disk.
+    `contents` are files in memory, by name: that of `path`, and those with its weights. None: files on disk.
 
     Raises
     ------
@@ -285,7 +285,7 @@ class _Folding:
                 self._operation(node)
 
     def _check_traced(self, node: Any) -> None:
-        """Raise UserError where torch computes something else than the node, as the new exporter notes it."""
+        """Raise UserError if the metadata of the new exporter show that torch computes something else than the node."""
         traced = next((one.value for one in node.metadata_props if one.key == "pkg.torch.onnx.fx_node"), "")
         if node.op_type == "Identity" and "target=torch.ops.aten.detach." in traced:
             source = self.aliases.get(node.input[0], node.input[0])

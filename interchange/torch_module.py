@@ -323,7 +323,7 @@ _OPSET = 18
 
 @contextlib.contextmanager
 def _written(symbolics: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let functions write operators of torch for the old exporter within the context."""
+    """Register functions that write operators of torch for the old exporter; unregister them at the end."""
     torch = library("torch")
     try:
         for name, write in symbolics.items():

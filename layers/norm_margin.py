@@ -30,7 +30,7 @@ __all__ = ["NormMargin", "block"]
 
 
 class NormMargin:
-    """Margin of one batch norm; without one, all methods leave everything to the kernels of the whole block.
+    """Margin of one batch norm. Without a margin, the kernels of the whole block compute everything.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class NormMargin:
             self.y = self._made(Region(context.y, context.box), context.own)
 
     def _made(self, region: Region, box: Box) -> View:
-        """Return a packed array for a box, of which `_write` copies into the region what this has of it."""
+        """Return a packed array for a box; `_write` copies the part of it that lies in the region there."""
         part = box & region.box
         view = region.part(part)
         if part == box and view.packed:

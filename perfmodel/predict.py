@@ -224,7 +224,7 @@ class StrategySearch:
         return best
 
     def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> PlanCandidate | None:
-        """Search on a machine that differs from that of another search, and shorter; return the fastest that fits.
+        """Search with half the budget, beginning with the candidates of another machine; return the fastest that fits.
 
         Parameters
         ----------

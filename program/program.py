@@ -209,7 +209,7 @@ class Program:
 
     @cached_property
     def placement(self) -> Placement:
-        """Offsets of all buffers in the arena: those of layers, whatever the operations on gradients."""
+        """Offsets of the buffers of the layers in the arena; operations on gradients do not change them."""
         segments = (*self.forward, *self.backward)
         return place([operation for segment in segments for operation in segment.operations], self.kept)
 

@@ -149,7 +149,7 @@ def at_size(config: Config, extents: Sequence[int], samples: int, ranks: int) ->
 
 
 def extents_of(network: Network) -> tuple[int, ...]:
-    """Return the spatial extents of the first input with some that predictions depend on. Local."""
+    """Return the spatial extents of the input :func:`grid_of`. Local."""
     return network.inputs[grid_of(network)].shape[:-1]
 
 

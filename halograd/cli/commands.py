@@ -125,7 +125,7 @@ def join(
         return
     from ..data.writers import join as copy
 
-    for path in [file for one in out for file in (sorted(one.rglob("*.h5")) if one.is_dir() else [one])]:
+    for path in [file for own in out for file in (sorted(own.rglob("*.h5")) if own.is_dir() else [own])]:
         if not any(parent.name.endswith(".parts") for parent in path.parents):
             print(f"{path}: {'joined' if copy(path) else 'has no parts'}", flush=True)
 
@@ -138,7 +138,9 @@ def repack_file(
         list[str], typer.Option(metavar="DATASET=SHAPE", help="Shape of the chunks of a dataset; repeatable.")
     ],
 ) -> None:
-    """Copy a file with other chunks of some datasets; a run that warns of slow chunks says which.
+    """Copy a file with other chunks of some datasets.
+
+    A run that warns of slow chunks prints this command for its file.
 
     \b
     Example:
@@ -245,9 +247,9 @@ def evaluate(
       halograd evaluate runs/mesh --details runs/mesh/evaluation.json && halograd report runs/mesh
     """
     from ..auto import plan_run
-    from ..training.trained import evaluate as judge
+    from ..training.trained import evaluate as run_evaluation
 
-    judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run, details=details)
+    run_evaluation(run, _overrides(sets, threads), samples, predictions, planner=plan_run, details=details)
 
 
 @app.command()
@@ -282,10 +284,10 @@ def apply(
     from ..training.trained import apply as predict
 
     world = boot()
-    with progress_bar("samples", world.rank == 0) as tell:
+    with progress_bar("samples", world.rank == 0) as progress:
         sets, written = _overrides(sets, threads), how.writer
         parts = how.extents, how.overlap, how.rollout
-        result = predict(run, data, out, sets, how.what, world, plan_run, tell, written, how.axes, *parts)
+        result = predict(run, data, out, sets, how.what, world, plan_run, progress, written, how.axes, *parts)
     if world.rank == 0:
         before = result["samples"] - result["computed"]
         more = f", {before} of them before" if before else ""
@@ -365,14 +367,14 @@ def status(
     code = 0
     for run in runs:
         try:
-            one = status_of(read_record(run, TAIL))
+            run_status = status_of(read_record(run, TAIL))
         except UserError as error:
             if len(runs) == 1:
                 raise
             print(f"halograd: error: {error}", file=sys.stderr)
             code = 2
         else:
-            print(json.dumps(one.as_dict()) if as_json else "\n".join(status_text(one)))
+            print(json.dumps(run_status.as_dict()) if as_json else "\n".join(status_text(run_status)))
     return code
 
 

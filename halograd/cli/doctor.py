@@ -68,7 +68,6 @@ def probe_threads(on_node: Sequence[Cores]) -> Iterator[Finding]:
 
 def probe_numpy() -> Iterator[Finding]:
     """Report NumPy and its matrix products. Local."""
-    import numpy as np
     import threadpoolctl
 
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
@@ -104,8 +103,6 @@ def probe_onednn() -> Iterator[Finding]:
 
 def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
     """Run one 3 x 3 convolution; return its implementation and the largest difference from `reference`. Local."""
-    import numpy as np
-
     from ..kernels import Geometry
 
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((0, 0), (0, 0)))

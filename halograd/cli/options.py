@@ -161,7 +161,7 @@ class ModelOptions:
     dtype: Dtype = "float32"
     cache: Cache = None
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Optimizer, for its state: sgd (with momentum), adam, adamw or lars.")
+        str, typer.Option(metavar="NAME", help="Optimizer, for the memory of its state: sgd (with momentum), adam, ...")
     ] = "sgd"
 
     def training(self) -> Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,9 +20,6 @@ from .options import (
     parse_ranks,
 )
 from .scaling import Predictor, Series, parts_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["predict"]
 

@@ -39,8 +39,8 @@ class ResourceOptions:
         int | None, typer.Option(help="Cores of a rank; also its threads, unless backend.threads is set.")
     ] = None
     time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None
-    partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None
-    account: Annotated[str | None, typer.Option(help="Who pays.")] = None
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None
+    account: Annotated[str | None, typer.Option(help="Account that is charged.")] = None
     sbatch: Annotated[
         Several, typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
     ] = None

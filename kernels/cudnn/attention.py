@@ -132,11 +132,11 @@ class CudnnAttention:
         self.substitutes: list[Substitute] = []
 
     def forward(self, arrays: AttentionArrays, geometry: AttentionGeometry, tiles: Callable[[], Kernel]) -> Kernel:
-        """Return the forward kernel; `tiles` returns our own."""
+        """Return cuDNN's forward kernel, or the one of `tiles` if cuDNN refuses or tuning finds it slower."""
         return self._either("attention_forward", lambda: _ForwardCall(self, arrays, geometry), tiles)
 
     def backward(self, arrays: AttentionArrays, geometry: AttentionGeometry, tiles: Callable[[], Kernel]) -> Kernel:
-        """Return the backward kernel; `tiles` returns our own."""
+        """Return cuDNN's backward kernel, or the one of `tiles` if cuDNN refuses or tuning finds it slower."""
         return self._either("attention_backward", lambda: _BackwardCall(self, arrays, geometry), tiles)
 
     def _either(self, what: str, describe: Callable[[], _AttentionCall], tiles: Callable[[], Kernel]) -> Kernel:
@@ -313,7 +313,7 @@ class _Group:
         return _pairs(view, own.transpose((*range(self.lead), *range(self.lead + 1, own.ndim), self.lead)))
 
     def copies_of_bias(self) -> list[tuple[Any, Any]]:
-        """Return pairs of the table of biases, by pairs of positions, and the matrix."""
+        """Return pairs of a view of the table of biases, ``(queries, keys)``, and of the matrix that cuDNN reads."""
         first, margins = self.call.geometry.heads[0], [0] * len(self.tiles.queries)
         view = self.by_head.of_bias(self.call.arrays.bias, first, margins, self.call.xp)
         return _pairs(view, self._matrices[BIAS_MATRIX]().reshape(view.shape))
@@ -536,7 +536,7 @@ class _BackwardCall(_AttentionCall):
 
 
 def _runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
-    """Return the tiles of one axis. Where all queries read all keys, their number may be large: no matrix is formed."""
+    """Return the tiles of one axis; if all queries read all keys it is one, and no matrix of pairs is formed."""
     if isinstance(reach, Everywhere):
         return [TileRun(range(*queries), range(*keys))]
     return runs(reach, queries, keys)
