@@ -44,16 +44,16 @@ __all__ = [
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 #: Exit code of a command that SIGINT ended.
 INTERRUPTED = 130
-TURN = 0.5  # time for one rank to print, or for the launcher to forward what it printed [s]
-LAST = 2.0  # time until a rank ends itself if MPI does not end the job [s]
+PRINTING = 0.5  # time for one rank to print, or for the launcher to forward what it printed [s]
+GRACE = 2.0  # time until a rank ends itself if MPI does not end the job [s]
 
 # MPICH 5 needs 1.0 MiB of /dev/shm per rank, or ends by SIGBUS. UCX below it uses 4.1 MiB more if they are free, and
 # ends by SIGSEGV if they are nearly free: seen from 16 MiB on, with 8 ranks up to 48, with 16 ranks at 64. [MiB]
 OF_MPICH, OF_UCX, NEARLY = 1.1, 4.2, 16.0
 
 #: Function that returns the text to print; None if another rank has printed it.
-Words = Callable[[], "str | None"]
-_words: Words = lambda: "interrupted"  # noqa: E731
+Message = Callable[[], "str | None"]
+_message: Message = lambda: "interrupted"  # noqa: E731
 
 _begun = _booted = _warned = False
 
@@ -131,10 +131,10 @@ def warn_of_shared_memory() -> None:
     if text is None:
         return
     if _first_of(("MPI_LOCALRANKID", "SLURM_LOCALID"), os.environ) in ("", "0"):
-        _say(f"warning: {text}")
-        time.sleep(TURN)
+        _print(f"warning: {text}")
+        time.sleep(PRINTING)
     else:  # the launcher kills the rank that prints as soon as another rank crashes
-        time.sleep(4 * TURN)
+        time.sleep(4 * PRINTING)
 
 
 def boot() -> MPI.Intracomm:
@@ -163,7 +163,7 @@ def boot() -> MPI.Intracomm:
     except CommError as error:
         sys.stderr.write(f"halograd: {error}\n")
         sys.stderr.flush()
-        MPI.Finalize()  # removes the segments of this process, which os._exit would leave behind
+        MPI.Finalize()  # removes the segments of this process, which os._exit would leave in shared memory
         os._exit(WRONG_LAUNCHER)
     if not _booted:
         _booted = True
@@ -216,17 +216,17 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def on_interrupt(words: Words) -> Iterator[None]:
+def on_interrupt(message: Message) -> Iterator[None]:
     """Set the function whose text is printed if SIGINT arrives within the context. Local.
 
-    `words` is called in a thread.
+    `message` is called in a thread.
     """
-    global _words
-    before, _words = _words, words
+    global _message
+    before, _message = _message, message
     try:
         yield
     finally:
-        _words = before
+        _message = before
 
 
 def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
@@ -253,15 +253,15 @@ def _await_interrupt(comm: MPI.Intracomm, pipe: int) -> NoReturn:
     from .ending import end  # commands of one process may run where there is no MPI
 
     if comm.rank:
-        time.sleep(TURN)
-    words = _words()
-    if words is not None:
-        _say(f"rank {comm.rank} of {comm.size} on {platform.node()}: {words}" if comm.rank else words)
-    last = threading.Timer(LAST, os._exit, (INTERRUPTED,))
+        time.sleep(PRINTING)
+    message = _message()
+    if message is not None:
+        _print(f"rank {comm.rank} of {comm.size} on {platform.node()}: {message}" if comm.rank else message)
+    last = threading.Timer(GRACE, os._exit, (INTERRUPTED,))
     last.daemon = True
     last.start()
     end(comm, INTERRUPTED)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     os.write(2, f"halograd: {text}\n".encode())  # one write, past all buffers

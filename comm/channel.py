@@ -216,12 +216,12 @@ def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, n
     For one channel these are the numbers of bytes; for several, sums in which each channel has a different weight.
     """
     totals = [0] * size, [0] * size
-    for place, spec in enumerate(specs):
-        weight = np.dtype(spec.dtype).itemsize * _weight(place)
+    for number, spec in enumerate(specs):
+        weight = np.dtype(spec.dtype).itemsize * _weight(number)
         for total, counts in zip(totals, (spec.sends, spec.recvs)):
             for peer, count in counts.items():
                 total[peer] += count * weight & _MASK
-    announced, awaited = (np.array([one & _MASK for one in total], np.uint64) for total in totals)
+    announced, awaited = (np.array([checksum & _MASK for checksum in total], np.uint64) for total in totals)
     return announced, awaited
 
 
@@ -253,6 +253,6 @@ def check_matching(
 _MASK = (1 << 64) - 1
 
 
-def _weight(place: int) -> int:
+def _weight(number: int) -> int:
     """Return an odd number of 64 bits, different for every position; 1 for the first."""
-    return place * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK
+    return number * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

@@ -104,15 +104,15 @@ class Codec(ABC):
 
         With error feedback (`feedback`) the error is read and written, too.
         """
-        return 1 + self._wire_share + 2 * feedback
+        return 1 + self._encoded_share + 2 * feedback
 
     @property
     def decoding(self) -> float:
         """Memory traffic of decoding, in reads or writes of the whole contribution."""
-        return 1 + self._wire_share
+        return 1 + self._encoded_share
 
     @property
-    def _wire_share(self) -> float:
+    def _encoded_share(self) -> float:
         return np.dtype(self.wire).itemsize / np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:

@@ -82,17 +82,17 @@ class Encoding:
 
     def deposit(self, pairs: Pairs) -> Stage:
         calls = []
-        for wire, values in pairs:
+        for encoded, values in pairs:
             where = slice(self._deposited, self._deposited + values.size)
-            calls.append(partial(self._deposit, values, wire, where))
+            calls.append(partial(self._deposit, values, encoded, where))
             self._deposited = where.stop
         return Work(calls)
 
-    def _deposit(self, values: np.ndarray, wire: np.ndarray, where: slice) -> None:
+    def _deposit(self, values: np.ndarray, encoded: np.ndarray, where: slice) -> None:
         error = None if self.error is None else self.error[where]
         with np.errstate(all="ignore"):
             for part in _pieces(values.size):
-                source, target = values[part], wire[part]
+                source, target = values[part], encoded[part]
                 if np.may_share_memory(source, target):
                     source = self._copied(source)
                 self._encode(source, target, None if error is None else error[part])
@@ -105,12 +105,11 @@ class Encoding:
 
     def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
         first, self._added = self._added, self._added + total.size
-        return Work(
-            [
-                partial(self._add, [one[p] for one in summands], total[p], slice(first + p.start, first + p.stop))
-                for p in cut(total)
-            ]
-        )
+        calls = []
+        for part in cut(total):
+            where = slice(first + part.start, first + part.stop)
+            calls.append(partial(self._add, [summand[part] for summand in summands], total[part], where))
+        return Work(calls)
 
     def _add(self, summands: Sequence[np.ndarray], encoded: np.ndarray, where: slice) -> None:
         error = None if self.share_error is None else self.share_error[where]
@@ -118,25 +117,26 @@ class Encoding:
             for part in _pieces(encoded.size):
                 total, decoded = (array[: part.stop - part.start] for array in (self._spare, self._work[0]))
                 total.fill(0)
-                for one in summands:
-                    self.codec.decode(one[part], decoded)
+                for summand in summands:
+                    self.codec.decode(summand[part], decoded)
                     np.add(total, decoded, out=total)
                 self._encode(total, encoded[part], None if error is None else error[part])
 
-    def _encode(self, values: np.ndarray, wire: np.ndarray, error: np.ndarray | None) -> None:
+    def _encode(self, values: np.ndarray, encoded: np.ndarray, error: np.ndarray | None) -> None:
         """Encode a piece."""
         work = [array[: values.size] for array in self._work]
         if error is None:
-            self.codec.encode(values, wire, work)
+            self.codec.encode(values, encoded, work)
         else:
-            self.codec.encode_with(error, values, wire, work)
+            self.codec.encode_with(error, values, encoded, work)
 
     def copy_back(self, pairs: Pairs) -> Stage:
-        return Work([partial(self._decode, wire, out) for out, wire in pairs])
+        return Work([partial(self._decode, encoded, out) for out, encoded in pairs])
 
-    def _decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def _decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
+        # Encoded data at the start of `out` are shorter: what a piece overwrites belongs to pieces that are decoded.
         for part in reversed(_pieces(out.size)):
-            source, target = wire[part], out[part]
+            source, target = encoded[part], out[part]
             if np.may_share_memory(source, target):
                 source = self._copied(source)
             self.codec.decode(source, target)

@@ -93,7 +93,7 @@ class Guard:
         return True
 
     @property
-    def alike(self) -> bool:
+    def identical(self) -> bool:
         """Whether all ranks have left by the same error; valid once they have left."""
         return bool(self._marks[0] == -self._marks[1])
 
@@ -151,17 +151,17 @@ def refuse(error: UserError, where: str = "") -> None:
     where
         Location in the user's code, if known.
     """
-    together, speaks = _meet(error)
-    places = [place for place in ("" if together else _rank(), where) if place]
-    if speaks:
-        suffix = f" ({'; '.join(places)})" if places else ""
+    together, prints = _await_others(error)
+    locations = [location for location in ("" if together else _rank(), where) if location]
+    if prints:
+        suffix = f" ({'; '.join(locations)})" if locations else ""
         trace = _numbered(error) if os.environ.get(TRACEBACK) else ""
         _write(f"{trace}halograd: error: {one_line(error)}{suffix}\n")
     if not together:
         end(MPI.COMM_WORLD, MISTAKE)
 
 
-def _meet(error: BaseException) -> tuple[bool, bool]:
+def _await_others(error: BaseException) -> tuple[bool, bool]:
     """Return whether all ranks end by an error, and whether this rank prints it. Returns within `PATIENCE`.
 
     If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does, or every rank if
@@ -176,8 +176,8 @@ def _meet(error: BaseException) -> tuple[bool, bool]:
         return False, True
     if agreed:
         return True, bool(getattr(error, "arose_here", False))
-    alike = all(guard.alike for guard in guards if guard.left is not None and guard.left[0] == _mark(error))
-    return True, _widest(guards).rank == 0 or not alike
+    identical = all(guard.identical for guard in guards if guard.left is not None and guard.left[0] == _mark(error))
+    return True, _widest(guards).rank == 0 or not identical
 
 
 def _install() -> None:
@@ -197,15 +197,15 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
         _print(kind, value, trace)
         return
     if isinstance(value, UserError):
-        refuse(value, _place(trace))
+        refuse(value, _location(trace))
         sys.exit(MISTAKE)
-    together, speaks = _meet(value)
-    if speaks:
+    together, prints = _await_others(value)
+    if prints:
         every = together and not _is_agreed(value)
-        _speak(value, f"all {_widest(_open_guards()).size} ranks" if every else _rank())
+        _print_traceback(value, f"all {_widest(_open_guards()).size} ranks" if every else _rank())
     if together and not _open_guards():  # communicators are closed, so nothing is under way
         sys.exit(FAULT)
-    if not speaks:
+    if not prints:
         time.sleep(PATIENCE[MISTAKE])  # the rank that prints ends the job in this time
     end(MPI.COMM_WORLD, _code(value))
 
@@ -226,7 +226,7 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
         return
     value = args.exc_value or args.exc_type()
-    _speak(value, _rank())
+    _print_traceback(value, _rank())
     end(MPI.COMM_WORLD, _code(value))
 
 
@@ -280,7 +280,7 @@ def _rank() -> str:
     return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {platform.node()}"
 
 
-def _speak(error: BaseException, who: str) -> None:
+def _print_traceback(error: BaseException, who: str) -> None:
     """Print the traceback of an error, and a line about the end of the job."""
     last = f"halograd: {who}: {_cause(error)}; the job ends\n"
     if _print is sys.__excepthook__:
@@ -304,14 +304,14 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _place(trace: TracebackType | None) -> str:
+def _location(trace: TracebackType | None) -> str:
     """Return file and line of the innermost call in the user's code, outside this package and Python's library."""
     others = {"halograd", *sys.stdlib_module_names}
-    found = ""
+    location = ""
     for frame, line in traceback.walk_tb(trace):
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in others:
-            found = f"{os.path.basename(frame.f_code.co_filename)}, line {line}"
-    return found
+            location = f"{os.path.basename(frame.f_code.co_filename)}, line {line}"
+    return location
 
 
 def _write(text: str) -> None:

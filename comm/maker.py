@@ -19,10 +19,10 @@ from .reduction import (
     Reduction,
     ReductionPlan,
     ReductionSpec,
-    check_alike,
+    check_identical,
     check_spec,
     check_type,
-    likeness,
+    properties,
 )
 from .sums import node_shares
 from .transport import Links
@@ -59,9 +59,9 @@ class Maker:
         except Exception as error:
             fault = error
         device = specs[0].device if specs else HOST
-        alike = self._meet(fault, int(device.is_host))
+        identical = self._begin(fault, int(device.is_host))
         with comm.agreement():
-            if not alike:
+            if not identical:
                 raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
             check_matching(comm.mpi, *totals, specs)
             patterns = [
@@ -81,17 +81,17 @@ class Maker:
         try:
             for spec in specs:
                 check_spec(spec)
-            mine = likeness(specs)
+            mine = properties(specs)
             mark = zlib.crc32("\n".join(mine).encode())
         except Exception as error:
             fault = error
-        alike = self._meet(fault, mark)
+        identical = self._begin(fault, mark)
         with comm.agreement():
-            if not alike:
-                check_alike(comm.mpi, comm.ranks[0], mine)
+            if not identical:
+                check_identical(comm.mpi, comm.ranks[0], mine)
             return self._reductions(specs)
 
-    def _meet(self, fault: Exception | None, mark: int = 0) -> bool:
+    def _begin(self, fault: Exception | None, mark: int = 0) -> bool:
         """Begin a set-up: raise a fault on all ranks, and return whether all have the same mark of 32 bits. Collective.
 
         After a failed set-up, ranks may have taken different numbers of tags: all continue from the largest.
@@ -111,12 +111,12 @@ class Maker:
         A hierarchical sum has two: one for messages to other nodes, and one for traffic through shared memory.
         """
         comm, method, buffer = self._comm, spec.sum, spec.buffer
-        booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
+        traffic = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
         if method.by_nodes:
             share = node_shares(comm.nodes)[comm.rank]
-            booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
+            traffic = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
         name = spec.name or spec.kind
-        return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes, comm.ranks) for kind, nbytes in booked]
+        return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes, comm.ranks) for kind, nbytes in traffic]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
         """Return the device transport that makes the sum without the host, or None. Collective if the array is on a
@@ -138,12 +138,12 @@ class Maker:
         requests = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
         plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._links.plans(requests)))
         return [
-            Reduction(spec.buffer, booked, ReductionPlan())
+            Reduction(spec.buffer, meter, ReductionPlan())
             if rests
-            else link.reduction(spec.buffer, booked[0], spec.sum)
+            else link.reduction(spec.buffer, meter[0], spec.sum)
             if link is not None
-            else Reduction(spec.buffer, booked, next(plans))
-            for spec, link, rests, booked in zip(specs, links, idle, meters)
+            else Reduction(spec.buffer, meter, next(plans))
+            for spec, link, rests, meter in zip(specs, links, idle, meters)
         ]
 
 

@@ -96,8 +96,8 @@ class StagedOperation:
 
     Parameters
     ----------
-    turns
-        Lists of stages; runs use them in turn.
+    runs
+        Stages of the first run, of the second run, and so on; later runs begin again with the first list.
     first
         Number of stages that :meth:`start` runs itself.
     last
@@ -117,20 +117,20 @@ class StagedOperation:
 
     def __init__(
         self,
-        *turns: Sequence[Stage],
+        *runs: Sequence[Stage],
         first: int = 0,
         last: int = 0,
         line: Line | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self.turns, self._first, self._last = [list(turn) for turn in turns], first, last
+        self.runs, self._first, self._last = [list(stages) for stages in runs], first, last
         self.line, self._prepare = line, prepare
         self.fault: Exception | None = None
         self.completed_at, self.worked, self.lock = 0.0, False, threading.Lock()
         self._stages: list[Stage] = []
         self._after: _Calls = []
-        self._lists: list[tuple[_Calls, _Calls] | None] = [None] * len(turns)  # made at the first run of each
-        self._runs = self.at = 0
+        self._lists: list[tuple[_Calls, _Calls] | None] = [None] * len(runs)  # made at the first run of each
+        self._started = self.at = 0
 
     @property
     def over(self) -> bool:
@@ -149,13 +149,13 @@ class StagedOperation:
 
     def start(self) -> None:
         """Begin a run. Does not wait for others."""
-        if not self.turns:
+        if not self.runs:
             return
-        turn = self._runs % len(self.turns)
-        lists, stages = self._lists[turn], self.turns[turn]
+        number = self._started % len(self.runs)
+        lists, stages = self._lists[number], self.runs[number]
         if lists is None:
-            lists = self._lists[turn] = _calls(stages[: self._first]), _calls(stages[self._first :])
-        self._runs += 1
+            lists = self._lists[number] = _calls(stages[: self._first]), _calls(stages[self._first :])
+        self._started += 1
         self._stages, (before, self._after) = stages, lists
         self.at, self.fault = 0, None
         for call in before:

@@ -6,7 +6,7 @@
     scatter    a stage of the link: this rank's part of all summands has arrived
     add        add them up in the order of the ranks
     gather     a stage of the link: the sums of all parts have arrived
-    give back  decode them into the buffer
+    return     decode them into the buffer
 
 A link describes these arrays in `SumBuffers`, and how deposited data move; a codec (`halograd.comm.codec`) defines the
 format of the data. A step that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no
@@ -41,7 +41,7 @@ __all__ = [
     "ReductionSpec",
     "SumBuffers",
     "add_up",
-    "check_alike",
+    "check_identical",
     "check_spec",
     "cut",
 ]
@@ -117,9 +117,9 @@ class Plain:
 
     def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
         # If the target of the sum is a summand other than the first, the sum is made in the array of the first.
-        within = any(one is total for one in summands[1:])
+        within = any(summand is total for summand in summands[1:])
         result = summands[0] if within else total
-        calls = [partial(add_up, [one[part] for one in summands], result[part]) for part in cut(total)]
+        calls = [partial(add_up, [summand[part] for summand in summands], result[part]) for part in cut(total)]
         return Work([*calls, partial(np.copyto, total, result)] if within else calls)
 
 
@@ -379,7 +379,7 @@ def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None
         raise CommError(f"buffer: expected one of {', '.join(summable)}, got {dtype}; convert it to float32")
 
 
-def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
+def properties(specs: Sequence[ReductionSpec]) -> list[str]:
     """Return a text per sum of the properties that must be the same on all ranks. Local."""
     return [
         f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} as {spec.codec} on "
@@ -388,8 +388,8 @@ def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
     ]
 
 
-def check_alike(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
-    """Raise CommError unless `mine` (from `likeness`) is the same as on the first rank. Collective.
+def check_identical(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
+    """Raise CommError unless `mine` (from `properties`) is the same as on the first rank. Collective.
 
     Messages call that rank `first`. The caller agrees on the error.
     """

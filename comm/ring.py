@@ -1,21 +1,21 @@
-"""Memory of sums that are under way: a ring of places, which the sums of a communicator use one after the other.
+"""Memory of sums that are under way: a ring of slots, which the sums of a communicator use one after the other.
 
-Every sum has its place in the ring from its set-up on, so that messages bind to fixed memory; places overlap if the
-ring is smaller than all sums together. A sum waits until no overlapping place is in use. So the memory is that of a few
+Every sum has its slot in the ring from its set-up on, so that messages bind to fixed memory; slots overlap if the
+ring is smaller than all sums together. A sum waits until no overlapping slot is in use. So the memory is that of a few
 sums, not of all gradients, and a step allocates nothing. ::
 
-    places   | 0       | 1    | 2        |
+    slots   | 0       | 1    | 2        |
              | 3    | 4           | 5    |        sum 3 waits for 0, sum 4 for 0 and 1, sum 5 for 2
 
-*Data are not overwritten while they are read.* A few stages after `FreePlace` use the memory (`count` in
+*Data are not overwritten while they are read.* A few stages after `FreeSlot` use the memory (`count` in
 `Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in them. The next sum
-in this memory passes its `FreePlace` when they are over.
+in this memory passes its `FreeSlot` when they are over.
 
-*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the place do
+*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the slot do
 not wait. Let n be the first sum in this order that is not over on some rank, but for the last stages of its owner. On
-a rank that has started n, all sums before n are over, so n has its place, and no sum of the line is before it. It needs
-the other ranks only until they have started n and got the place, too. They start n without a wait, or after waits for
-sums before n, which are over. The stages from the place on need no owner: the progress thread runs them, or a thread
+a rank that has started n, all sums before n are over, so n has its slot, and no sum of the line is before it. It needs
+the other ranks only until they have started n and got the slot, too. They start n without a wait, or after waits for
+sums before n, which are over. The stages from the slot on need no owner: the progress thread runs them, or a thread
 that waits for any sum of the line. So n comes to its end on all ranks, whichever sums they finish first.
 """
 
@@ -24,22 +24,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .progress import Line, Stage, StagedOperation
-from .sums import Held, ring_places
+from .sums import Held, ring_slots
 
-__all__ = ["FreePlace", "Ring"]
+__all__ = ["FreeSlot", "Ring"]
 
 
-class FreePlace(Stage):
+class FreeSlot(Stage):
     """Stage that is over when the memory of a sum is free.
 
     Attributes
     ----------
     others
-        Places that overlap with this one.
+        Slots that overlap with this one.
     """
 
     def __init__(self) -> None:
-        self.others = list[FreePlace]()
+        self.others = list[FreeSlot]()
         self.operation: StagedOperation | None = None
         self._after = self._until = 0
 
@@ -58,7 +58,7 @@ class FreePlace(Stage):
 
 
 class Ring:
-    """Places of sums that are planned together. Local.
+    """Slots of sums that are planned together. Local.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Ring:
     Attributes
     ----------
     here, inside
-        Place ``(start, stop)`` of each sum in the memory of this library, and in that which MPI may use [B].
+        Slot ``(start, stop)`` of each sum in the memory of this library, and in that which MPI may use [B].
     here_bytes, nbytes
         Size of the first memory, and of both [B].
     line
@@ -76,15 +76,15 @@ class Ring:
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
-        self.here, self.here_bytes = ring_places([one.here for one in held])
-        self.inside, inside_bytes = ring_places([one.inside for one in held])
+        self.here, self.here_bytes = ring_slots([sum_memory.here for sum_memory in held])
+        self.inside, inside_bytes = ring_slots([sum_memory.inside for sum_memory in held])
         self.nbytes = self.here_bytes + inside_bytes
-        self._places = [FreePlace() for _ in held]
+        self._slots = [FreeSlot() for _ in held]
         for spans in (self.here, self.inside):
-            for place, (first, end) in zip(self._places, spans):
-                pairs = zip(self._places, spans)
-                place.others += [other for other, (a, b) in pairs if other is not place and max(a, first) < min(b, end)]
-        self.line = Line() if any(place.others for place in self._places) else None
+            for slot, (first, end) in zip(self._slots, spans):
+                pairs = zip(self._slots, spans)
+                slot.others += [other for other, (a, b) in pairs if other is not slot and max(a, first) < min(b, end)]
+        self.line = Line() if any(slot.others for slot in self._slots) else None
 
     def operation(
         self, number: int, stages: Sequence[Stage], count: int, first: int = 0, last: int = 0
@@ -102,8 +102,8 @@ class Ring:
         """
         if self.line is None:
             return StagedOperation(stages, first=first, last=last)
-        place = self._places[number]
-        all_stages = [*stages[:first], place, *stages[first:]]
+        slot = self._slots[number]
+        all_stages = [*stages[:first], slot, *stages[first:]]
         operation = StagedOperation(all_stages, first=first, last=last, line=self.line)
-        place.serve(operation, first, count)
+        slot.serve(operation, first, count)
         return operation

@@ -11,39 +11,40 @@ from typing import Any, TypeVar
 
 __all__ = ["side_by_side"]
 
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
-Made = TypeVar("Made")
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Result = TypeVar("Result")
 
 
 def side_by_side(
-    steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
-) -> list[Made]:
+    steps: Sequence[Generator[Request, Reply, Result]], serve: Callable[[list[Request]], Sequence[Reply]]
+) -> list[Result]:
     """Run the generators, and return their return values in order.
 
-    `answer` gets the requests of a round and returns the replies; it is called as long as there are requests. The
-    function is collective if `answer` is.
+    `serve` gets the requests of a round and returns the replies; it is called as long as there are requests. The
+    function is collective if `serve` is.
 
     >>> def area(name):
     ...     width = yield name + " wide"
     ...     height = yield name + " high"
     ...     return width * height
-    >>> def answer(requests):
+    >>> def serve(requests):
     ...     print(requests)
     ...     return [len(text) for text in requests]
-    >>> side_by_side([area("door"), area("wall")], answer)
+    >>> side_by_side([area("door"), area("wall")], serve)
     ['door wide', 'wall wide']
     ['door high', 'wall high']
     [81, 81]
     """
-    results: dict[int, Made] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
-    while answers:
-        questions: dict[int, Question] = {}
-        for number, reply in answers.items():
+    results: dict[int, Result] = {}
+    replies: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
+    while replies:
+        requests: dict[int, Request] = {}
+        for number, reply in replies.items():
             try:
-                questions[number] = steps[number].send(reply)
+                requests[number] = steps[number].send(reply)
             except StopIteration as end:
                 results[number] = end.value
-        answers = dict(zip(questions, answer(list(questions.values())))) if questions else {}
+        # A dict keeps its order, so that all ranks pass the requests, and with them their collectives, in one order.
+        replies = dict(zip(requests, serve(list(requests.values())))) if requests else {}
     return [results[number] for number in range(len(steps))]

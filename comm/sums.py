@@ -27,14 +27,14 @@ __all__ = [
     "is_large",
     "largest_shard",
     "node_shares",
-    "ring_places",
+    "ring_slots",
     "shard",
     "shards",
 ]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
 #: Largest sum with memory of its own [B]. Larger sums share memory: on a node a stage, which they pass piece by piece;
-#: by messages a ring of places.
+#: by messages a ring of slots.
 LARGEST_AT_ONCE = 64 * 1024
 #: Memory of all large sums by messages of a communicator that are planned together [B], if the largest needs no more:
 #: four buckets of the default size, so that some travel while others are added up. On one node, rings of 4 to 32 MiB
@@ -134,15 +134,16 @@ class Method:
         feedback
             Whether the encoding error is kept.
         """
-        codec, wire = self.codec, itemsize if self.codec.identity else np.dtype(self.codec.wire).itemsize
-        largest = largest_shard(size, ranks, wire)
+        codec, encoded = self.codec, itemsize if self.codec.identity else np.dtype(self.codec.wire).itemsize
+        largest = largest_shard(size, ranks, encoded)
         if not self.ordered:
             return Held(0, largest * itemsize if self.adds and not self.gathers else 0, size * itemsize)
         # Encoded data are in the buffer, if they fit; the error is that of the sum of the own share.
-        own = shard(size, ranks, wire, rank)
-        beside = 0 if codec.identity else codec.held(itemsize) + (own.stop - own.start) * itemsize * feedback
-        wide = size * wire if wire > itemsize else 0
-        return Held(beside + wide, (ranks - 1) * largest * wire)
+        own = shard(size, ranks, encoded, rank)
+        always = 0 if codec.identity else codec.held(itemsize) + (own.stop - own.start) * itemsize * feedback
+        if encoded > itemsize:
+            always += size * encoded
+        return Held(always, (ranks - 1) * largest * encoded)
 
 
 @dataclass(frozen=True)
@@ -174,26 +175,26 @@ def held_together(sums: Sequence[tuple[int, Held]]) -> int:
     """
     small = sum(held.here + held.inside for nbytes, held in sums if not is_large(nbytes))
     large = [held for nbytes, held in sums if is_large(nbytes)]
-    rings = (ring_places([held.here for held in large]), ring_places([held.inside for held in large]))
+    rings = (ring_slots([held.here for held in large]), ring_slots([held.inside for held in large]))
     return sum(held.always for _, held in sums) + small + sum(nbytes for _, nbytes in rings)
 
 
-def ring_places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return places ``(start, stop)`` of these sizes in a ring, and its size [B]. Local.
+def ring_slots(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return slots ``(start, stop)`` of these sizes in a ring, and its size [B]. Local.
 
-    Places follow each other, in whole cache lines, and from the end of the ring again from its start.
+    Slots follow each other, in whole cache lines, and from the end of the ring again from its start.
 
-    >>> ring_places([6 << 20] * 3)[0] == [(0, 6 << 20), (6 << 20, 12 << 20), (0, 6 << 20)]
+    >>> ring_slots([6 << 20] * 3)[0] == [(0, 6 << 20), (6 << 20, 12 << 20), (0, 6 << 20)]
     True
     """
     whole = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     nbytes = min(sum(whole), max([RING_BYTES, *whole]))
-    places, end = list[tuple[int, int]](), 0
+    slots, end = list[tuple[int, int]](), 0
     for size, requested in zip(whole, sizes):
         start = end if end + size <= nbytes else 0
-        places.append((start, start + requested))
+        slots.append((start, start + requested))
         end = start + size
-    return places, nbytes
+    return slots, nbytes
 
 
 #: Methods by name, for `Communicator.reduction`.

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..comm.channel import Channel, ChannelSpec
 from ..comm.rounds import side_by_side
-from ..device import Device, device_of
+from ..device import device_of
 from .box import Box
 from .layout import Blocks
 from .plan import Piece, plan_exchange
@@ -59,7 +59,7 @@ class Exchange:
     Parameters
     ----------
     comm
-        Communicator; all its ranks build the exchange, in the same order.
+        Communicator; all its ranks build the exchange, in the same order, and raise the same error.
     source, target
         Both arrays are on the host or on one device, and have the dtype of the messages. Elements of the target that
         no rank owns (outside the global array) are not modified.
@@ -92,7 +92,9 @@ class Exchange:
         kind: str = "halo",
         name: str | None = None,
     ) -> None:
-        side_by_side([self._set_up(comm.rank, source, target, combine, kind, name)], comm.channels)
+        # A rank whose arrays do not fit would raise alone, and the others would wait for it in `channels`.
+        with comm.agreement():
+            side_by_side([self._set_up(comm.rank, source, target, combine, kind, name)], comm.channels)
 
     @classmethod
     def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
@@ -103,7 +105,7 @@ class Exchange:
         if not many:
             return []
         exchanges: list[Exchange] = [cls.__new__(cls) for _ in many]
-        steps = [one._set_up(comm.rank, **arguments) for one, arguments in zip(exchanges, many)]
+        steps = [exchange._set_up(comm.rank, **arguments) for exchange, arguments in zip(exchanges, many)]
         with comm.agreement():
             side_by_side(steps, comm.channels)
         return exchanges
@@ -131,9 +133,15 @@ class Exchange:
         at_source, at_target = source.origin_on(rank), target.origin_on(rank)
         pack = self._bind(sends, "target", channel.send_buffer, source.array, at_source)
         unpack = self._bind(recvs, "source", channel.recv_buffer, target.array, at_target)
-        self._clear = self._must_clear(target.array, target.blocks[rank], at_target, local)
+        # A sum adds to its target: zero it before, unless a local piece assigns all of it.
+        box = target.blocks[rank]
+        covered = not box.size or any(piece.box == box for piece in local)
+        self._clear = None
+        if self._sum and target.array is not None and not covered:
+            self._clear = _view(target.array, box, at_target)
         here = [(_view(target.array, p.box, at_target), _view(source.array, p.box, at_source)) for p in local]
-        here = [(t, s) for t, s in here if not _same(t, s, device)]
+        # A target that is the source's own memory (a halo in place) needs no copy.
+        here = [(t, s) for t, s in here if device.address(t) != device.address(s) or t.strides != s.strides]
         #: Per slot of the channel.
         self._pack = [device.copies(pairs) for pairs in pack]
         self._unpack = [(device.sums if self._sum else device.copies)([(v, m) for m, v in pairs]) for pairs in unpack]
@@ -154,12 +162,6 @@ class Exchange:
                 message = buffer(peer, slot)[first : filled[peer]].reshape(piece.box.shape)
                 slots[slot].append((message, view))
         return slots
-
-    def _must_clear(self, target, box: Box, origin, local: Sequence[Piece]):
-        """Return the view that is zeroed before the sum; None if a local piece covers the whole target."""
-        if not self._sum or target is None or not box.size or any(p.box == box for p in local):
-            return None
-        return _view(target, box, origin)
 
     @property
     def idle(self) -> bool:
@@ -217,6 +219,3 @@ def _view(array: Any, box: Box, origin: Sequence[int]) -> Any:
         raise ValueError(f"an array of shape {array.shape} that begins at {tuple(origin)} does not hold {box}")
     return view
 
-
-def _same(a: Any, b: Any, device: Device) -> bool:
-    return device.address(a) == device.address(b) and a.strides == b.strides

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Groups", "group_of", "in_group", "reductions_in_groups", "sample_groups"]
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 #: Communicators of the groups, by parent communicator and grouping; None on a rank without a group.
-_made: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Groups:
 
         Along an axis in `first`, only ranks with coordinate 0 are in a group.
         """
-        places = ["each" if d in axes else "first" if d in first else "all" for d in range(len(grid))]
+        kinds = ["each" if d in axes else "first" if d in first else "all" for d in range(len(grid))]
         runs: list[tuple[int, str]] = []
-        for parts, place in zip(grid, places):
+        for parts, kind in zip(grid, kinds):
             if parts == 1:
                 continue
-            if runs and runs[-1][1] == place:
+            if runs and runs[-1][1] == kind:
                 parts *= runs.pop()[0]
-            runs.append((parts, place))
+            runs.append((parts, kind))
         return cls(tuple(runs), size)
 
     @classmethod
@@ -92,12 +92,12 @@ class Groups:
     @cached_property
     def count(self) -> int:
         """Number of groups."""
-        return math.prod(parts for parts, place in self.runs if place == "each")
+        return math.prod(parts for parts, kind in self.runs if kind == "each")
 
     @cached_property
     def members_each(self) -> int:
         """Number of ranks in each group."""
-        return math.prod(parts for parts, place in self.runs if place == "all")
+        return math.prod(parts for parts, kind in self.runs if kind == "all")
 
     @property
     def is_whole(self) -> bool:
@@ -109,22 +109,22 @@ class Groups:
         if rank >= self.placed:
             return None
         color, scale = 0, 1
-        for parts, place in reversed(self.runs):
+        for parts, kind in reversed(self.runs):
             rank, at = divmod(rank, parts)
-            if place == "each":
+            if kind == "each":
                 color, scale = color + at * scale, scale * parts
-            elif place == "first" and at:
+            elif kind == "first" and at:
                 return None
         return color
 
     def members(self, color: int) -> range | tuple[int, ...]:
         """Return the ranks of a group, in order: a range, unless the group spans axes that are not neighbors."""
         first, stride, spans = 0, 1, []
-        for parts, place in reversed(self.runs):
-            if place == "each":
+        for parts, kind in reversed(self.runs):
+            if kind == "each":
                 color, at = divmod(color, parts)
                 first += at * stride
-            elif place == "all":
+            elif kind == "all":
                 spans.append(range(0, parts * stride, stride))
             stride *= parts
         if len(spans) > 1:
@@ -158,13 +158,13 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
     """
     if groups.is_whole:
         return comm
-    groups_of_comm = _made.setdefault(comm, {})
+    groups_of_comm = _groups.setdefault(comm, {})
     if groups not in groups_of_comm:
         groups_of_comm[groups] = comm.split(groups.color(comm.rank))
     return groups_of_comm[groups]
 
 
-def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
+def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Result]) -> Result | None:
     """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
 
     While operators and reducers are built, groups set up their collectives only here. All ranks of `comm` agree before

@@ -57,27 +57,27 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
             f"ranks, {len(sources.axes)} and {len(targets.axes)} axes"
         )
     if summed or not sources.overlapping:
-        received = [Piece(peer, rank, box) for peer, box in meeting(sources, targets[rank])]
-        sent = [Piece(rank, peer, box) for peer, box in meeting(targets, sources[rank]) if peer != rank]
+        received = [Piece(peer, rank, box) for peer, box in intersecting(sources, targets[rank])]
+        sent = [Piece(rank, peer, box) for peer, box in intersecting(targets, sources[rank]) if peer != rank]
         return sorted(received + sent)
     first = owners(sources)
     sent = [
         Piece(rank, peer, box)
-        for peer, box in meeting(targets, first[rank])
+        for peer, box in intersecting(targets, first[rank])
         if peer != rank and not sources[peer].contains(targets[peer])
     ]
     if sources[rank].contains(targets[rank]):
         own = [Piece(rank, rank, targets[rank])] if targets[rank].size else []
         return sorted(own + sent)
-    return sorted([Piece(peer, rank, box) for peer, box in meeting(first, targets[rank])] + sent)
+    return sorted([Piece(peer, rank, box) for peer, box in intersecting(first, targets[rank])] + sent)
 
 
-def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
+def intersecting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
     """Yield the ranks whose boxes intersect this box, each with the common box."""
     if not box.size:
         return
-    met = [_meet(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
-    for parts in itertools.product(*met):
+    parts_of = [_common_parts(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
+    for parts in itertools.product(*parts_of):
         rank = 0
         for axis, (part, _) in zip(blocks.axes, parts):
             rank = rank * len(axis) + part
@@ -85,7 +85,7 @@ def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
 
 
 @lru_cache(maxsize=65536)
-def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
+def _common_parts(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
     """Return the parts of an axis that intersect an interval, each with the common interval."""
     start, stop = interval
     overlaps = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))

@@ -36,7 +36,7 @@ class TimestampedSignal(Signal):
     ----------
     own
         Timestamps of this rank.
-    stamps
+    awaited
         Timestamps of the awaited ranks (and of this one, if it counts), each with the travel time of its data [s].
     nap
         Whether a waiting rank must always leave its core to other ranks.
@@ -49,38 +49,38 @@ class TimestampedSignal(Signal):
         flags: Flags,
         others: Iterable[int] | None,
         own: Timestamps,
-        stamps: Sequence[tuple[Timestamps, float]],
+        awaited: Sequence[tuple[Timestamps, float]],
         nap: bool = True,
         now: Callable[[], float] | None = None,
         raises: bool = True,
     ) -> None:
         super().__init__(flags, others, raises)
-        self._stamp, self._stamps, self._nap, self._now = own, list(stamps), nap, now
-        self._delayed = any(seconds for _, seconds in self._stamps)
-        self._turn = 1
+        self._own, self._awaited, self._nap, self._now = own, list(awaited), nap, now
+        self._delayed = any(seconds for _, seconds in self._awaited)
+        self._slot = 1
 
     def begin(self) -> None:
-        self._turn = 1 - self._turn
+        self._slot = 1 - self._slot
         if self._raises:
-            self._stamp[self._turn][0] = time.perf_counter() if self._now is None else self._now()
+            self._own[self._slot][0] = time.perf_counter() if self._now is None else self._now()
         super().begin()
 
     def over(self) -> bool:
         if not super().over():
             return False
-        self._look()
+        self._read_arrival()
         return not self._delayed or time.perf_counter() >= self.arrived
 
     def wait(self) -> None:
         super().wait()
-        self._look()
+        self._read_arrival()
         if self._delayed:
             sleep_until(self.arrived, self._nap)
 
-    def _look(self) -> None:
+    def _read_arrival(self) -> None:
         arrived = 0.0
-        for both, seconds in self._stamps:
-            arrived = max(arrived, both[self._turn][0] + seconds)
+        for sent, seconds in self._awaited:
+            arrived = max(arrived, sent[self._slot][0] + seconds)
         self.arrived = arrived
 
 

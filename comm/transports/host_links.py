@@ -19,7 +19,7 @@ from ..sums import Method
 from ..transport import TRANSPORTS, Transport
 from . import base
 from .base import Pattern, TransportContext, numbered
-from .memory import Places, Planning
+from .memory import Planning, SharedBlock
 from .mpi import MessageSums, MpiChannel
 from .nodes import NodeGroup, plan_by_nodes
 from .shared import NodeMemory, WindowChannel
@@ -81,12 +81,20 @@ class HostLinks:
         beyond = [set(pattern.peers) - near for pattern in patterns]
         if not self._transport.messages:
             far = set().union(*beyond)
-            self._context.agree(_refusal(min(far)) if far else None)
+            fault = None
+            if far:
+                fault = CommError(
+                    f"shared transport: expected peers on the same node, got rank {min(far)} on another; use "
+                    "transport='auto'"
+                )
+            self._context.agree(fault)
         # Collective over the node, so a rank without peers on its node takes part.
         shared = self._memory.channels([pattern.among(near) for pattern in patterns], meters)
         return [
-            MixedChannel(pattern, meter, one, MpiChannel(self._context, pattern.among(far), meter)) if far else one
-            for pattern, meter, one, far in zip(patterns, meters, shared, beyond)
+            MixedChannel(pattern, meter, near_channel, MpiChannel(self._context, pattern.among(far), meter))
+            if far
+            else near_channel
+            for pattern, meter, near_channel, far in zip(patterns, meters, shared, beyond)
         ]
 
     def plans(self, sums: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
@@ -102,8 +110,8 @@ class HostLinks:
         self._check_clock()
         far = [i for i, (_, method, _) in enumerate(sums) if self._by_messages(method)]
         over = self._messages.plans([(sums[i][0].reshape(-1), sums[i][1]) for i in far])
-        near = [one for i, one in enumerate(sums) if i not in far]
-        plans, within = iter(over), iter(side_by_side([self._plan(*one) for one in near], self._places))
+        near = [request for i, request in enumerate(sums) if i not in far]
+        plans, within = iter(over), iter(side_by_side([self._plan(*request) for request in near], self._reserve))
         return [next(plans if i in far else within) for i in range(len(sums))]
 
     def _by_messages(self, method: Method) -> bool:
@@ -112,15 +120,17 @@ class HostLinks:
             return False
         return self._memory is None or len(self.neighbors()) < self._context.mpi.size
 
-    def _places(self, sizes: Sequence[int]) -> list[Places]:
+    def _reserve(self, sizes: Sequence[int]) -> list[SharedBlock]:
         assert self._memory is not None
-        return self._memory.places(sizes)
+        return self._memory.blocks(sizes)
 
     def _plan(self, buffer: np.ndarray, method: Method, name: str) -> Planning:
         flat = buffer.reshape(-1)
         if self._memory is None:
+            *names, last = (repr(known) for known in TRANSPORTS.names if TRANSPORTS[known].shares)
             raise CommError(
-                f"reduction {name}: expected a transport by which ranks of a node share memory ({_sharing()}), got "
+                f"reduction {name}: expected a transport by which ranks of a node share memory ({', '.join(names)} or "
+                f"{last}), got "
                 f"'{self._transport}'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
             )
         if not method.by_nodes:
@@ -200,13 +210,3 @@ class MixedChannel(Channel):
             part._close()
 
 
-def _refusal(peer: int) -> CommError:
-    return CommError(
-        f"shared transport: expected peers on the same node, got rank {peer} on another; use transport='auto'"
-    )
-
-
-def _sharing() -> str:
-    """Return the names of the transports by which ranks share memory."""
-    *names, last = (repr(name) for name in TRANSPORTS.names if TRANSPORTS[name].shares)
-    return f"{', '.join(names)} or {last}"

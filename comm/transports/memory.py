@@ -16,7 +16,7 @@ from ..reduction import ReductionPlan
 from ..sweep import SHARED_MEMORY, free_memory
 from .base import ALIGNMENT, aligned
 
-__all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
+__all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Planning", "SharedBlock", "Signal", "rounded"]
 
 PAGE = 4096  # [B]
 SMALLEST = 64 * 1024  # [B] per rank
@@ -146,7 +146,12 @@ class Arena:
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:
-            _check_capacity(int(sizes.sum()), int(free.min()))
+            # MPI would end the process by a bus error at the first access beyond the free memory.
+            if sizes.sum() > free.min():
+                raise CommError(
+                    f"shared transport: expected {sizes.sum() / 2**20:.1f} MiB free in {SHARED_MEMORY}, got "
+                    f"{free.min() / 2**20:.1f} MiB; enlarge it (docker: --shm-size) or use transport='mpi'"
+                )
             contexts.check(int(held.max()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
@@ -157,13 +162,13 @@ class Arena:
         chunk.take(requests)
         return chunk, before[:, None] + starts[:, :-1]
 
-    def places(self, sizes: Sequence[int]) -> list[Places]:
+    def blocks(self, sizes: Sequence[int]) -> list[SharedBlock]:
         """Reserve one block per entry of `sizes` [B] in the segment of every rank; sizes may differ between ranks.
 
         Collective, as `reserve`.
         """
         chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in sizes])
-        return [Places(chunk, at, self.node.rank) for at in offsets.T.tolist()]
+        return [SharedBlock(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
     def close(self) -> None:
         """Free all windows. Idempotent. Collective over the node."""
@@ -172,15 +177,6 @@ class Arena:
         self._chunks.clear()
         if self.node != MPI.COMM_NULL:
             contexts.free(self.node)
-
-
-def _check_capacity(nbytes: int, free: int) -> None:
-    """Raise CommError if the node has less than `nbytes` of shared memory free. Local."""
-    if nbytes > free:
-        raise CommError(
-            f"shared transport: expected {nbytes / 2**20:.1f} MiB free in {SHARED_MEMORY}, got {free / 2**20:.1f} MiB; "
-            f"enlarge it (docker: --shm-size) or use transport='mpi'"
-        )
 
 
 class Flags:
@@ -208,7 +204,11 @@ class Flags:
 
     def __init__(self, chunk: Chunk, offsets: dict[int, int], mine: int) -> None:
         self.sync, self._mine, self.count = chunk.sync, mine, 0
-        self._counters = {rank: _counter(chunk, rank, first) for rank, first in sorted(offsets.items())}
+        # A memoryview of one integer is read and written in one instruction, without allocating an array.
+        self._counters: dict[int, memoryview] = {}
+        for rank, first in sorted(offsets.items()):
+            counter: Any = chunk.segment(rank)[first : first + 8].view(np.int64)
+            self._counters[rank] = memoryview(counter)
         self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
@@ -266,8 +266,8 @@ class Signal(Stage):
         self.flags.sync()
 
 
-class Places:
-    """A block of memory in the segment of every rank of the node, each preceded by a flag; made by `Arena.places`.
+class SharedBlock:
+    """A block of memory in the segment of every rank of the node, each preceded by a flag; made by `Arena.blocks`.
 
     Attributes
     ----------
@@ -293,26 +293,13 @@ class Places:
         start = self._offsets[rank] + FLAG_BYTES + first
         return self._chunk.segment(rank)[start : start + nbytes].view(dtype)
 
-    def views(self, first: int, nbytes: int, dtype: Any = np.uint8) -> list[np.ndarray]:
-        """Return the same view of every rank's block, in the order of the ranks."""
-        return [self.view(rank, first, nbytes, dtype) for rank in range(self.ranks)]
-
     def free(self) -> None:
         """Free the memory. Local, but all ranks must call it."""
         self._chunk.free_block()
 
 
-#: A set-up that requests bytes [B] of shared memory, receives `Places`, and returns the plan of a sum.
-Planning = Generator[int, Places, ReductionPlan]
-
-
-def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:
-    """Return the counter as a memoryview of one integer.
-
-    It is read and written in one instruction, without allocating an array.
-    """
-    counter: Any = chunk.segment(rank)[offset : offset + 8].view(np.int64)
-    return memoryview(counter)
+#: A set-up that requests bytes [B] of shared memory, receives its `SharedBlock`, and returns the plan of a sum.
+Planning = Generator[int, SharedBlock, ReductionPlan]
 
 
 def _wait(flag: memoryview, count: int) -> None:

@@ -136,11 +136,11 @@ class _Shared:
     Attributes
     ----------
     ring
-        Places of the sums.
+        Slots of the sums.
     mpi
         Communicator of their collectives.
     memory
-        Memory of the places.
+        Memory of the slots.
     users
         Number of open sums.
     """
@@ -150,8 +150,8 @@ class _Shared:
     memory: np.ndarray
     users: int = 0
 
-    def place(self, number: int, nbytes: int) -> np.ndarray:
-        """Return the first bytes of the place of a sum, ``(nbytes,)`` (uint8)."""
+    def slot(self, number: int, nbytes: int) -> np.ndarray:
+        """Return the first bytes of the slot of a sum, ``(nbytes,)`` (uint8)."""
         start, _ = self.ring.here[number]
         return self.memory[start : start + nbytes]
 
@@ -165,7 +165,7 @@ class MessageSums:
     A sum in rank order consists of messages. Any other sum is a collective of the MPI library, whose order of additions
     is unspecified and may depend on the number of bytes. Large sums that are planned together share memory
     (`halograd.comm.ring`): for received messages, and that which MPI holds while its collectives are under way. A
-    collective that waits for its place begins after others that were started later, so the collectives of such sums
+    collective that waits for its slot begins after others that were started later, so the collectives of such sums
     have a clone of the communicator.
     """
 
@@ -177,7 +177,7 @@ class MessageSums:
     @property
     def buffer_bytes(self) -> int:
         """Memory that several sums share, here and in MPI [B]."""
-        return sum(one.ring.nbytes for one in self._shared if one.users)
+        return sum(shared.ring.nbytes for shared in self._shared if shared.users)
 
     def plans(self, sums: Sequence[tuple[np.ndarray, Method]]) -> list[ReductionPlan]:
         """Return the plans of the sums of flat buffers. Collective over the communicator.
@@ -185,7 +185,7 @@ class MessageSums:
         No buffer is empty, there are several ranks, and no sum is hierarchical.
         """
         mpi, plans = self._context.mpi, list[ReductionPlan]()
-        self._shared = [one for one in self._shared if one.users]
+        self._shared = [shared for shared in self._shared if shared.users]
         helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in sums]
         large = [i for i, (flat, _) in enumerate(sums) if is_large(flat.nbytes)]
         ring = Ring([helds[i] for i in large])
@@ -205,7 +205,7 @@ class MessageSums:
 
     def _clone(self) -> MPI.Intracomm:
         """Return a clone of the communicator that no open sum uses. Collective."""
-        in_use = [one.mpi for one in self._shared]
+        in_use = [shared.mpi for shared in self._shared]
         for clone in self._clones:
             if clone not in in_use:
                 return clone
@@ -230,15 +230,15 @@ class MessageSums:
         elif method.adds:
             # In place, MPI would write the sum to the start of the buffer, over the summands of another rank.
             counts, own = [part.stop - part.start for part in parts], flat[parts[mpi.rank]]
-            total = shared.place(number, own.nbytes).view(flat.dtype)
+            total = shared.slot(number, own.nbytes).view(flat.dtype)
             native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
             stages = [native, Work([lambda: np.copyto(own, total)])]
         else:
             # As words: MPI has no datatype for some element types (bfloat16).
             size = math.gcd(flat.itemsize, max(_WORDS))
             each = flat.itemsize // size
-            counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
-            message = [flat.view(f"u{size}"), (counts, places), _WORDS[size]]
+            counts, starts = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
+            message = [flat.view(f"u{size}"), (counts, starts), _WORDS[size]]
             stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
         return ReductionPlan(shared.ring.operation(number, stages, len(stages)), self._context.progress, direct=direct)
 
@@ -250,14 +250,17 @@ class MessageSums:
         all-reduce. Encoded elements take the place of those that they encode, in the buffer.
         """
         mpi, codec = shared.mpi, method.codec
-        wire, beside = flat if codec.identity else _encoded(flat, np.dtype(codec.wire)), 0
-        if not np.may_share_memory(wire, flat):
-            beside = wire.nbytes
-        shares = shards(wire.size, mpi.size, wire.itemsize)
-        parts, peers = [wire[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
+        dtype, nbytes = flat.dtype if codec.identity else np.dtype(codec.wire), 0
+        if dtype.itemsize <= flat.itemsize:
+            encoded = flat.view(np.uint8)[: flat.size * dtype.itemsize].view(dtype)
+        else:  # a codec of a user may make elements wider; they do not fit the buffer
+            encoded = np.zeros(flat.size, dtype)
+            nbytes = encoded.nbytes
+        shares = shards(encoded.size, mpi.size, encoded.itemsize)
+        parts, peers = [encoded[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
         own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
-        place = iter(shared.place(number, len(peers) * own.nbytes).view(wire.dtype).reshape(len(peers), own.size))
-        received = [own if r == mpi.rank else next(place) for r in range(mpi.size)]
+        slots = iter(shared.slot(number, len(peers) * own.nbytes).view(dtype).reshape(len(peers), own.size))
+        received = [own if r == mpi.rank else next(slots) for r in range(mpi.size)]
         filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
         there = [mpi.Send_init(words(parts[r]), r, tags[0]) for r in filled]
         there += [mpi.Recv_init(words(received[r]), r, tags[0]) for r in mine]
@@ -265,18 +268,12 @@ class MessageSums:
         back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
         scatter, gather = Messages(there), Messages(back)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
-        copies = [] if encoding is None else [(wire, flat)]
-        buffers = SumBuffers(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
+        copies = [] if encoding is None else [(encoded, flat)]
+        buffers = SumBuffers(copies, scatter, received, own, gather, [] if encoding is None else [(flat, encoded)])
         stages = buffers.stages(encoding or Plain())
         # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between. Of these
         # the first two need the received summands.
         operation = shared.ring.operation(number, stages, 2, first=1, last=len(buffers.returns))
         close: list[Callable[[], object]] = [scatter.free, gather.free]
-        return ReductionPlan(operation, self._context.progress, encoding=encoding, nbytes=beside, close=close)
+        return ReductionPlan(operation, self._context.progress, encoding=encoding, nbytes=nbytes, close=close)
 
-
-def _encoded(flat: np.ndarray, wire: np.dtype) -> np.ndarray:
-    """Return the array of the encoded elements: at the start of the buffer, except if they are wider."""
-    if wire.itemsize > flat.itemsize:
-        return np.zeros(flat.size, wire)
-    return flat.view(np.uint8)[: flat.size * wire.itemsize].view(wire)

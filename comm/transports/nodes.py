@@ -27,12 +27,12 @@ from ..sums import Method, shards
 from ..transport import Emulated
 from .base import ALIGNMENT
 from .emulated import TimestampedSignal, Timestamps
-from .memory import Places, Planning, Signal, rounded
+from .memory import Planning, SharedBlock, Signal, rounded
 from .mpi import Native
 
 __all__ = ["Attempt", "NodeGroup", "plan_by_nodes"]
 
-STAMPS = 4 * ALIGNMENT  # [B]: send times and arrival times, each for two sums that alternate
+TIMESTAMP_BYTES = 4 * ALIGNMENT  # [B]: send times and arrival times, each for two sums that alternate
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Attempt(Stage):
             self.fault = fault
             return True
 
-    def settle(self) -> None:
+    def raise_fault(self) -> None:
         """Raise the kept exception once."""
         fault, self.fault = self.fault, None
         if fault is not None:
@@ -105,12 +105,12 @@ class Attempt(Stage):
 
 
 class _NodeBuffers:
-    """The shared memory of one sum; `lie` creates the views.
+    """The shared memory of one sum; `bind` creates the views.
 
     ::
 
-        first rank of a node   | stamps | total, ... | summand |
-        other ranks            | stamps | summand |
+        first rank of a node   | timestamps | total, ... | summand |
+        other ranks            | timestamps | summand |
 
     A rank that is alone on its node deposits into the total, and has no summand. One summand per rank is enough: it is
     read before the node's total is sent, and written again after `finish`. Between emulated nodes there are totals for
@@ -124,21 +124,21 @@ class _NodeBuffers:
         self._totals = 3 if node_group.emulated else 1
         arrays = (len(node_group.here) > 1) + (self._totals if node_group.leads else 0)
         #: Bytes of shared memory that this rank needs, and the part of them that it reports as buffers [B].
-        self.wanted, self.nbytes = STAMPS + arrays * self._size, arrays * flat.nbytes
+        self.requested, self.nbytes = TIMESTAMP_BYTES + arrays * self._size, arrays * flat.nbytes
 
-    def lie(self, places: Places) -> None:
+    def bind(self, block: SharedBlock) -> None:
         """Create the views into the shared memory."""
-        self.places, node_group = places, self._node_group
+        self.block, node_group = block, self._node_group
         self.result = self.total(node_group.here[0], 2 if node_group.emulated else 0)
-        self.totals = [self.total(node_group.here[0], turn) if node_group.emulated else self.result for turn in (0, 1)]
+        self.totals = [self.total(node_group.here[0], slot) if node_group.emulated else self.result for slot in (0, 1)]
         several = len(node_group.here) > 1
         self.summands = [
             self._array(r, self._totals if r == node_group.here[0] else 0) for r in node_group.here if several
         ]
 
-    def stamps(self, rank: int, pair: int) -> Timestamps:
+    def timestamps(self, rank: int, pair: int) -> Timestamps:
         """Return the timestamps of a rank: of its sends (pair 0), or of the arrivals (pair 1)."""
-        first, second = (self.places.view(rank, (2 * pair + i) * ALIGNMENT, 8, np.float64) for i in range(2))
+        first, second = (self.block.view(rank, (2 * pair + i) * ALIGNMENT, 8, np.float64) for i in range(2))
         return first, second
 
     def total(self, rank: int, number: int) -> np.ndarray:
@@ -146,51 +146,51 @@ class _NodeBuffers:
         return self._array(rank, number)
 
     def _array(self, rank: int, number: int) -> np.ndarray:
-        return self.places.view(rank, STAMPS + number * self._size, self._flat.nbytes, self._flat.dtype)
+        return self.block.view(rank, TIMESTAMP_BYTES + number * self._size, self._flat.nbytes, self._flat.dtype)
 
 
 def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progress: Progress) -> Planning:
     """Return the plan of the hierarchical sum of a flat, non-empty buffer over several ranks."""
     buffers, here, codec = _NodeBuffers(node_group, flat), node_group.here, Plain()
-    places = yield buffers.wanted
-    buffers.lie(places)
-    flags, me = buffers.places.flags, here.index(node_group.mine)
+    block = yield buffers.requested
+    buffers.bind(block)
+    flags, me = buffers.block.flags, here.index(node_group.mine)
     share = shards(flat.size, len(here), flat.itemsize)[me]
     # All ranks have the same signals, awaited or not, so that their counts agree.
     deposited, added = Signal(flags, here), Signal(flags, here if node_group.leads else ())
     sent, attempt = _sent(buffers, node_group), None
     across: list[list[Stage]] = [[sent], [sent]]
     if node_group.leads and node_group.emulated:
-        for turn, stages in enumerate(across):
-            stages.append(codec.add([buffers.total(head, turn) for head in node_group.heads], buffers.result))
+        for slot, stages in enumerate(across):
+            stages.append(codec.add([buffers.total(head, slot) for head in node_group.heads], buffers.result))
     elif node_group.leaders != MPI.COMM_NULL:
         attempt = Attempt(Native(lambda: node_group.leaders.Iallreduce(MPI.IN_PLACE, buffers.result, MPI.SUM)))
         across = [[sent, attempt], [sent, attempt]]
-    head = buffers.stamps(here[0], 1)
+    head = buffers.timestamps(here[0], 1)
     when = (lambda: sent.arrived) if isinstance(sent, TimestampedSignal) else None
     arrived = TimestampedSignal(
         flags, () if node_group.leads else here[:1], head, [(head, 0.0)], now=when, raises=node_group.leads
     )
-    turns = []
+    runs = []
     for total, between in zip(buffers.totals, across):
         stages = [codec.deposit([(buffers.summands[me] if buffers.summands else total, flat)]), deposited]
         if buffers.summands:
-            stages.append(codec.add([one[share] for one in buffers.summands], total[share]))
+            stages.append(codec.add([summand[share] for summand in buffers.summands], total[share]))
         stages += [added, *between, arrived, codec.copy_back([(flat, buffers.result)])]
-        turns.append(stages if attempt is None else [*stages, Work([attempt.settle])])
+        runs.append(stages if attempt is None else [*stages, Work([attempt.raise_fault])])
     # The background does everything except raising exceptions; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
-    operation = StagedOperation(*turns, first=copies, last=copies + (attempt is not None), line=node_group.line)
+    operation = StagedOperation(*runs, first=copies, last=copies + (attempt is not None), line=node_group.line)
     nbytes = buffers.nbytes + (flat.nbytes if attempt is not None else 0)
-    return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[buffers.places.free])
+    return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[buffers.block.free])
 
 
 def _sent(buffers: _NodeBuffers, node_group: NodeGroup) -> Signal:
     """Return the signal that the node's total can be read. Between emulated nodes it arrives after the time of a ring.
     """
-    flags = buffers.places.flags
+    flags = buffers.block.flags
     if node_group.network is None or not (node_group.leads and node_group.emulated):
         return Signal(flags, (), raises=node_group.leads)
     seconds = node_group.network.collective(Method(), len(node_group.heads), buffers.result.nbytes)
-    stamps = [(buffers.stamps(rank, 0), seconds) for rank in node_group.heads]
-    return TimestampedSignal(flags, node_group.heads, buffers.stamps(node_group.mine, 0), stamps)
+    sent = [(buffers.timestamps(rank, 0), seconds) for rank in node_group.heads]
+    return TimestampedSignal(flags, node_group.heads, buffers.timestamps(node_group.mine, 0), sent)

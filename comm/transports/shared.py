@@ -21,7 +21,7 @@ from ..transport import Emulated
 from . import base
 from .base import ALIGNMENT, Pattern, TransportContext
 from .emulated import TimestampedSignal, Timestamps
-from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
+from .memory import FLAG_BYTES, Arena, Chunk, Flags, Planning, SharedBlock, Signal, rounded
 
 __all__ = ["NodeMemory", "SharedWindows", "WindowChannel", "blocks"]
 
@@ -44,16 +44,12 @@ class NodeMemory:
     def __init__(
         self,
         context: TransportContext,
-        network: Emulated | None = None,
-        node_of: Sequence[int] = (),
-        oversubscribed: bool = True,
+        network: Emulated | None,
+        node_of: Sequence[int],
+        oversubscribed: bool,
     ) -> None:
-        self.context, self.network, self.node_of, self._oversubscribed = (
-            context,
-            network,
-            tuple(node_of),
-            oversubscribed,
-        )
+        self.context, self.network, self.node_of = context, network, tuple(node_of)
+        self._oversubscribed = oversubscribed
         self._arena: Arena | None = None
         self._node_ranks: list[int] = []
         self._stage: _CommonStage | None = None
@@ -68,9 +64,9 @@ class NodeMemory:
         """Communicator of the ranks that share memory. Collective at the first call."""
         return self._open().node
 
-    def places(self, sizes: Sequence[int]) -> list[Places]:
+    def blocks(self, sizes: Sequence[int]) -> list[SharedBlock]:
         """Reserve one block per entry of `sizes` [B] in the segment of every rank of this node. Collective."""
-        return self._open().places(sizes)
+        return self._open().blocks(sizes)
 
     @property
     def buffer_bytes(self) -> int:
@@ -99,26 +95,23 @@ class NodeMemory:
     def signal(
         self,
         flags: Flags,
-        stamps: dict[int, Timestamps],
+        timestamps: dict[int, Timestamps],
         seconds: dict[int, float],
-        others: Sequence[int] | None = None,
     ) -> Signal:
         """Return a signal that every rank awaits. With an emulated network it arrives after the travel time of the
         data.
 
         Parameters
         ----------
-        stamps
+        timestamps
             Timestamps of this rank and of the ranks that send to it, by rank on the node.
         seconds
             Travel time of the data from each rank [s].
         """
         if self.network is None:
-            return Signal(flags, others)
-        own = stamps[self.node.rank]
-        return TimestampedSignal(
-            flags, others, own, [(stamps[rank], s) for rank, s in seconds.items()], self._oversubscribed
-        )
+            return Signal(flags)
+        awaited = [(timestamps[rank], travel) for rank, travel in seconds.items()]
+        return TimestampedSignal(flags, None, timestamps[self.node.rank], awaited, self._oversubscribed)
 
     # -- channels ------------------------------------------------------------------------------
 
@@ -126,11 +119,12 @@ class NodeMemory:
         """Return one channel per pattern. All peers of the patterns share memory."""
         arena, local = self._open(), self._node_ranks
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
-        places, sizes = [places for places, _ in slots], [nbytes for _, nbytes in slots]
+        sizes = [nbytes for _, nbytes in slots]
         chunk, offsets = arena.reserve(sizes)
-        slots_of = arena.node.allgather(places)  # no statement before it may fail on a single rank
+        # No statement before this collective may fail on a single rank: the others of the node would wait in it.
+        slots_of = arena.node.allgather([starts for starts, _ in slots])
         return [
-            self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in slots_of])
+            self._channel(pattern, meter, chunk, offsets[:, i], [starts[i] for starts in slots_of])
             for i, (pattern, meter) in enumerate(zip(patterns, meters))
         ]
 
@@ -150,7 +144,7 @@ class NodeMemory:
         sends = {peer: both(mine, local[peer], count) for peer, count in pattern.sends.items()}
         recvs = {peer: both(local[peer], mine, count) for peer, count in pattern.recvs.items()}
         where = {rank: int(offsets[rank]) for rank in (mine, *(local[peer] for peer in pattern.peers))}
-        stamps = {
+        timestamps = {
             rank: _both(chunk.segment(rank), (at + FLAG_BYTES, at + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
             for rank, at in where.items()
         }
@@ -158,8 +152,8 @@ class NodeMemory:
                    pattern.recvs.items()}  # fmt: skip
         for view in (view for pair in recvs.values() for view in pair):
             view.flags.writeable = False
-        move = self.signal(Flags(chunk, where, mine), stamps, seconds)
-        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, (move, move), [chunk.free_block]))
+        arrival = self.signal(Flags(chunk, where, mine), timestamps, seconds)
+        return WindowChannel(pattern, meter, SharedWindows(sends, recvs, arrival, [chunk.free_block]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
         """Return the travel time of a message from a peer [s]."""
@@ -178,12 +172,12 @@ class NodeMemory:
             return self._at_once(flat, method)
         return self._staged(flat, method)
 
-    def _travel(self, places: Places, method: Method, nbytes: int) -> Signal:
+    def _travel(self, block: SharedBlock, method: Method, nbytes: int) -> Signal:
         """Return the signal of a collective. Its timestamps are in the first two cache lines of the blocks."""
         far = self.network is not None and max(self.node_of) > 0
-        seconds = self.network.collective(method, places.ranks, nbytes) if self.network is not None and far else 0.0
-        stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
-        return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
+        seconds = self.network.collective(method, block.ranks, nbytes) if self.network is not None and far else 0.0
+        timestamps = {rank: _timestamps(block, rank) for rank in range(block.ranks)}
+        return self.signal(block.flags, timestamps, dict.fromkeys(timestamps, seconds))
 
     def _at_once(self, flat: np.ndarray, method: Method) -> Planning:
         """Plan a sum of deposited summands: every rank deposits its own, then adds up all of them.
@@ -200,24 +194,24 @@ class NodeMemory:
         parts = shards(flat.size, ranks, flat.itemsize)
         deposited = [slice(0, flat.size)] * ranks if method.adds else parts
         half = rounded(max(part.stop - part.start for part in deposited) * flat.itemsize)
-        places = yield 2 * ALIGNMENT + 2 * half
-        move = self._travel(places, method, flat.nbytes)
+        block = yield 2 * ALIGNMENT + 2 * half
+        travel = self._travel(block, method, flat.nbytes)
         own = slice(0, flat.size) if method.gathers else parts[me]
-        turns = []
+        runs = []
         for first in (2 * ALIGNMENT, 2 * ALIGNMENT + half):
             slot = [
-                places.view(rank, first, (part.stop - part.start) * flat.itemsize, flat.dtype)
+                block.view(rank, first, (part.stop - part.start) * flat.itemsize, flat.dtype)
                 for rank, part in enumerate(deposited)
             ]
             buffers = SumBuffers([(slot[me], flat[deposited[me]])])
             if method.adds:
-                buffers.scatter, buffers.summands, buffers.total = move, [one[own] for one in slot], flat[own]
+                buffers.scatter, buffers.summands, buffers.total = travel, [summand[own] for summand in slot], flat[own]
             else:
-                buffers.gather, buffers.returns = move, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
-            turns.append(buffers.stages(Plain()))
+                buffers.gather, buffers.returns = travel, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
+            runs.append(buffers.stages(Plain()))
         nbytes = 2 * flat[deposited[me]].nbytes
-        arrival = move if self.network is not None else None
-        return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.free])
+        arrival = travel if self.network is not None else None
+        return ReductionPlan(StagedOperation(*runs, first=1), arrival=arrival, nbytes=nbytes, close=[block.free])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
         """Plan a large sum that `finish` makes in pieces: in each piece, every rank adds up its share.
@@ -238,17 +232,17 @@ class NodeMemory:
         stage, stages = self._common(), list[Stage]()
         plan = ReductionPlan(queue=stage.waiting)
         if self.network is not None:
-            places = yield 2 * ALIGNMENT
-            plan.arrival = self._travel(places, method, flat.nbytes)
+            block = yield 2 * ALIGNMENT
+            plan.arrival = self._travel(block, method, flat.nbytes)
             stages.append(plan.arrival)
-            plan.close.append(places.free)
-        codec, meet = method.codec, Signal(stage.places.flags)
-        wire = flat.dtype if codec.identity else np.dtype(codec.wire)
-        pieces = stage.pieces(flat, wire.itemsize) if method.gathers else stage.parts(flat)
+            plan.close.append(block.free)
+        codec, barrier = method.codec, Signal(stage.block.flags)
+        dtype = flat.dtype if codec.identity else np.dtype(codec.wire)
+        pieces = stage.pieces(flat, dtype.itemsize) if method.gathers else stage.parts(flat)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [piece.own for piece in pieces])
         for piece in pieces:
-            buffers = stage.buffers_of(piece, flat, wire, method.gathers)
-            buffers.scatter = buffers.gather = meet
+            buffers = stage.buffers_of(piece, flat, dtype, method.gathers)
+            buffers.scatter = buffers.gather = barrier
             stages += buffers.stages(encoding or Plain())
         plan.operation, plan.encoding = StagedOperation(stages), encoding
         return plan
@@ -258,8 +252,8 @@ class NodeMemory:
         if self._stage is None:
             ranks = self.context.mpi.size
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
-            (places,) = self.places([STAGE_BYTES + share])
-            self._stage = _CommonStage(places, share)
+            (block,) = self.blocks([STAGE_BYTES + share])
+            self._stage = _CommonStage(block, share)
         return self._stage
 
 
@@ -285,32 +279,32 @@ class _CommonStage:
         Sums that were started and are not finished, in the order of their starts: the same on all ranks.
     """
 
-    def __init__(self, places: Places, share: int) -> None:
-        self.places, self.nbytes = places, STAGE_BYTES + share
+    def __init__(self, block: SharedBlock, share: int) -> None:
+        self.block, self.nbytes = block, STAGE_BYTES + share
         self._share, self.waiting = share, deque[StagedOperation]()
         self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
         """Return the pieces of an all-reduce: consecutive parts of the buffer, each with one block per rank."""
-        step, ranks = STAGE_BYTES // itemsize, self.places.ranks
+        step, ranks = STAGE_BYTES // itemsize, self.block.ranks
         pieces = []
         for i in range(0, flat.size, step):
             size = min(step, flat.size - i)
             shares = [slice(i + a, i + b) for a, b in blocks(size, ranks)]
-            pieces.append(_StagePiece([slice(i, i + size)], shares, self.places.mine))
+            pieces.append(_StagePiece([slice(i, i + size)], shares, self.block.mine))
         return pieces
 
     def parts(self, flat: np.ndarray) -> list[_StagePiece]:
         """Return the pieces of a reduce-scatter or all-gather: each holds a part of every rank's shard, and fits the
         stage.
         """
-        whole = shards(flat.size, self.places.ranks, flat.itemsize)
+        whole = shards(flat.size, self.block.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
-        step = STAGE_BYTES // self.places.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
+        step = STAGE_BYTES // self.block.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
         parts = []
         for i in range(0, longest, step):
             cut = [slice(min(p.start + i, p.stop), min(p.start + i + step, p.stop)) for p in whole]
-            parts.append(_StagePiece(cut, cut, self.places.mine))
+            parts.append(_StagePiece(cut, cut, self.block.mine))
         return parts
 
     def buffers_of(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> SumBuffers:
@@ -324,7 +318,7 @@ class _CommonStage:
             deposits.append((self._view(piece.mine, first, nbytes, dtype), flat[part]))
             first += nbytes
         begin = size * sum(min(max(own.start - part.start, 0), part.stop - part.start) for part in piece.deposited)
-        ranks = range(self.places.ranks)
+        ranks = range(self.block.ranks)
         summands = [self._view(rank, begin, (own.stop - own.start) * size, dtype) for rank in ranks]
         if not gathers:
             return SumBuffers(deposits, summands=summands, total=flat[own])
@@ -340,7 +334,7 @@ class _CommonStage:
         key = rank, first, nbytes, dtype
         if key not in self._views:
             line = first // ALIGNMENT * ALIGNMENT
-            self._views[key] = self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
+            self._views[key] = self.block.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
         return self._views[key]
 
 
@@ -355,15 +349,15 @@ class SharedWindows:
     ----------
     sends, recvs
         Per peer, the two buffers that this rank packs into, and the two that the peer packs into.
-    moves
-        Per slot, the signal of an exchange.
+    arrival
+        Signal of an exchange: this rank has packed, and its peers too.
     free
         Functions that free the memory.
     """
 
     sends: _Views
     recvs: _Views
-    moves: tuple[Signal, Signal]
+    arrival: Signal
     free: Sequence[Callable[[], object]]
 
 
@@ -403,14 +397,13 @@ class WindowChannel(Channel):
 
     def _start(self) -> None:
         if self.send_counts or self.recv_counts:
-            self._windows.moves[self.slot].begin()
+            self._windows.arrival.begin()
 
     def _finish(self) -> float:
         if not (self.send_counts or self.recv_counts):
             return 0.0
-        move = self._windows.moves[self.slot]
-        move.wait()
-        return move.arrived
+        self._windows.arrival.wait()
+        return self._windows.arrival.arrived
 
     def _close(self) -> None:
         self._windows.sends.clear()
@@ -419,9 +412,9 @@ class WindowChannel(Channel):
             call()
 
 
-def _stamps(places: Places, rank: int) -> Timestamps:
+def _timestamps(block: SharedBlock, rank: int) -> Timestamps:
     """Return the timestamps in the first two cache lines of a rank's block."""
-    first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
+    first, second = (block.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second
 
 
@@ -430,10 +423,10 @@ def _slots(sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
 
     `sizes` holds the bytes of one slot per reader. A flag and two timestamps come first.
     """
-    places, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
+    starts, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
     for reader, nbytes in sizes.items():
-        places[reader], end = end, end + 2 * rounded(nbytes)
-    return places, end
+        starts[reader], end = end, end + 2 * rounded(nbytes)
+    return starts, end
 
 
 def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

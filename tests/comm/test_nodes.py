@@ -19,8 +19,8 @@ from tests.support.clock import DrivenClock
 BYTES = 8 * PIECE
 
 
-class LocalPlaces:
-    """`Places` in the memory of one process."""
+class LocalBlock:
+    """A `SharedBlock` in the memory of one process."""
 
     def __init__(self, memories, mine):
         self.memories, self.mine, self.ranks = memories, mine, len(memories)
@@ -69,7 +69,8 @@ def make(node_of, counts, seconds=0.0, in_background=True):
             buffer = np.zeros(count)
             method = Method(by_nodes=True, in_background=in_background)
             planning = plan_by_nodes(buffer, method, node_group, progress)
-            (plan,) = side_by_side([planning], lambda asked, m=memories, r=rank: [LocalPlaces(m, r) for _ in asked])
+            block = LocalBlock(memories, rank)
+            (plan,) = side_by_side([planning], lambda requests, block=block: [block for _ in requests])
             meters = [Meter(Instruments(), kind, "sum", 1, buffer.nbytes) for kind in ("allreduce", "node")]
             sums[-1].append(Reduction(buffer, meters, plan))
     return drivers, sums
@@ -220,7 +221,7 @@ def test_a_fault_is_raised_by_finish_and_others_go_on():
     failing, down = Attempt(Work([lambda: 1 / 0 if down else None])), [True]
     drivers, sums = make((0, 0), (3, 4))
     operation = sums[0][0]._plan.operation
-    operation.turns = [[*turn[:4], failing, *turn[4:], Work([failing.settle])] for turn in operation.turns]
+    operation.runs = [[*stages[:4], failing, *stages[4:], Work([failing.raise_fault])] for stages in operation.runs]
     operation._last = 1
     for broken in (True, False):
         for own in sums:

@@ -160,7 +160,7 @@ def test_large_sums_share_one_stage(communicator):
 
 def address_of(total):
     """Return the address to which a small sum copies its values."""
-    deposit = total._plan.operation.turns[0][0]
+    deposit = total._plan.operation.runs[0][0]
     target, _ = deposit.calls[0].args
     return target.ctypes.data
 

@@ -80,7 +80,7 @@ def test_places_are_used_by_one_sum_at_a_time_in_the_order_of_the_starts(seed, m
 def test_sums_with_room_for_all_are_independent():
     ring = Ring([sums.Held(7, 100), sums.Held(), sums.Held(0, 0, 200)])
     assert ring.line is None and (ring.here_bytes, ring.nbytes) == (128, 128 + 256)
-    assert len(ring.operation(0, [Stage()], 1).turns[0]) == 1
+    assert len(ring.operation(0, [Stage()], 1).runs[0]) == 1
 
 
 # -- encoded elements in the memory of the buffer ----------------------------------------------------

@@ -139,3 +139,15 @@ def test_bad_calls_are_refused_on_all_ranks(comm):
     boxes = Blocks([((0, 1),) * comm.size])
     with pytest.raises(ValueError, match="'assign' or 'sum'"):
         Exchange(comm, End(boxes, np.zeros(1)), End(boxes, np.zeros(1)), combine="mean")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_array_that_does_not_fit_on_one_rank_is_raised_on_all(comm):
+    """The others would wait for that rank forever; afterwards the communicator is usable."""
+    blocks = Layout.blocks((6, 4), (comm.size, 1), comm.size).boxes
+    array = np.zeros(blocks[comm.rank].shape)
+    source = End(blocks, array.astype("float32") if comm.rank == comm.size - 1 else array)
+    with pytest.raises(ValueError, match="one dtype") as caught:
+        Exchange(comm, source, End(blocks, array))
+    assert caught.value.agreed == comm.size
+    comm.barrier()

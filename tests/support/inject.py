@@ -23,7 +23,7 @@ ATOMIC: dict[str, set[str] | None] = {
     "comm/transports/memory.py": None,
     "comm/communicator.py": {"agree", "agreement", "_meet"},
     "comm/channel.py": {"check_matching"},
-    "comm/reduction.py": {"check_alike", "likeness"},
+    "comm/reduction.py": {"check_identical", "properties"},
     "comm/transports/base.py": {"split_node"},
     "comm/transports/shared.py": {"_open"},
 }
