@@ -117,7 +117,7 @@ def _keeps_places(node: Node) -> bool:
     if isinstance(layer, (Slice, Concat)):
         return layer.axis != "channel"
     if isinstance(layer, Flip):
-        return len(node.shape) - 1 not in layer.places(node.shape)
+        return len(node.shape) - 1 not in layer.flipped_axes(node.shape)
     if isinstance(layer, GroupNorm):
         return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
     if isinstance(layer, (Softmax, LogSoftmax, Redistribute, Flatten)):

@@ -17,7 +17,7 @@ from ..kernels.access import Access, makes, reads, writes
 from ..kernels.kernel import FusedActivation, reads_input
 from ..lowering.context import Context, Lowered
 from ..lowering.views import Region, View
-from .layer import Layer, Passes, Shape
+from .layer import ElementwiseLayer, Layer, Passes, Shape
 from .lowering import Pair
 
 __all__ = [
@@ -46,20 +46,13 @@ __all__ = [
 ]
 
 
-class _Activation(Layer):
+class _Activation(ElementwiseLayer):
     """An elementwise function with the name `function` in the kernel backend. Communication: none."""
 
-    recomputation = "pointwise"
-
-    cuts_channels = "channelwise"
-    inputs_taken = 1
     widens = True
 
     function = ""
     alpha = 0.0
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         by_input = reads_input(self.function, self.alpha)
@@ -190,7 +183,7 @@ class Mish(_Activation):
     function = "mish"
 
 
-class Affine(Layer):
+class Affine(ElementwiseLayer):
     """Affine map ``y = factor * x + shift`` with fixed coefficients; :class:`Scale` learns them.
 
     The operators of nodes create it: ``1 - x``, ``x / 255``. Communication: none.
@@ -200,11 +193,6 @@ class Affine(Layer):
     factor, shift
         A number, or one number per channel.
     """
-
-    recomputation = "pointwise"
-
-    cuts_channels = "channelwise"
-    inputs_taken = 1
 
     def __init__(
         self, factor: float | Sequence[float] = 1.0, shift: float | Sequence[float] = 0.0, name: str | None = None
@@ -267,17 +255,13 @@ def _affine(
     return run
 
 
-class Clamp(Layer):
+class Clamp(ElementwiseLayer):
     """Clamping ``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clamp(0, 6)``.
 
     (Sandler et al. 2018; torch's ``hardtanh`` and ``relu6``.) Communication: none.
     """
 
-    recomputation = "pointwise"
-
-    cuts_channels = "channelwise"
     passes = Passes((1, 1), (2, 1))
-    inputs_taken = 1
 
     def __init__(self, low: float = 0.0, high: float = 6.0, name: str | None = None) -> None:
         super().__init__(name)
@@ -333,17 +317,13 @@ def _clamp_gradient(
     return run
 
 
-class _Function(Layer):
+class _Function(ElementwiseLayer):
     """An elementwise function by NumPy's functions, with its gradient from the input or from the output.
 
     Communication: none.
     """
 
-    recomputation = "pointwise"
-
-    cuts_channels = "channelwise"
     passes = Passes((1, 1), (3, 2))
-    inputs_taken = 1
     #: Whether the gradient is formed from the output, so that the input need not be kept.
     by_output = False
 
@@ -354,9 +334,6 @@ class _Function(Layer):
     def slopes(self, z: Any, out: Any) -> None:
         """Compute the derivative into `out`, from the input `z` or, with `by_output`, from the output."""
         raise TypeError(f"{self.kind} must override slopes()")
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         x = context.inputs[0].view
@@ -475,61 +452,56 @@ def _power(x: Any, exponent: float, out: Any) -> None:
         np.power(x, exponent, out=out)
 
 
-class Softmax(Layer):
-    """Softmax ``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
-
-    (To train on classes, use a cross-entropy loss on the logits: it includes the softmax.) Communication: none.
-    """
+class _ChannelSoftmax(Layer):
+    """Function of all channels of a position. Communication: none."""
 
     recomputation = "pointwise"
-
     passes = Passes((2, 1), (1, 2))
     inputs_taken = 1
 
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])
 
+
+class Softmax(_ChannelSoftmax):
+    """Softmax ``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
+
+    (To train on classes, use a cross-entropy loss on the logits: it includes the softmax.) Communication: none.
+    """
+
     def lower(self, context: Context) -> Lowered:
         low = context.wide != context.dtype
         row = (*context.box.shape[:-1], 1)
-        beside: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
-        beside["copy"] = context.scratch(context.box.shape, context.wide) if low else None
+        scratch: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
+        scratch["copy"] = context.scratch(context.box.shape, context.wide) if low else None
         x = context.inputs[0].view
-        kernel = context.kernel(_softmax, x=x, y=context.y, **beside)
+        kernel = context.kernel(_softmax, x=x, y=context.y, **scratch)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             dx = context.gradient(0)
-            beside: dict[str, View | None] = {name: context.scratch(row, context.wide) for name in ("sums", "center")}
-            beside["product"] = context.scratch(context.box.shape, context.wide) if low else dx
-            beside["top"] = context.scratch(context.box.shape, "bool")
-            kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **beside)
+            scratch: dict[str, View | None] = {name: context.scratch(row, context.wide) for name in ("sums", "center")}
+            scratch["product"] = context.scratch(context.box.shape, context.wide) if low else dx
+            scratch["top"] = context.scratch(context.box.shape, "bool")
+            kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **scratch)
             context.run(kernel, timing=context.timing("backward_data"))
 
         return Lowered(backward)
 
 
-class LogSoftmax(Layer):
+class LogSoftmax(_ChannelSoftmax):
     """Logarithm of the softmax, ``y[..., c] = x[..., c] - log(sum_k exp(x[..., k]))``, at every position.
 
     A cross-entropy loss gives the same result for log-probabilities as for logits (torch's NLLLoss after a
     log_softmax). Communication: none.
     """
 
-    recomputation = "pointwise"
-
-    passes = Passes((2, 1), (1, 2))
-    inputs_taken = 1
-
-    def flops(self, *shapes: Shape) -> int:
-        return 4 * math.prod(shapes[0])
-
     def lower(self, context: Context) -> Lowered:
         rows = (*context.box.shape[:-1], 1)
-        beside = {name: context.scratch(rows, context.wide) for name in ("largest", "sums", "ties")}
-        beside["work"] = context.scratch(context.box.shape, context.wide)
-        beside["top"] = context.scratch(context.box.shape, "bool")
-        kernel = context.kernel(_log_softmax, x=context.inputs[0].view, y=context.y, **beside)
+        scratch = {name: context.scratch(rows, context.wide) for name in ("largest", "sums", "ties")}
+        scratch["work"] = context.scratch(context.box.shape, context.wide)
+        scratch["top"] = context.scratch(context.box.shape, "bool")
+        kernel = context.kernel(_log_softmax, x=context.inputs[0].view, y=context.y, **scratch)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
@@ -663,12 +635,12 @@ _KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FU
 
 def activated(layer: Layer, activation: str | Layer | None, by_input: bool | None) -> str | None:
     """Return the kind of the activation that the kernels of `layer` compute, or None; any other one becomes
-    `layer.behind`.
+    `layer.followed_by`.
 
     Parameters
     ----------
     layer
-        Layer that gets `activation_alpha`, or `behind`: a layer that each call puts after it. This is a new layer,
+        Layer that gets `activation_alpha`, or `followed_by`: a layer that each call puts after it. This is a new layer,
         named after `layer`, or `activation` itself if that is a layer.
     activation
         None, a name, or a layer. A layer with a name of its own stays a separate layer.
@@ -696,7 +668,7 @@ def activated(layer: Layer, activation: str | Layer | None, by_input: bool | Non
             layer.activation_alpha = layer_of.alpha
             return layer_of.function
     layer_of.name = name
-    layer.behind = layer_of
+    layer.followed_by = layer_of
     return None
 
 

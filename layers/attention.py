@@ -25,6 +25,7 @@ from ..lowering.views import View
 from .composed import Crop
 from .convolution import Conv, zeroing
 from .layer import Layer, Node, Passes, Shape
+from .lowering import exchange_all
 from .needs import check_spatial, spread
 from .padding import Pad
 from .parameter import Parameter
@@ -241,7 +242,7 @@ class Attention(Layer):
         return self.changed(heads=filters)
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        """Return the layer for a block, which may be of any extents: it has no ends that meet."""
+        """Return the layer for a block, which may be of any extents: it is not periodic."""
         ends = zip(spread("shift", self.shift, len(outputs)), spread("periodic", self.periodic, len(outputs)))
         shift = tuple(0 if continues else by for by, continues in ends)
         return self.changed(periodic=False, shift=shift) if np.any(self.periodic) else self, shape
@@ -384,10 +385,7 @@ class _Gathering(_Lowering):
         boxes = [layer.read(i, self.shapes, context.output.layout) for i in range(3)]
         k, v = (context.gather(i, boxes[i]) for i in (1, 2))
         operands = (self.q, k, v)
-        for gathered in operands:
-            gathered.start()
-        for gathered in operands:
-            gathered.finish()
+        exchange_all(operands)
         views = {"k": k.view, "v": v.view, "bias": self.bias, "y": self.y, "lse": self.lse}
         kernel = self.kernel(_forward, k.box, False, **views)
         context.run(kernel, timing=self.timing("forward", boxes[1]))
@@ -396,15 +394,11 @@ class _Gathering(_Lowering):
         def backward() -> None:
             dy = self.gradient()
             returned = [context.return_gradient(i, boxes[i]) if context.needs_gradient(i) else None for i in range(3)]
-            grads = [context.scratch(x.box.shape) if one is None else one.view for x, one in zip(operands, returned)]
+            grads = [context.scratch(x.box.shape) if dx is None else dx.view for x, dx in zip(operands, returned)]
             arrays = dict(zip(_GRADIENTS, grads), dy=dy, dbias=context.grads.get("bias"), **views)
             kernel = self.kernel(_backward, k.box, False, **arrays)
             context.run(kernel, timing=self.timing("backward_data", boxes[1]))
-            ends = [one for one in returned if one is not None]
-            for one in ends:
-                one.start()
-            for one in ends:
-                one.finish()
+            exchange_all([dx for dx in returned if dx is not None])
 
         return Lowered(backward)
 
@@ -655,9 +649,7 @@ class MultiHeadAttention:
         width = queries.shape[-1] // self.heads if self.width is None else self.width
         counts = {"query": self.heads, "key": self.groups or self.heads, "value": self.groups or self.heads}
         nodes = {"query": queries, "key": keys, "value": values}
-        projected = [
-            self._projection(what, counts[what] * width, self.qkv_bias)(node) for what, node in nodes.items()
-        ]
+        projected = [self._projection(what, counts[what] * width, self.qkv_bias)(node) for what, node in nodes.items()]
         return self._projection("out", self.channels or queries.shape[-1], True)(self.attention(*projected))
 
     def _projection(self, part: str, channels: int, bias: bool) -> Conv:

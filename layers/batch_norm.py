@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,6 @@ class BatchNorm(Layer):
     """
 
     recomputation = "pointwise"
-
     # Forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx. A
     # residual is read once, and its gradient written.
     passes = Passes((2, 1), (3, 2), (1, 1))
@@ -166,7 +165,9 @@ class BatchNorm(Layer):
         views |= {f"running_{key}": view for key, view in context.state.items()}
         margin = NormMargin(context, inputs, views)
         sizes = (16 * boxes.extents[-1]).tolist()
-        total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
+        # Each part of the channels has a sum of its own; channels are the fastest axis of the numbers of groups.
+        group_sizes = [sizes[color % len(sizes)] for color in range(groups.count)]
+        total = context.sum(groups, views["sums"], "statistics", group_sizes)
         running = None
         if groups != whole:
             running = context.sum(whole, views["moments"], "running statistics", sizes, f"{context.name} (running)")
@@ -186,13 +187,13 @@ class BatchNorm(Layer):
             narrow = {name: context.keep((2, channels), "float32", "statistics") for name in ("sums", "means")}
         kernel.norm = self._sums(partial(partial, kind), numbers, narrow)
 
-        def settle() -> None:
+        def update_running() -> None:
             if running is not None:
                 context.finish(running)
-                context.run(kernel, "settle")
+                context.run(kernel, "update_running")
 
         margin.read()
-        settle()
+        update_running()
         forward = context.timing("forward", inputs=tuple(v.layout.boxes.longest for v in context.inputs))
         context.run(kernel, "evaluate", when="evaluation", timing=forward)
         context.run(kernel, "begin", when="training")
@@ -212,7 +213,7 @@ class BatchNorm(Layer):
         def backward() -> None:
             gradients = margin.gradients(self, f, numbers.count)
             kernel.add(**gradients, **{f"d{key}": view for key, view in context.grads.items()})
-            settle()
+            update_running()
             margin.differentiate()
             backward = context.timing("backward_data", inputs=forward.inputs, outputs=forward.outputs)
             context.run(kernel, "backward_sums", timing=backward)
@@ -318,7 +319,7 @@ class _BatchNormKernel:
 
     @reads("moments", "running_*")
     @writes("moments", "running_*")
-    def settle(self) -> None:
+    def update_running(self) -> None:
         """Update the running statistics with the averaged moments of the last batch, once."""
         if not self._pending:
             return
@@ -461,14 +462,6 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
 def _of_samples(context: Context) -> int:
     """Return the number of elements per channel in the samples of this rank."""
     return context.own.shape[0] * math.prod(context.output.layout.shape[1:-1])
-
-
-def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[int]:
-    """Return the bytes of each group's sum. Pure arithmetic.
-
-    Each part of the channels has a sum of its own; the channels are the fastest axis of the group numbers.
-    """
-    return [sizes[color % len(sizes)] for color in range(groups.count)]
 
 
 def affine_parameters(channels: int) -> dict[str, Parameter]:

@@ -66,7 +66,6 @@ class Conv(Layer):
     """
 
     recomputation = "block"
-
     # x -> y; dy -> dx; the gradient of the filter reads x and dy.
     passes = Passes()
     weight_norm = False
@@ -177,10 +176,10 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
             held = Region(dy, context.output.held_gradient[context.rank])
             views = {"x": Region(x.view, x.box).part(read), "dy": held.part(context.own)}
             views = {name: context.packed(view) for name, view in views.items()}
-            made = local_geometry(windows, read, context.own, layer.groups)
+            filter_geometry = local_geometry(windows, read, context.own, layer.groups)
         else:
-            views, made = {"x": x.view, "dy": dy}, geometry
-        weights = context.kernel(partial(conv_filter, made), **views, **grads)
+            views, filter_geometry = {"x": x.view, "dy": dy}, geometry
+        weights = context.kernel(partial(conv_filter, filter_geometry), **views, **grads)
         weights.forks = grads["db"] is None  # sums of a bias use work space
         if not context.needs_gradient(0):
             context.run(weights, timing=context.timing("backward_filter"))
@@ -416,7 +415,6 @@ class ConvTranspose(Layer):
     """
 
     recomputation = "block"
-
     passes = Passes()
     inputs_taken = 1
 

@@ -53,7 +53,6 @@ class Dense(Layer):
     """
 
     recomputation = "block"
-
     passes = Passes()
     cuts_channels = "contracts"
     weight_norm = False
@@ -244,21 +243,15 @@ class ReplicatedDense:
     @reads("x", "w", "dy", "rows", "dw", "db")
     @writes("dx", "dw", "db", "rows", "errors")
     def backward(self) -> None:
-        if self.replicates:
-            self._keep_errors()
-        else:
+        if not self.replicates:
             self.filter()
+        elif self.rows is not None and self.errors is not None:
+            if not self.rows.under_way:  # the forward pass was not in training mode
+                self.rows.put()
+                self.rows.start()
+            self.errors.put()  # a copy, because other layers overwrite the memory of `dy`
         if self.data is not None:
             self.data()
-
-    def _keep_errors(self) -> None:
-        """Copy `dy`, because other layers will overwrite its memory."""
-        if self.rows is None or self.errors is None:
-            return
-        if not self.rows.under_way:  # the forward pass was not in training mode
-            self.rows.put()
-            self.rows.start()
-        self.errors.put()
 
     @reads("rows", "errors")
     @writes("dw", "db")
@@ -313,11 +306,11 @@ class RowGather:
 
     def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:
         self.array, self._gather, self._own = array, gather, own
-        self._place = array[first : first + own.shape[0]]
+        self._own_rows = array[first : first + own.shape[0]]
 
     def put(self) -> None:
         """Copy this rank's rows into the array. Local."""
-        self._place[...] = self._own
+        self._own_rows[...] = self._own
 
     def start(self) -> None:
         """Send this rank's rows. Does not wait."""

@@ -178,7 +178,7 @@ class _DiceKernel(LocalLoss):
             np.copyto(self.prediction, self.copied)
         self.sums.fill(0)
         for n in range(self.count):
-            self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=False)
+            self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=False)
 
     @reads("prediction", "target", "weights", "sums")
     @writes("value", "dx", "copy", "dx_copy", "sums")
@@ -190,16 +190,16 @@ class _DiceKernel(LocalLoss):
         if self.dx is not None:
             self.dx[count:] = 0
         loss = self._coefficients(max(1, self.mode.valid if self.groups > 1 else 1))
-        np.copyto(self.value, loss if self.place.rank == 0 else 0.0)
+        np.copyto(self.value, loss if self.position.rank == 0 else 0.0)
         for n in range(count if self.dx is not None else 0):
-            self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=True)
+            self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=True)
 
     def _coefficients(self, samples: int) -> Any:
         """Return the loss, and overwrite `sums` with a, b such that ``dloss/dp = a * t + b``. Local, the same on all
         ranks.
         """
         loss: Any = 0.0
-        share = self.place.weight / (samples * self.sums.shape[2])
+        share = self.position.weight / (samples * self.sums.shape[2])
         n, i, p, t = self.layer.ratio
         for both, total, target in self.sums[:samples]:
             total *= p

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from functools import partial
 from typing import Any
@@ -14,13 +13,13 @@ from ..dtensor import Box
 from ..kernels import DropoutMask
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
-from .layer import Layer, Passes, Shape
+from .layer import ElementwiseLayer, Layer, Passes
 from .merge import product
 
 __all__ = ["Dropout", "StochasticDepth"]
 
 
-class Dropout(Layer):
+class Dropout(ElementwiseLayer):
     """Dropout: in training, each element is zeroed with probability `rate` and the others are scaled by ``1 / (1 -
     rate)``.
 
@@ -43,19 +42,12 @@ class Dropout(Layer):
     replaces the sequence (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
 
-    recomputation = "pointwise"
-
     # The mask is drawn in both passes.
     passes = Passes((1.25, 1), (1.25, 1))
-    cuts_channels = "channelwise"
-    inputs_taken = 1
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
         self.rate = _checked(self, rate)
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         shape, box = context.output.layout.shape, context.box
@@ -71,7 +63,7 @@ class Dropout(Layer):
         return Lowered(backward)
 
 
-class StochasticDepth(Layer):
+class StochasticDepth(ElementwiseLayer):
     """Dropout of whole samples, for the branch of a residual block (Huang et al. 2016; EfficientNet and ConvNeXt use
     it).
 
@@ -89,17 +81,9 @@ class StochasticDepth(Layer):
     batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
     """
 
-    recomputation = "pointwise"
-
-    cuts_channels = "channelwise"
-    inputs_taken = 1
-
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
         self.rate = _checked(self, rate)
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         samples, axes = context.box.ranges[0], len(context.box.shape)

@@ -13,7 +13,7 @@ from ..device import wide
 from ..dtensor import Blocks, Layout
 from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
-from .layer import Layer, Passes, Shape
+from .layer import ElementwiseLayer, Layer, Passes, Shape
 from .merge import added
 from .padding import Shifted
 from .parameter import Parameter
@@ -22,7 +22,7 @@ from .scale import extents_along, sum_into
 __all__ = ["Embedding", "SinusoidalEmbedding", "Token"]
 
 
-class Embedding(Layer):
+class Embedding(ElementwiseLayer):
     """Learned array that is added to every sample: an embedding of positions, or a bias per cell, ``y = x + w``.
 
     Parameters
@@ -43,13 +43,9 @@ class Embedding(Layer):
     other samples.
     """
 
-    recomputation = "pointwise"
-
     # The gradient of the input is that of the output: backward reads it once.
     passes = Passes((1, 1), (0, 1))
-    cuts_channels = "channelwise"
     exact_parameters = True
-    inputs_taken = 1
 
     def __init__(
         self,
@@ -72,9 +68,6 @@ class Embedding(Layer):
     def _arrays(self, shape: Shape) -> Mapping[str, Parameter]:
         extents = extents_along(self.kind, shape, self.axes)
         return {"w": Parameter(init="normal", std=self.std, decay=False, **extents)}
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
         w = (context.params if self.trained else context.state)["w"]
@@ -163,7 +156,6 @@ class SinusoidalEmbedding(Layer):
     """
 
     recomputation = "pointwise"
-
     inputs_taken = 1
 
     def __init__(self, channels: int, period: float = 10_000.0, name: str | None = None) -> None:
@@ -187,13 +179,18 @@ class SinusoidalEmbedding(Layer):
 
     def lower(self, context: Context) -> Lowered:
         x = context.gather(0, context.needed(0)).run()
-        kernel = context.kernel(partial(_waves, self.period), x=x.view, y=context.y)
+        shape = context.box.shape[0], context.box.shape[1] // 2
+        phase, waves = (context.scratch(shape, context.wide) for _ in range(2))
+        kernel = context.kernel(partial(_waves, self.period), x=x.view, y=context.y, phase=phase, waves=waves)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             if context.needs_gradient(0):
                 returned = context.return_gradient(0, context.needed(0))
-                kernel = context.kernel(partial(_waves_back, self.period), x=x.view, dy=context.dy, dx=returned.view)
+                work = {name: context.scratch(shape, context.wide) for name in ("phase", "waves", "slopes")}
+                work["sums"] = context.scratch(returned.view.shape, context.wide)
+                views = {"x": x.view, "dy": context.dy, "dx": returned.view, **work}
+                kernel = context.kernel(partial(_waves_back, self.period), **views)
                 context.run(kernel, timing=context.timing("backward_data"))
                 returned.run()
 
@@ -207,29 +204,34 @@ def _frequencies(period: float, channels: int, array: Any, environment: Any) -> 
 
 
 @reads("x")
-@writes("y")
-def _waves(period: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+@writes("y", "phase", "waves")
+def _waves(period: float, environment: Any, x: Any, y: Any, phase: Any, waves: Any) -> Callable[[], None]:
     half, rates = y.shape[-1] // 2, _frequencies(period, y.shape[-1], y, environment)
 
     def run() -> None:
         if y.size:
-            phase = x.astype(rates.dtype) * rates
-            np.copyto(y[:, :half], np.cos(phase), casting="same_kind")
-            np.copyto(y[:, half:], np.sin(phase), casting="same_kind")
+            np.multiply(x, rates, out=phase)
+            np.copyto(y[:, :half], np.cos(phase, out=waves), casting="same_kind")
+            np.copyto(y[:, half:], np.sin(phase, out=waves), casting="same_kind")
 
     return run
 
 
 @reads("x", "dy")
-@writes("dx")
-def _waves_back(period: float, environment: Any, x: Any, dy: Any, dx: Any) -> Callable[[], None]:
+@writes("dx", "phase", "waves", "slopes", "sums")
+def _waves_back(
+    period: float, environment: Any, x: Any, dy: Any, dx: Any, phase: Any, waves: Any, slopes: Any, sums: Any
+) -> Callable[[], None]:
     half, rates = dy.shape[-1] // 2, _frequencies(period, dy.shape[-1], dy, environment)
 
     def run() -> None:
         if dx.size:
-            phase = x.astype(rates.dtype) * rates
-            slopes = rates * (np.cos(phase) * dy[:, half:] - np.sin(phase) * dy[:, :half])
-            np.copyto(dx, slopes.sum(axis=1, keepdims=True), casting="same_kind")
+            np.multiply(x, rates, out=phase)
+            np.multiply(np.cos(phase, out=waves), dy[:, half:], out=slopes)
+            np.multiply(np.sin(phase, out=phase), dy[:, :half], out=waves)
+            np.subtract(slopes, waves, out=slopes)
+            np.multiply(rates, slopes, out=slopes)
+            np.copyto(dx, np.add.reduce(slopes, axis=1, keepdims=True, out=sums), casting="same_kind")
 
     return run
 

@@ -47,7 +47,6 @@ class GroupNorm(Layer):
     """
 
     recomputation = "pointwise"
-
     passes = Passes((2, 1), (3, 2))
     exact_parameters = True
     inputs_taken = 1
@@ -157,7 +156,7 @@ class RMSNorm(GroupNorm):
         self.epsilon = eps
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        return {key: one for key, one in super().parameters(*shapes).items() if key == "gamma"}
+        return {key: spec for key, spec in super().parameters(*shapes).items() if key == "gamma"}
 
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])

@@ -28,13 +28,13 @@ from ..dtensor import Blocks, Box, Layout, Window, input_box
 from ..lowering.context import Context, Lowered
 from .lowering import lower_local
 from .needs import Shape, Stencil, all_of, probe, sliding
-from .parameter import GivenValues, Parameter, given
+from .parameter import GivenValues, Parameter, as_given_values
 from .targets import TargetReader
 
-__all__ = ["Input", "Layer", "Node", "Passes", "Shape"]
+__all__ = ["ElementwiseLayer", "Input", "Layer", "Node", "Passes", "Shape"]
 
 #: Type variable of a layer class.
-Some = TypeVar("Some", bound="Layer")
+LayerType = TypeVar("LayerType", bound="Layer")
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Layer(TargetReader):
     #: Function that creates the layers that each call puts before it: padding that its own kernels do not compute.
     before: Callable[[Node], Node] | None = None
     #: Layer that each call puts after it: an activation that its own kernels do not compute.
-    behind: Layer | None = None
+    followed_by: Layer | None = None
     #: Whether its inputs are read after the end of a step (metrics read those of a loss).
     keeps_inputs: bool = False
     #: Whether it can compute boxes with a margin that other ranks own (`wide` in a strategy): it reads inputs, and
@@ -213,8 +213,8 @@ class Layer(TargetReader):
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
         check_methods(self, len(inputs))
-        node = Node(self, inputs if self.before is None else [self.before(one) for one in inputs])
-        return node if self.behind is None else self.behind(node)
+        output = Node(self, inputs if self.before is None else [self.before(node) for node in inputs])
+        return output if self.followed_by is None else self.followed_by(output)
 
     def _refuse_others(self, inputs: Sequence[Node]) -> None:
         for node in inputs:
@@ -386,9 +386,10 @@ class Layer(TargetReader):
             Whole arrays, or :class:`GivenValues`, in the axis order of the layer's docstring: ``w``, ``b``, ``gamma``.
             A network rejects unknown names and other shapes.
         """
-        return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
+        own = {key: as_given_values(value) for key, value in values.items()}
+        return self.changed(given_values={**self.given_values, **own})
 
-    def changed(self: Some, **settings: Any) -> Some:
+    def changed(self: LayerType, **settings: Any) -> LayerType:
         """Return a copy with other settings."""
         changed = copy.copy(self)
         for name, value in settings.items():
@@ -405,8 +406,19 @@ class Layer(TargetReader):
         return lower_local(self, context)
 
 
-class _Given(Layer):
-    """Layer without inputs; its output has a given shape."""
+class ElementwiseLayer(Layer):
+    """Layer whose output element follows from the input element at its position, and from parameters or settings."""
+
+    recomputation = "pointwise"
+    cuts_channels = "channelwise"
+    inputs_taken = 1
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+
+class _InputLayer(Layer):
+    """Layer without inputs, whose output has a fixed shape."""
 
     def __init__(self, shape: Sequence[int], name: str) -> None:
         super().__init__(name)
@@ -445,7 +457,7 @@ class Input(Node):
                 f"{tuple(shape)}"
             )
         self.dtype = dtype
-        super().__init__(_Given(shape, name), ())
+        super().__init__(_InputLayer(shape, name), ())
 
     def array_dtype(self, compute: np.dtype) -> np.dtype:
         """Return the dtype of the input's arrays if the computation is in `compute`."""

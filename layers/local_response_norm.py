@@ -52,7 +52,6 @@ class LocalResponseNorm(Layer):
     """
 
     recomputation = "pointwise"
-
     # The squares of neighboring channels are in the cache.
     passes = Passes((1, 1), (2, 2))
     inputs_taken = 1

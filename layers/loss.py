@@ -34,7 +34,7 @@ __all__ = [
     "LossBlock",
     "LossNode",
     "LossOfKernel",
-    "LossPlace",
+    "LossPosition",
     "LossTerm",
     "WindowLoss",
     "check_counts",
@@ -238,7 +238,7 @@ class Loss(Layer):
 
     def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
         weights = 2 if len(shapes) == 3 else None
-        return [replace(one, weights=weights) for one in self.metric_specs(*shapes[:2])]
+        return [replace(spec, weights=weights) for spec in self.metric_specs(*shapes[:2])]
 
     def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
         """Return the comparisons of a prediction and a target of these sample shapes."""
@@ -291,8 +291,9 @@ class Loss(Layer):
         positions = math.prod(shape[1:-1])
         if self.stencil is not None:
             positions = math.prod(w.output_size(n) for w, n in zip(self.windows(shape[1:]), shape[1:]))
-        place = LossPlace(self, prediction.box.start[0], shape[0], positions, shape[-1], context.rank, term.weight)
-        kernel = context.kernel(partial(block, place), **views)
+        first = prediction.box.start[0]
+        position = LossPosition(self, first, shape[0], positions, shape[-1], context.rank, term.weight)
+        kernel = context.kernel(partial(block, position), **views)
         divisor = self.lower_passes(context, kernel, term)
 
         def backward() -> View:
@@ -416,7 +417,7 @@ def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]
 
 
 @dataclass(frozen=True)
-class LossPlace:
+class LossPosition:
     """Position of one rank's block in a loss.
 
     Attributes
@@ -450,7 +451,7 @@ class LossBlock(ABC):
 
     def __init__(
         self,
-        place: LossPlace,
+        position: LossPosition,
         environment: Any,
         prediction: Any,
         target: Any,
@@ -459,8 +460,8 @@ class LossBlock(ABC):
         weights: Any = None,
         divisor: Any = None,
     ) -> None:
-        self.place, self.name, self.mode = place, environment.name, environment.mode
-        self.layer: Any = place.layer
+        self.position, self.name, self.mode = position, environment.name, environment.mode
+        self.layer: Any = position.layer
         self.prediction, self.target, self.value = prediction, target, value
         self.weights, self.divisor = weights, divisor
         #: This rank's weights in all parts of a batch.
@@ -470,13 +471,13 @@ class LossBlock(ABC):
     def count(self) -> int:
         """Number of valid samples in this block."""
         size = self.prediction.shape[0] if self.prediction.size else 0
-        return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
+        return max(0, min(self.position.first + size, self.mode.valid) - self.position.first)
 
     def scale(self) -> float:
         """Return the factor of the sum over positions; the division by `divisor` is separate."""
         if self.divisor is not None:
-            return self.place.weight
-        return self.place.weight / max(1, self.mode.valid * self.place.positions)
+            return self.position.weight
+        return self.position.weight / max(1, self.mode.valid * self.position.positions)
 
     @reads("weights")
     @writes("divisor")
@@ -515,9 +516,16 @@ class LossOfKernel(LossBlock):
     """Loss that the backend's kernel computes."""
 
     def __init__(
-        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, dx: Any = None, **more: Any
+        self,
+        position: LossPosition,
+        environment: Any,
+        prediction: Any,
+        target: Any,
+        value: Any,
+        dx: Any = None,
+        **more: Any,
     ) -> None:
-        super().__init__(place, environment, prediction, target, value, **more)
+        super().__init__(position, environment, prediction, target, value, **more)
         arrays = LossArrays(prediction, target, dx, value, self.mode.loss_scale, **more)
         self.kernel = self.layer.kernel(environment.kernels, arrays)
 
@@ -538,10 +546,10 @@ class LocalLoss(LossBlock):
     widens = True
 
     def __init__(
-        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
+        self, position: LossPosition, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
     ) -> None:
         own = {name: more[name] for name in ("weights", "divisor") if name in more}
-        super().__init__(place, environment, prediction, target, value, **own)
+        super().__init__(position, environment, prediction, target, value, **own)
         self.work = Workspace(environment.kernels.device)
         if "space" in more:
             self.work["space"] = more["space"]

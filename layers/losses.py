@@ -1,4 +1,4 @@
-"""Elementwise losses: means over all elements, cross-entropy with class indices, and the score of an ensemble."""
+"""ElementwiseLayer losses: means over all elements, cross-entropy with class indices, and the score of an ensemble."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .loss import (
     Loss,
     LossBlock,
     LossOfKernel,
-    LossPlace,
+    LossPosition,
     check_counts,
     check_normalization,
 )
@@ -393,12 +393,10 @@ class CRPS(Loss):
     def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
         return (MetricSpec(members=self.members),)
 
-    def local(
-        self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None
-    ) -> Any:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         members, channels = self.members, target.shape[-1]
         share = self.fair / (members * (members - 1)) + (1 - self.fair) / members**2
-        places = [slice(m * channels, (m + 1) * channels) for m in range(members)]
+        channels_of = [slice(m * channels, (m + 1) * channels) for m in range(members)]
         scale /= channels
         factors = None if weights is None else rows(weights, work, "weights")
         predictions, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
@@ -409,16 +407,16 @@ class CRPS(Loss):
             x, slope = (buffer(work, name, shape, predictions.dtype) for name in ("x", "slope"))
             names = "t", "loss", "difference"
             t, loss, difference = (buffer(work, name, shape[1:], predictions.dtype) for name in names)
-            for one, at in zip(x, places):
-                np.copyto(one, predictions[part, at])
+            for member, at in zip(x, channels_of):
+                np.copyto(member, predictions[part, at])
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
                 none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
                 np.copyto(x, 0, where=none)
                 np.copyto(t, 0, where=none)
             loss.fill(0)
-            for one, own in zip(x, slope):
-                np.subtract(one, t, out=difference)
+            for member, own in zip(x, slope):
+                np.subtract(member, t, out=difference)
                 np.sign(difference, out=own)
                 own /= members
                 loss += np.abs(difference, out=difference)
@@ -438,7 +436,7 @@ class CRPS(Loss):
             loss_sum = loss_sum + total(loss)
             if gradient is not None:
                 slope *= scale
-                for own, at in zip(slope, places):
+                for own, at in zip(slope, channels_of):
                     np.copyto(gradient[part, at], own)
         return loss_sum * scale
 
@@ -583,9 +581,9 @@ def balanced(counts: Sequence[int]) -> tuple[float, ...]:
 class _WeightedLoss(LossOfKernel):
     """Loss divided by `divisor`, the sum of the target's weights over all ranks; one sum of 8 B computes it."""
 
-    def __init__(self, place: LossPlace, environment: Any, **arrays: Any) -> None:
-        super().__init__(place, environment, **arrays)
-        targets = self.layer.targets(place.channels)
+    def __init__(self, position: LossPosition, environment: Any, **arrays: Any) -> None:
+        super().__init__(position, environment, **arrays)
+        targets = self.layer.targets(position.channels)
         make = environment.kernels.target_weight
         self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 

@@ -23,6 +23,7 @@ __all__ = [
     "LocalLayer",
     "Pair",
     "cuts_channels",
+    "exchange_all",
     "gradient_of",
     "lower_contraction",
     "lower_local",
@@ -42,6 +43,21 @@ class Pair:
         for kernel in (self.forward, self.backward):
             if kernel is not None:
                 kernel.close()
+
+
+class Exchanging(Protocol):
+    """Protocol of an exchange that other operations may overlap."""
+
+    def start(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+def exchange_all(exchanges: Sequence[Exchanging]) -> None:
+    """Add exchanges whose messages travel at the same time."""
+    for exchange in exchanges:
+        exchange.start()
+    for exchange in exchanges:
+        exchange.finish()
 
 
 def cuts_channels(parts: Mapping[str, int]) -> bool:
@@ -71,9 +87,7 @@ class ContractionKernels(Protocol):
     def data(self, x: Box, y: Box) -> Callable[..., Any]: ...
 
 
-def lower_contraction(
-    context: Context, kernels: ContractionKernels, f: FusedActivation | None = None
-) -> Lowered:
+def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedActivation | None = None) -> Lowered:
     """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
 
     A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
@@ -170,10 +184,7 @@ def lower_local(layer: LocalLayer, context: Context) -> Lowered:
     """
     boxes = [context.needed(i) for i in range(len(context.inputs))]
     inputs = [context.gather(i, blocks, layer.pad_value) for i, blocks in enumerate(boxes)]
-    for gathered in inputs:
-        gathered.start()
-    for gathered in inputs:
-        gathered.finish()
+    exchange_all(inputs)
     views = {"y": context.y} | {f"x{i}": gathered.view for i, gathered in enumerate(inputs)}
     views |= {f"param {key}": view for key, view in context.params.items()}
     forward, back = (_local_access(layer, method) for method in ("forward", "backward"))

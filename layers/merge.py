@@ -17,7 +17,7 @@ from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
-from .lowering import gradient_of
+from .lowering import exchange_all, gradient_of
 from .needs import is_broadcast, operand_blocks, with_axes
 
 __all__ = ["Add", "BroadcastAdd", "Concat", "Multiply", "added", "product", "summing"]
@@ -37,7 +37,6 @@ class Add(Layer):
     """
 
     recomputation = "pointwise"
-
     # The gradient of every summand is that of the sum: backward moves no data.
     passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
@@ -83,7 +82,7 @@ def _add(f: FusedActivation | None, environment: Any, y: Any, **summands: Any) -
 
 
 class _OfTwo(Layer):
-    """Elementwise operation of two inputs, of which the second may have smaller extents.
+    """ElementwiseLayer operation of two inputs, of which the second may have smaller extents.
 
     Notes
     -----
@@ -92,7 +91,6 @@ class _OfTwo(Layer):
     """
 
     recomputation = "pointwise"
-
     cuts_channels = "channelwise"
     #: The kernel, on arrays x, g and y.
     combine: Callable[..., Callable[[], None]]
@@ -125,10 +123,7 @@ class _OfTwo(Layer):
     def lower(self, context: Context) -> Lowered:
         boxes = [context.needed(i) for i in range(2)]
         x, g = (context.gather(i, blocks) for i, blocks in enumerate(boxes))
-        for gathered in (x, g):
-            gathered.start()
-        for gathered in (x, g):
-            gathered.finish()
+        exchange_all((x, g))
         small = with_axes(g.view, len(context.box.shape))
         kernel = context.kernel(type(self).combine, x=x.view, g=small, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
@@ -254,7 +249,6 @@ class Concat(Layer):
     """
 
     recomputation = "pointwise"
-
     passes = Passes()
     cuts_channels = "channelwise"
 
@@ -317,10 +311,7 @@ class Concat(Layer):
             start[axis] = firsts[i] + box.start[axis] - context.box.start[axis]
             return view.part(start, (*view.shape[:axis], box.shape[axis], *view.shape[axis + 1 :]))
 
-        for x in inputs:
-            x.start()
-        for x in inputs:
-            x.finish()
+        exchange_all(inputs)
         pairs = [(x.view, own(i, context.y)) for i, x in enumerate(inputs) if x.box.size]
         context.copy(*pairs, timing=context.timing("forward"))
 
@@ -328,10 +319,7 @@ class Concat(Layer):
             returned = {i: context.return_gradient(i, b) for i, b in enumerate(boxes) if context.needs_gradient(i)}
             pairs = [(own(i, context.dy), gradient.view) for i, gradient in returned.items() if inputs[i].box.size]
             context.copy(*pairs, timing=context.timing("backward_data"))
-            for gradient in returned.values():
-                gradient.start()
-            for gradient in returned.values():
-                gradient.finish()
+            exchange_all(list(returned.values()))
 
         return Lowered(backward)
 

@@ -290,5 +290,5 @@ def without_space(boxes: Blocks) -> Blocks:
     ((0, 2), (0, 0), (2, 4), (2, 2))
     """
     samples, *spatial, channels = boxes.axes
-    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
-    return Blocks((tuple((a, b if there else a) for a, b in samples for there in full), channels), boxes.size)
+    full = [all(b > a for a, b in intervals) for intervals in itertools.product(*spatial)]
+    return Blocks((tuple((a, b if whole else a) for a, b in samples for whole in full), channels), boxes.size)

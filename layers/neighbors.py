@@ -47,9 +47,7 @@ class _Neighbors(Loss):
         count = min(max(CHUNK // max(1, math.prod(shape[1:])) - extent + 1, extent), shape[0] - extent + 1)
         return max(0, count), max(0, count + extent - 1)
 
-    def local(
-        self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None
-    ) -> Any:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         loss: Any = 0.0
         scale /= prediction.shape[-1]
         count, rows = self._rows(prediction.shape[1:])

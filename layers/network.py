@@ -14,7 +14,7 @@ import numpy as np
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
 from .needs import is_broadcast
-from .parameter import Parameter, given
+from .parameter import Parameter, as_given_values
 
 __all__ = ["Network"]
 
@@ -64,7 +64,8 @@ class Network:
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = _sorted_nodes([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
-        self.owners = self._find_owners()
+        first: dict[Layer, str] = {}
+        self.owners = {name: first.setdefault(node.layer, name) for name, node in self.layers.items()}
         _check_inputs(self)
         _check_losses(self)
         _check_extents(self)
@@ -208,10 +209,6 @@ class Network:
             names[node] = name
         return names
 
-    def _find_owners(self) -> dict[str, str]:
-        first: dict[Layer, str] = {}
-        return {name: first.setdefault(node.layer, name) for name, node in self.layers.items()}
-
     def own_parameters(self, name: str) -> Mapping[str, Parameter]:
         """Return the parameters of a layer by their short names; empty for a later call of a shared layer. Local."""
         return self._own_parameters[name]
@@ -263,7 +260,8 @@ class Network:
         before = {node: node.layer.given_values for node in layers.values()}
         for name, array in values.items():
             layer, _, key = name.rpartition("/")
-            layers[layer].layer.given_values = {**layers[layer].layer.given_values, key: given(array)}
+            values_before = layers[layer].layer.given_values
+            layers[layer].layer.given_values = {**values_before, key: as_given_values(array)}
         try:
             _check_given(self)
         except ValueError:

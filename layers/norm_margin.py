@@ -56,9 +56,9 @@ class NormMargin:
             # The view of a box is strided if more than the first cut axis has a margin.
             self._views = [value.region.part(context.own) for value in context.inputs]
             self.inputs = [view if view.packed else context.scratch(view.shape, view.dtype) for view in self._views]
-            self.y = self._made(Region(context.y, context.box), context.own)
+            self.y = self._packed(Region(context.y, context.box), context.own)
 
-    def _made(self, region: Region, box: Box) -> View:
+    def _packed(self, region: Region, box: Box) -> View:
         """Return a packed array for a box; `_write` copies the part of it that lies in the region there."""
         part = box & region.box
         view = region.part(part)
@@ -103,7 +103,7 @@ class NormMargin:
         self._arrive()
         if self._boxes:
             views, y = self._parts(self._boxes), Region(context.y, context.box)
-            views |= {f"y{i}": self._made(y, box) for i, box in enumerate(self._boxes)}
+            views |= {f"y{i}": self._packed(y, box) for i, box in enumerate(self._boxes)}
             vectors = {k: v for k, v in self._vectors.items() if k != "moments"}
             kernel = context.kernel(partial(_normalizing, layer.eps, f), **views, **vectors)
             timing = _timing(context, self._boxes)
@@ -130,10 +130,10 @@ class NormMargin:
         margin = _around(grads.box, context.own)
         if margin:
             views = self._parts(margin)
-            views |= {f"dy{i}": context.packed(grads.part(one)) for i, one in enumerate(margin)}
-            views |= {f"y{i}": context.scratch(one.shape) for i, one in enumerate(margin)}
+            views |= {f"dy{i}": context.packed(grads.part(box)) for i, box in enumerate(margin)}
+            views |= {f"y{i}": context.scratch(box.shape) for i, box in enumerate(margin)}
             for name in names:
-                views |= {f"{name}{i}": self._gradient(targets, name, one) for i, one in enumerate(margin)}
+                views |= {f"{name}{i}": self._gradient(targets, name, box) for i, box in enumerate(margin)}
             vectors = {k: self._vectors[k] for k in ("gamma", "beta", "mean", "var", "sums", "means")}
             self._kernel = context.kernel(partial(_differentiating, layer.eps, f, count), **views, **vectors)
             self._timing = _timing(context, margin)
@@ -141,7 +141,7 @@ class NormMargin:
         return {"dy": context.packed(grads.part(context.own)), **own}
 
     def _gradient(self, targets: Mapping[str, Region], name: str, box: Box) -> View:
-        return self._made(targets[name], box) if name in targets else self.context.scratch(box.shape)
+        return self._packed(targets[name], box) if name in targets else self.context.scratch(box.shape)
 
     def differentiate(self) -> None:
         """Add the first part of the backward pass of the margin; it overwrites the sums."""
@@ -167,7 +167,7 @@ def _around(box: Box, own: Box) -> list[Box]:
     for axis, ((a, b), (c, d)) in enumerate(zip(box.ranges, own.ranges)):
         boxes += [rest.replace(axis, a, c), rest.replace(axis, d, b)]
         rest = rest.replace(axis, c, d)
-    return [one for one in boxes if one.size]
+    return [part for part in boxes if part.size]
 
 
 def _timing(context: Context, boxes: Sequence[Box]) -> Timing:
@@ -194,19 +194,19 @@ class _Normalizing:
     """Forward kernels of a margin: by the statistics of the batch, and by the running ones."""
 
     def __init__(self, trained: _Kernels, evaluated: _Kernels) -> None:
-        self._made = trained, evaluated
+        self._trained, self._evaluated = trained, evaluated
 
     def train(self) -> None:
-        for part in self._made[0].parts:
+        for part in self._trained.parts:
             part.forward()
 
     def evaluate(self) -> None:
-        for part in self._made[1].parts:
+        for part in self._evaluated.parts:
             part.forward()
 
     def close(self) -> None:
         """Free the backend's kernels."""
-        for kernels in self._made:
+        for kernels in (self._trained, self._evaluated):
             kernels.close()
 
 
@@ -220,7 +220,9 @@ _READ = ("x*", "residual*", "gamma", "beta")
 def _normalizing(eps: float, f: FusedActivation | None, environment: Any, **arrays: Any) -> _Normalizing:
     def kernels(mean: Any, var: Any, of_x: bool) -> _Kernels:
         moments = {"mean": mean, "var": var, "of_x": of_x}
-        return _Kernels([_made(environment, arrays, i, eps=eps, activation=f, **moments) for i in _numbers(arrays)])
+        return _Kernels(
+            [_kernels_of(environment, arrays, i, eps=eps, activation=f, **moments) for i in _numbers(arrays)]
+        )
 
     batch = kernels(arrays["mean"], arrays["var"], True)
     return _Normalizing(batch, kernels(arrays["running_mean"], arrays["running_var"], False))
@@ -250,7 +252,9 @@ def _differentiating(
 ) -> _Differentiating:
     training = BatchNormTraining(count, from_sums=False)
     moments = {"mean": arrays["mean"], "var": arrays["var"], "of_x": True}
-    create: Callable[..., BatchNormKernels] = partial(_made, environment, arrays, eps=eps, activation=f, **moments)
+    create: Callable[..., BatchNormKernels] = partial(
+        _kernels_of, environment, arrays, eps=eps, activation=f, **moments
+    )
     return _Differentiating([create(i, training=training) for i in _numbers(arrays)])
 
 
@@ -261,7 +265,7 @@ def _numbers(arrays: Mapping[str, Any]) -> range:
 _BOXES = ("x", "y", "dy", "dx", "residual", "dresidual")
 
 
-def _made(environment: Any, arrays: Mapping[str, Any], i: int, **more: Any) -> BatchNormKernels:
+def _kernels_of(environment: Any, arrays: Mapping[str, Any], i: int, **more: Any) -> BatchNormKernels:
     """Return the backend's kernels of one box."""
     fields: dict[str, Any] = {name: arrays.get(f"{name}{i}") for name in _BOXES}
     fields |= {name: arrays[name] for name in ("gamma", "beta", "sums", "means")}

@@ -18,6 +18,7 @@ from ..lowering.context import Context, Lowered
 from ..lowering.operations import Timing
 from ..lowering.views import View
 from .layer import Layer, Node, Passes, Shape
+from .lowering import exchange_all
 from .merge import summing
 from .needs import Stencil, check_spatial
 
@@ -45,7 +46,6 @@ class Copied(Layer):
     """Layer that copies elements of its input to other positions; its time is that of one copy of the output."""
 
     recomputation = "pointwise"
-
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
     inputs_taken = 1
@@ -147,7 +147,7 @@ class Flip(Copied):
         super().__init__(name)
         self.axes = axes
 
-    def places(self, shape: Shape) -> tuple[int, ...]:
+    def flipped_axes(self, shape: Shape) -> tuple[int, ...]:
         """Return the flipped axes of a sample of this shape."""
         names = axis_names(len(shape) + 1)[1:]
         if not self.axes or set(self.axes) - set(names):
@@ -155,16 +155,16 @@ class Flip(Copied):
         return tuple(names.index(axis) for axis in dict.fromkeys(self.axes))
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        self.places(shapes[0])
+        self.flipped_axes(shapes[0])
         return shapes[0]
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         shape = inputs[i].shape[1:]
-        flipped = self.places(shape)
+        flipped = self.flipped_axes(shape)
         return output.boxes.map(None, *(partial(_mirrored, n) if a in flipped else None for a, n in enumerate(shape)))
 
     def lower(self, context: Context) -> Lowered:
-        boxes, flipped = context.needed(0), self.places(context.shapes[0])
+        boxes, flipped = context.needed(0), self.flipped_axes(context.shapes[0])
         x = context.gather(0, boxes).run()
         kernel = context.kernel(partial(_flipping, flipped), source=x.view, target=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
@@ -254,16 +254,16 @@ def modes_of(mode: Mode | Sequence[Mode], axes: int, first: str = "constant") ->
     every = (mode,) * axes if isinstance(mode, str) else tuple(mode)
     if len(every) != axes:
         raise ValueError(f"mode: expected one, or one for each of {axes} spatial axes, got {every}")
-    every = tuple(Sphere() if one == "sphere" else one for one in every)
-    for axis, one in enumerate(every):
-        if isinstance(one, Sphere):
-            longitude = axis + 1 if one.longitude is None else one.longitude
+    every = tuple(Sphere() if axis_mode == "sphere" else axis_mode for axis_mode in every)
+    for axis, axis_mode in enumerate(every):
+        if isinstance(axis_mode, Sphere):
+            longitude = axis + 1 if axis_mode.longitude is None else axis_mode.longitude
             if not 0 <= longitude < axes or every[longitude] != "circular":
                 raise ValueError(
                     f'mode: expected "circular" along the longitudes, axis {longitude} of {axes}, got {every}'
                 )
-        elif one not in (first, *MODES[1:]):
-            raise ValueError(f"mode: expected one of {', '.join((first, *MODES[1:], 'sphere'))}, got {one!r}")
+        elif axis_mode not in (first, *MODES[1:]):
+            raise ValueError(f"mode: expected one of {', '.join((first, *MODES[1:], 'sphere'))}, got {axis_mode!r}")
     return every
 
 
@@ -298,7 +298,7 @@ class Pad(Shifted):
         if not isinstance(mode, Sphere):
             modes_of(mode, 2 if isinstance(mode, str) else len(mode))  # refuses unknown ones
         self.amounts, self.mode, self.value = amounts, mode, float(value)
-        self._made: dict[Any, Layer] = {}
+        self._layers: dict[Any, Layer] = {}
 
     def __call__(self, *inputs: Node) -> Node:
         if self.mode == "constant" or len(inputs) != 1 or not isinstance(inputs[0], Node):
@@ -311,16 +311,16 @@ class Pad(Shifted):
             if modes[axis] != "constant" and any(pairs[axis]):
                 node = self._once(PadPole if isinstance(modes[axis], Sphere) else PadAxis, axis, node, modes, pairs)
         if any(map(any, constant)):
-            node = self._made.setdefault(constant, Pad(constant, value=self.value, name=self.name))(node)
+            node = self._layers.setdefault(constant, Pad(constant, value=self.value, name=self.name))(node)
         return node
 
     def _once(self, kind: Any, axis: int, node: Node, modes: Sequence[Mode], pairs: Amounts) -> Node:
-        """Call the layer of one axis; calls of this layer that pad alike share it."""
+        """Call the layer of one axis; calls of this layer with the same padding share it."""
         key = axis, pairs[axis], modes[axis], len(modes)
-        if key not in self._made:
+        if key not in self._layers:
             name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
-            self._made[key] = kind(axis, *pairs[axis], modes[axis], name)
-        return self._made[key](node)
+            self._layers[key] = kind(axis, *pairs[axis], modes[axis], name)
+        return self._layers[key](node)
 
     def pairs(self, shape: Shape) -> Amounts:
         """Return the numbers of rows before and after, per spatial axis."""
@@ -378,6 +378,12 @@ class ShownBox:
     spans: Mapping[int, Span]
     sign: float | tuple[float, ...] = 1.0
 
+    def shown_in(self, box: Box) -> Box:
+        """Return the part of an output box that lies in this one."""
+        for axis, span in self.spans.items():
+            box = box.replace(axis + 1, *_common(box.ranges[axis + 1], span.rows))
+        return box
+
 
 class Pieced(Copied):
     """Layer whose output consists of boxes that show boxes of the input, possibly mirrored or repeated.
@@ -390,7 +396,10 @@ class Pieced(Copied):
         """Return the pieces of the output, for inputs of this shape; they cover it, and do not overlap."""
 
     def closed_axes(self, axes: int) -> tuple[int, ...]:
-        """Return the spatial axes whose ends meet, among `axes`: samples cannot be enlarged along them."""
+        """Return the circular ones of `axes` spatial axes.
+
+        Samples cannot be padded along them, because the first row follows the last one.
+        """
         return ()
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
@@ -401,11 +410,8 @@ class Pieced(Copied):
         parts = self.pieces(context.shapes[0])
         boxes = [_sources(context.output.layout.boxes, part) for part in parts]
         gathered = [context.gather(0, blocks) for blocks in boxes]
-        for x in gathered:
-            x.start()
-        for x in gathered:
-            x.finish()
-        shown = [_shown(context.box, part) for part in parts]
+        exchange_all(gathered)
+        shown = [part.shown_in(context.box) for part in parts]
         largest = max(range(len(parts)), key=lambda i: shown[i].size)
         first, last = context.box.ranges[-1]
         signs = [part.sign[first:last] if isinstance(part.sign, tuple) else part.sign for part in parts]
@@ -463,7 +469,7 @@ class WindowPadding:
         own: Any = 0
         if self._keeps_zeros:
             pads = [(w.pad_lo, w.pad_hi) for w in stencil.windows((1,) * len(modes))]
-            own = [pair if one == "zeros" else 0 for pair, one in zip(pads, modes)]
+            own = [pair if axis_mode == "zeros" else 0 for pair, axis_mode in zip(pads, modes)]
         self.stencil = replace(stencil, padding=own)
 
     def __call__(self, node: Node) -> Node:
@@ -471,10 +477,10 @@ class WindowPadding:
         check_spatial(spatial, "padding_mode")
         modes = modes_of(self._mode, len(spatial), "zeros")
         amounts = tuple(
-            (0, 0) if one == "zeros" and self._keeps_zeros else (w.pad_lo, w.pad_hi)
-            for w, one in zip(self._whole.windows(spatial), modes)
+            (0, 0) if axis_mode == "zeros" and self._keeps_zeros else (w.pad_lo, w.pad_hi)
+            for w, axis_mode in zip(self._whole.windows(spatial), modes)
         )
-        named = ["constant" if one == "zeros" else one for one in modes]
+        named = ["constant" if axis_mode == "zeros" else axis_mode for axis_mode in modes]
         return self._pads.setdefault(amounts, Pad(amounts, named, name=self._name))(node)
 
 
@@ -545,7 +551,7 @@ class PadAxis(Pieced):
 
 
 class PadPole(PadAxis):
-    """Padding of latitudes across both poles: the rows behind a pole, half a circle on."""
+    """Padding of latitudes across both poles: the rows beyond a pole, half a circle on."""
 
     def __init__(self, axis: int, low: int, high: int, sphere: Sphere, name: str | None = None) -> None:
         super().__init__(axis, low, high, "sphere", name)
@@ -633,13 +639,6 @@ def _common(interval: Interval, rows: Interval) -> Interval:
     """Return the common part of two intervals; (0, 0) if it is empty."""
     first, last = max(interval[0], rows[0]), min(interval[1], rows[1])
     return (first, last) if last > first else (0, 0)
-
-
-def _shown(box: Box, part: ShownBox) -> Box:
-    """Return the part of an output box that lies in a piece."""
-    for axis, span in part.spans.items():
-        box = box.replace(axis + 1, *_common(box.ranges[axis + 1], span.rows))
-    return box
 
 
 def _sources(output: Blocks, part: ShownBox) -> Blocks:

@@ -25,9 +25,9 @@ __all__ = [
     "GivenValues",
     "Parameter",
     "ParameterBlocks",
+    "as_given_values",
     "block_channels",
     "blocks_of",
-    "given",
     "lower_weight_norm",
     "with_lengths",
 ]
@@ -77,7 +77,7 @@ class GivenValues:
     foreign: ForeignArray | None = None
 
 
-def given(values: GivenValues | Any) -> GivenValues:
+def as_given_values(values: GivenValues | Any) -> GivenValues:
     """Wrap an array as initial values; :class:`GivenValues` are returned unchanged."""
     if isinstance(values, GivenValues):
         return values
@@ -219,7 +219,7 @@ def _blocks_of(
     # Row-major: replicas along the first axis of the parameter, then its positions, channels and input channels.
     replicas = used // (channel * inner * math.prod(map(len, space)))
     grid = (replicas, *map(len, space), channel, inner)
-    places: list[int | None] = [None, *spec.spatial_axes, spec.channel_axis, spec.input_axis]
+    grid_axes: list[int | None] = [None, *spec.spatial_axes, spec.channel_axis, spec.input_axis]
     axes: list[Intervals] = [((0, n),) for n in spec.shape]
     agreeing, first = [], []
     for d, (axis, pieces) in enumerate(zip(spec.spatial_axes, space), start=1):
@@ -235,9 +235,9 @@ def _blocks_of(
         )
         agreeing.append(len(grid) - 2)
     leading, last = 1, None
-    for d, (parts, place) in enumerate(zip(grid, places)):
-        if place is not None:
-            last = place
+    for d, (parts, parameter_axis) in enumerate(zip(grid, grid_axes)):
+        if parameter_axis is not None:
+            last = parameter_axis
         elif last is None:
             leading *= parts
         elif d == len(grid) - 1 and spec.channel_axis is not None:  # only the first part of the sum adds the bias

@@ -48,9 +48,7 @@ class _Pool(Layer, ABC):
     """Pooling with a stencil; windows that hold only padding are rejected."""
 
     widens = True
-
     recomputation = "pointwise"
-
     cuts_channels = "channelwise"
     inputs_taken = 1
 
@@ -317,7 +315,9 @@ class GlobalMaxPool(_GlobalPool):
         def backward() -> None:
             gradient = chosen.part((0, 0, 0), (samples, 1, channels))
             context.copy(*([(context.dy.reshape(*gradient.shape), gradient)] if samples else []))
-            owners, readers = (_in_pairs(b) for b in (context.output.layout.boxes, without_space(value.layout.boxes)))
+            # Pairs of gradient and position, as boxes (N, 2, C).
+            vectors = context.output.layout.boxes, without_space(value.layout.boxes)
+            owners, readers = (Blocks((b.axes[0], ((0, 2),), b.axes[1]), b.size) for b in vectors)
             brought = context.scratch(readers[rank].shape, "float64")
             context.move(context.exchange(owners, readers, chosen, brought, kind="redistribute"))
             spread = partial(_spread_to_first, value.box.ranges[1:-1], context.shapes[0][:-1])
@@ -335,17 +335,11 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
     Pure arithmetic.
     """
     samples, *spatial, channels = inputs.axes
-    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
+    full = [all(b > a for a, b in intervals) for intervals in itertools.product(*spatial)]
     firsts = list(itertools.accumulate(full, initial=0))
-    places = tuple((first, first + there) for first, there in zip(firsts, full))
-    candidates = Blocks((samples, places, ((0, 2),), channels), inputs.size)
+    slots = tuple((first, first + whole) for first, whole in zip(firsts, full))
+    candidates = Blocks((samples, slots, ((0, 2),), channels), inputs.size)
     return candidates, Blocks((outputs.axes[0], ((0, firsts[-1]),), ((0, 2),), outputs.axes[-1]), outputs.size)
-
-
-def _in_pairs(vectors: Blocks) -> Blocks:
-    """Return the boxes ``(N, 2, C)`` for boxes ``(N, C)``."""
-    samples, channels = vectors.axes
-    return Blocks((samples, ((0, 2),), channels), vectors.size)
 
 
 def _lower_largest(context: Context, own: View) -> None:
@@ -651,7 +645,6 @@ class _OverChannels(Layer):
     """Reduction ``(*spatial, C)`` -> ``(*spatial, 1)`` at every position; communication: none, unless cuts differ."""
 
     recomputation = "pointwise"
-
     inputs_taken = 1
 
     def output_shape(self, *shapes: Shape) -> Shape:

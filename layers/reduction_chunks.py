@@ -204,7 +204,7 @@ def chunks_of(
     scheme: Scheme,
     bucket_bytes: int,
     itemsize: int,
-    apart: frozenset[str] = frozenset(),
+    separate: frozenset[str] = frozenset(),
 ) -> list[GradientChunk]:
     """Return all chunks of a scheme, in the order in which backward finishes them: that in which their sums start.
 
@@ -222,7 +222,7 @@ def chunks_of(
         Size at which a bucket is closed, on the rank with the largest part of it [B].
     itemsize
         Size of one element [B].
-    apart
+    separate
         Names of layers that may be replicated later: their gradients have chunks of their own.
 
     References
@@ -232,7 +232,7 @@ def chunks_of(
     """
     ends = _rule(scheme, layers, bucket_bytes, itemsize)
     replicated = replicated_layers(layers, scheme)
-    return _Filling(ends, replicated, apart, itemsize).run(layers)
+    return _Filling(ends, replicated, separate, itemsize).run(layers)
 
 
 def buckets_of(
@@ -240,15 +240,15 @@ def buckets_of(
     blocks: Mapping[str, ParameterBlocks],
     strategy: CutLayers,
     itemsize: int,
-    apart: Collection[str] = (),
+    separate: Collection[str] = (),
 ) -> list[GradientChunk]:
     """Return all buckets of a network under the strategy's scheme, in the order in which backward finishes them.
 
-    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B]; `apart` are
+    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B]; `separate` are
     layers that may be replicated at another time.
     """
     layers = gradient_layers(network, blocks)
-    return chunks_of(layers, strategy.reduction, strategy.bucket_bytes, itemsize, frozenset(apart))
+    return chunks_of(layers, strategy.reduction, strategy.bucket_bytes, itemsize, frozenset(separate))
 
 
 #: Function of a chunk's number of elements and a layer's number: whether that layer closes the chunk.
@@ -273,22 +273,22 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
 
 
 class _Filling:
-    """Chunks that still grow: one per set of ranks that share gradients, and another one for layers in `apart`."""
+    """Chunks that still grow: one per set of ranks that share gradients, and another one for layers in `separate`."""
 
-    def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str], itemsize: int) -> None:
-        self._ends, self._replicated, self._apart, self._itemsize = ends, replicated, apart, itemsize
+    def __init__(self, ends: _Ends, replicated: frozenset[str], separate: frozenset[str], itemsize: int) -> None:
+        self._ends, self._replicated, self._separate, self._itemsize = ends, replicated, separate, itemsize
         self._done: list[GradientChunk] = []
         self._growing: dict[tuple[Groups, bool], list[tuple[str, Gradient]]] = {}
         self._elements: dict[tuple[Groups, bool], int] = {}
 
     def run(self, layers: Sequence[GradientLayer]) -> list[GradientChunk]:
-        places = {layer.name: i for i, layer in enumerate(layers)}
+        positions = {layer.name: i for i, layer in enumerate(layers)}
         for i, layer in enumerate(layers):
             if layer.name in self._replicated:
                 self._add_replicated(layer)
             else:
                 for gradient in layer.gradients:
-                    key = gradient.sharing, layer.name in self._apart
+                    key = gradient.sharing, layer.name in self._separate
                     self._growing.setdefault(key, []).append((layer.name, gradient))
                     self._elements[key] = self._elements.get(key, 0) + gradient.size
             # A layer without parameters may close a chunk too: the k-th layer may be a pooling.
@@ -298,7 +298,7 @@ class _Filling:
         for key in list(self._growing):
             self._close(key)
         # A chunk may be closed long after its last gradient, when another set of ranks shares those that follow.
-        return sorted(self._done, key=lambda chunk: places[chunk.layers[-1]])
+        return sorted(self._done, key=lambda chunk: positions[chunk.layers[-1]])
 
     def _close(self, key: tuple[Groups, bool]) -> None:
         members = self._growing.pop(key)

@@ -321,8 +321,8 @@ class _Pixels(Copied):
         sizes = {read: context.shapes[0][-1], written: context.output.layout.shape[-1]}
         blocks = sizes["fine"] if self.order == "position" else None
         boxes_of = {read: x.box, written: context.box}
-        places = _places(**boxes_of, factor=self.factor, blocks=blocks) if context.box.size else []
-        pairs = places if written == "fine" else _turned(places)
+        copies = _copies(**boxes_of, factor=self.factor, blocks=blocks) if context.box.size else []
+        pairs = copies if written == "fine" else _turned(copies)
         kernel = context.kernel(partial(_moving, pairs), x=x.view, y=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
 
@@ -420,7 +420,6 @@ class ChannelShuffle(Layer):
     """
 
     recomputation = "pointwise"
-
     inputs_taken = 1
 
     def __init__(self, groups: int, name: str | None = None) -> None:
@@ -452,8 +451,8 @@ class ChannelShuffle(Layer):
 def _shuffle(groups: int, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     *outside, channels = x.shape
     source = x.reshape(*outside, groups, channels // groups)
-    apart = y.reshape(*outside, channels // groups, groups)
-    target = apart.transpose(*range(len(outside)), -1, -2)
+    cells = y.reshape(*outside, channels // groups, groups)
+    target = cells.transpose(*range(len(outside)), -1, -2)
 
     def run() -> None:
         if y.size:
@@ -482,7 +481,7 @@ def _within_block(size: int, low: int, high: int) -> Interval:
     return (low - first * size, high - first * size) if last - first == 1 else (0, size * (high > low))
 
 
-def _places(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> list[tuple[Slices, Slices]]:
+def _copies(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> list[tuple[Slices, Slices]]:
     """Return the slices of equal elements in arrays of a fine and a coarse box, per position in a cell.
 
     With `blocks`, the number of fine channels, the coarse channels are ordered by position. Pure arithmetic.
@@ -509,8 +508,8 @@ def _block(fine: Interval, coarse: Interval, shift: int) -> tuple[slice, slice]:
     return slice(first - fine[0], stop - fine[0]), slice(first + shift - coarse[0], stop + shift - coarse[0])
 
 
-def _turned(places: Sequence[tuple[Slices, Slices]]) -> list[tuple[Slices, Slices]]:
-    return [(b, a) for a, b in places]
+def _turned(copies: Sequence[tuple[Slices, Slices]]) -> list[tuple[Slices, Slices]]:
+    return [(b, a) for a, b in copies]
 
 
 def _along(fine: Interval, coarse: Interval, factor: int, phase: int) -> tuple[slice, slice]:
@@ -527,11 +526,11 @@ def _along(fine: Interval, coarse: Interval, factor: int, phase: int) -> tuple[s
 
 @reads("x")
 @writes("y")
-def _moving(places: Sequence[tuple[Slices, Slices]], environment: Any, x: Any, y: Any) -> Callable[[], None]:
+def _moving(copies: Sequence[tuple[Slices, Slices]], environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """Return the kernel that copies ``y[a] = x[b]`` for all pairs ``(a, b)`` of slices; elements without a source
     become 0.
     """
-    pairs = [(y[a], x[b]) for a, b in places]
+    pairs = [(y[a], x[b]) for a, b in copies]
 
     def run() -> None:
         if sum(to.size for to, _ in pairs) < y.size:

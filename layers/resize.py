@@ -51,7 +51,6 @@ class Resize(Layer):
     """
 
     recomputation = "pointwise"
-
     # One axis after another, with an intermediate array; backward sums into it.
     passes = Passes((1.5, 2), (2, 2))
     cuts_channels = "channelwise"

@@ -33,7 +33,8 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
         If the layers do not take these extents, even padded, or parameters depend on them; if they are padded along an
         axis that is circular.
     """
-    first = next((name for name in _made_of(network) if len(network.inputs[name].shape) == len(extents) + 1), None)
+    read = [name for name in network.inputs if name not in network.targets]
+    first = next((name for name in read if len(network.inputs[name].shape) == len(extents) + 1), None)
     if first is None:
         raise ValueError(f"network {network.name!r}: expected an input of {len(extents)} spatial axes, got none")
     before = network.inputs[first].shape[:-1]
@@ -41,8 +42,9 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
         return network
     steps = _steps(network, before)
     padded = [-(-n // step) * step for n, step in zip(extents, steps)]
-    layers = [node.layer for node in network.nodes if not isinstance(node, Input)]
-    closed = {axis for one in layers if isinstance(one, Pieced) for axis in one.closed_axes(len(extents))}
+    # Axes of other arrays, such as tokens or images among volumes, are not those of the samples.
+    grids = [node.layer for node in network.nodes if len(node.shape) == len(extents) + 1]
+    closed = {axis for layer in grids if isinstance(layer, Pieced) for axis in layer.closed_axes(len(extents))}
     faults = []
     for computed in dict.fromkeys([tuple(extents), tuple(padded)]):
         try:
@@ -57,11 +59,6 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     raise ValueError(f"network {network.name!r} takes no samples of {_by(extents)}: {faults[-1]}")
 
 
-def _made_of(network: Network) -> list[str]:
-    """Return the inputs that predictions depend on."""
-    return [name for name in network.inputs if name not in network.targets]
-
-
 def _steps(network: Network, extents: Shape) -> list[int]:
     """Return, per axis, the common multiple of the factors by which the layers reduce a sample."""
     shapes = [n.shape[:-1] for n in network.nodes if len(n.shape) == len(extents) + 1]
@@ -72,7 +69,7 @@ def _steps(network: Network, extents: Shape) -> list[int]:
 
 def _check_parameters(network: Network, new: Network) -> None:
     """Raise ValueError unless both networks have the same parameters and states."""
-    mine, others = ({n: s.shape for n, s in {**one.parameters(), **one.state()}.items()} for one in (network, new))
+    mine, others = ({n: s.shape for n, s in {**net.parameters(), **net.state()}.items()} for net in (network, new))
     for name in {**mine, **others}:
         if mine.get(name) != others.get(name):
             raise ValueError(f"its parameter {name} depends on their size, {mine.get(name)} and {others.get(name)}")
@@ -85,28 +82,28 @@ class _Resizing:
 
     def __init__(self, network: Network, before: Shape, extents: Shape, computed: Shape) -> None:
         self._old, self._before, self._extents, self._computed = network, before, extents, computed
-        self._made: dict[Node, Node] = {}
+        self._nodes: dict[Node, Node] = {}
         self._cut: dict[Node, Node] = {}
 
     def network(self) -> Network:
         old, targets = self._old, set(self._old.targets)
         loss = old.outputs.get("loss")
-        behind_targets = self._only_of(targets)
+        of_targets = self._only_of(targets)
         for node in old.nodes:
             if isinstance(node, Input):
                 if old.names[node] not in targets:
-                    self._made[node] = self._input(node)
-            elif node is not loss and node not in behind_targets:
-                self._made[node] = Node(node.layer, [self._made[n] for n in node.inputs])
+                    self._nodes[node] = self._input(node)
+            elif node is not loss and node not in of_targets:
+                self._nodes[node] = Node(node.layer, [self._nodes[n] for n in node.inputs])
         for name in targets:
-            self._made[old.inputs[name]] = self._target(old.inputs[name])
+            self._nodes[old.inputs[name]] = self._target(old.inputs[name])
         for node in old.nodes:
-            if node in behind_targets and not isinstance(node, Input):
-                self._made[node] = Node(node.layer, [self._made[n] for n in node.inputs])
+            if node in of_targets and not isinstance(node, Input):
+                self._nodes[node] = Node(node.layer, [self._nodes[n] for n in node.inputs])
         outputs = {}
         for name, node in old.outputs.items():
             if node is loss:
-                inputs = [n if m in behind_targets else self._whole(m) for m in node.inputs for n in [self._made[m]]]
+                inputs = [n if m in of_targets else self._whole(m) for m in node.inputs for n in [self._nodes[m]]]
                 outputs[name] = type(node)(node.layer, inputs)
             else:
                 outputs[name] = self._whole(node)
@@ -147,7 +144,7 @@ class _Resizing:
 
     def _whole(self, node: Node) -> Node:
         """Return a prediction, cut to the sample."""
-        whole = self._made[node]
+        whole = self._nodes[node]
         if not self._is_grid(node):
             return whole
         if node not in self._cut:
@@ -166,7 +163,7 @@ class _Resizing:
 
     def _target(self, node: Input) -> Input:
         name, loss = self._old.names[node], self._old.outputs["loss"]
-        grids = [n for n in loss.inputs if n in self._made and self._is_grid(n)]
+        grids = [n for n in loss.inputs if n in self._nodes and self._is_grid(n)]
         if not self._is_grid(node) or not grids:
             return Input(node.shape, name, node.dtype)
         was, now = grids[0].shape[:-1], self._whole(grids[0]).shape[:-1]

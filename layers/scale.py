@@ -13,14 +13,14 @@ from ..kernels.access import reads, writes
 from ..lowering.context import Context, Lowered
 from ..lowering.operations import Timing
 from ..lowering.views import View
-from .layer import Layer, Passes, Shape
+from .layer import ElementwiseLayer, Passes, Shape
 from .merge import product, summing
 from .parameter import Parameter
 
 __all__ = ["PReLU", "Scale", "extents_along", "sum_into"]
 
 
-class Scale(Layer):
+class Scale(ElementwiseLayer):
     """Learned scale per channel: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021); with `axes`, a learned
     mask or gain per position.
 
@@ -44,12 +44,8 @@ class Scale(Layer):
     rank holds those of its block. Communication: only the sum of their gradients.
     """
 
-    recomputation = "pointwise"
-
     passes = Passes((1, 1), (3, 2))
-    cuts_channels = "channelwise"
     exact_parameters = True
-    inputs_taken = 1
 
     def __init__(
         self,
@@ -123,7 +119,7 @@ def _of_samples(view: View) -> View:
     return view if len(view.shape) == 1 else view.reshape(1, *view.shape)
 
 
-class PReLU(Layer):
+class PReLU(ElementwiseLayer):
     """Parametric ReLU: ``y = x`` where x > 0, else ``slope * x`` with a learned slope (He et al. 2015).
 
     Parameters
@@ -138,12 +134,8 @@ class PReLU(Layer):
     Parameter `slope` ``(1,)`` or ``(C,)``, without weight decay. Communication: only the sum of its gradient.
     """
 
-    recomputation = "pointwise"
-
     passes = Passes((1, 1), (3, 2))
-    cuts_channels = "channelwise"
     exact_parameters = True
-    inputs_taken = 1
 
     def __init__(self, slopes: str = "one", init: float = 0.25, name: str | None = None) -> None:
         super().__init__(name)

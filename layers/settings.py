@@ -21,7 +21,7 @@ __all__ = ["difference", "fingerprint", "settings_of"]
 
 #: Attributes that are no settings: an activation after it is its own layer, checkpoints hold parameters, and a resumed
 #: run may freeze others.
-_NAMES = ("name", "behind", "frozen", "given_values")
+_NAMES = ("name", "followed_by", "frozen", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, after the layer's name and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")

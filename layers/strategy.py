@@ -224,7 +224,8 @@ class Strategy:
         for name, node in network.layers.items():
             _check_axes(name, node, self.parts_of(name), spatial)
         self._check_shared(network, size)
-        self._check_reduction(network)
+        check_scheme(self.reduction, network)
+        check_replicated(self, network)
 
     def _check_shared(self, network: Network, size: int) -> None:
         """Check that all calls of one layer have the same blocks of its parameters. Raises UserError."""
@@ -232,7 +233,7 @@ class Strategy:
             if name == owner or self.cuts_of(name) == self.cuts_of(owner):
                 continue
             specs = network.own_parameters(owner)
-            mine, others = (held(specs, network.layers[one], self.cuts_of(one), size) for one in (name, owner))
+            mine, others = (held(specs, network.layers[layer], self.cuts_of(layer), size) for layer in (name, owner))
             if mine != others:
                 raise UserError(
                     f"strategy: expected {name!r}, which has the parameters of {owner!r}, on as many ranks and with as "
@@ -245,10 +246,6 @@ class Strategy:
         most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
-    def _check_reduction(self, network: Network) -> None:
-        check_scheme(self.reduction, network)
-        check_replicated(self, network)
-
     def refuse_empty_blocks(self, network: Network) -> None:
         """Check that no axis of a sample has more parts than elements, because some ranks would read nothing. Local.
 
@@ -258,10 +255,8 @@ class Strategy:
         read = {n for node in network.layers.values() if not isinstance(node.layer, Loss) for n in node.inputs}
         for name, node in network.inputs.items():
             if node in read:
-                self._check_extent(name, node.shape, self._first_reader(network, node))
-
-    def _first_reader(self, network: Network, node: Node) -> str:
-        return next(name for name, reader in network.layers.items() if node in reader.inputs)
+                reader = next(other for other, layer in network.layers.items() if node in layer.inputs)
+                self._check_extent(name, node.shape, reader)
 
     def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
         for axis, cut, extent in zip(*_folded(len(shape) + 1, self.cuts_of(reader)), shape):

@@ -11,7 +11,7 @@ from .needs import Shape
 __all__ = ["MetricSpec", "TargetReader"]
 
 #: Type variable of a layer class.
-Some = TypeVar("Some", bound="TargetReader")
+Reader = TypeVar("Reader", bound="TargetReader")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TargetReader:
         """Return the number of classes to count in input `i` over the training samples; 0: nothing is counted."""
         return 0
 
-    def with_counts(self: Some, counts: Mapping[int, Sequence[int]]) -> Some:
+    def with_counts(self: Reader, counts: Mapping[int, Sequence[int]]) -> Reader:
         """Return a copy of the layer with the number of occurrences of each class, by input number."""
         return self
 

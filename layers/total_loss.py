@@ -71,12 +71,7 @@ class TotalLoss(Loss):
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Return the smallest boxes that hold those of all terms that read the input."""
-        first, *others = [
-            term.layer.needed_blocks(k, self._of(term, inputs), output)
-            for term in self.terms
-            for k, own in enumerate(term.inputs)
-            if own == i
-        ]
+        first, *others = [term.layer.needed_blocks(k, self._of(term, inputs), output) for k, term in self._readers(i)]
         return first.joined([blocks for blocks in others if blocks.grid == first.grid])
 
     @property
@@ -87,29 +82,24 @@ class TotalLoss(Loss):
     def _of(term: Term, values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in term.inputs]
 
-    def _readers(self, i: int) -> Iterator[tuple[int, Loss]]:
-        """Yield the losses that read input `i`, with its number among their own inputs."""
+    def _readers(self, i: int) -> Iterator[tuple[int, Term]]:
+        """Yield the terms that read input `i`, with its number among their own inputs; a term may read it twice."""
         for term in self.terms:
-            yield from ((k, term.layer) for k, own in enumerate(term.inputs) if own == i)
+            yield from ((k, term) for k, number in enumerate(term.inputs) if number == i)
 
     def compares(self, i: int) -> bool:
-        return any(layer.compares(k) for k, layer in self._readers(i))
+        return any(term.layer.compares(k) for k, term in self._readers(i))
 
     def weighs(self, i: int) -> bool:
-        return all(layer.weighs(k) for k, layer in self._readers(i))
+        return all(term.layer.weighs(k) for k, term in self._readers(i))
 
     def weights_of(self, i: int, count: int) -> Sequence[int]:
-        terms = [(term, k) for term in self.terms for k, own in enumerate(term.inputs) if own == i]
-        inputs = [[term.inputs[w] for w in term.layer.weights_of(k, len(term.inputs))] for term, k in terms]
+        inputs = [[term.inputs[w] for w in term.layer.weights_of(k, len(term.inputs))] for k, term in self._readers(i)]
+        # A term without weights counts every element: the target is never absent for it.
         return list(dict.fromkeys(w for numbers in inputs for w in numbers)) if all(inputs) else ()
 
     def counted_classes(self, i: int, *shapes: Shape) -> int:
-        counts = [
-            term.layer.counted_classes(k, *self._of(term, shapes))
-            for term in self.terms
-            for k, own in enumerate(term.inputs)
-            if own == i
-        ]
+        counts = (term.layer.counted_classes(k, *self._of(term, shapes)) for k, term in self._readers(i))
         return max(counts, default=0)
 
     def with_counts(self, counts: Mapping[int, Sequence[int]]) -> TotalLoss:
@@ -120,31 +110,29 @@ class TotalLoss(Loss):
         return self.changed(terms=tuple(terms))
 
     def class_factors(self, i: int) -> Sequence[float]:
-        return next(filter(None, (layer.class_factors(k) for k, layer in self._readers(i))), ())
+        return next(filter(None, (term.layer.class_factors(k) for k, term in self._readers(i))), ())
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
-        terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
-        return any(term.layer.reads_classes(k, *self._of(term, shapes)) for term, k in terms)
+        return any(term.layer.reads_classes(k, *self._of(term, shapes)) for k, term in self._readers(i))
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
-        terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
-        ranges = [term.layer.target_range(k, *self._of(term, shapes)) for term, k in terms]
+        ranges = [term.layer.target_range(k, *self._of(term, shapes)) for k, term in self._readers(i)]
         limits = [limit for limit in ranges if limit is not None]
         return (max(low for low, _ in limits), min(high for _, high in limits)) if limits else None
 
     def ignored_target(self, i: int) -> int | None:
-        ignored = {layer.ignored_target(k) for k, layer in self._readers(i)}
+        ignored = {term.layer.ignored_target(k) for k, term in self._readers(i)}
         return ignored.pop() if len(ignored) == 1 else None
 
     def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
         comparisons = [
-            _renumbered(one, term.inputs)
+            _renumbered(spec, term.inputs)
             for term in self.terms
             if not term.training_only
-            for one in term.layer.comparisons(*self._of(term, shapes))
+            for spec in term.layer.comparisons(*self._of(term, shapes))
         ]
-        pairs = [(one.prediction, one.target) for one in comparisons]
-        return [one for k, one in enumerate(comparisons) if pairs[k] not in pairs[:k]]
+        pairs = [(spec.prediction, spec.target) for spec in comparisons]
+        return [spec for k, spec in enumerate(comparisons) if pairs[k] not in pairs[:k]]
 
     def lower(self, context: Context) -> Lowered:
         loss = context.keep((1,), "float64", "loss")
@@ -160,20 +148,20 @@ class TotalLoss(Loss):
         context.run(kernel, timing=loss_timing(context))
 
         def backward() -> None:
-            for k, (term, one) in enumerate(zip(self.terms, lowered)):
-                gradient = one.backward()
+            for k, (term, lowered_term) in enumerate(zip(self.terms, lowered)):
+                gradient = lowered_term.backward()
                 if term.training_only:
                     kernel.add(**{f"dx{k}": gradient})
 
         counted = zip(self.terms, values.values(), lowered)
-        terms = tuple((value, one.divisor) for term, value, one in counted if not term.training_only)
+        terms = tuple((value, lowered_term.divisor) for term, value, lowered_term in counted if not term.training_only)
         return Lowered(backward, loss=loss, terms=terms)
 
 
-def _renumbered(one: MetricSpec, inputs: Sequence[int]) -> MetricSpec:
+def _renumbered(spec: MetricSpec, inputs: Sequence[int]) -> MetricSpec:
     """Return the comparison of a term with the input numbers of the sum."""
-    weights = None if one.weights is None else inputs[one.weights]
-    return replace(one, prediction=inputs[one.prediction], target=inputs[one.target], weights=weights)
+    weights = None if spec.weights is None else inputs[spec.weights]
+    return replace(spec, prediction=inputs[spec.prediction], target=inputs[spec.target], weights=weights)
 
 
 class _Total:
@@ -211,8 +199,8 @@ def total_of(*losses: Node) -> LossNode:
         for term in _terms(loss):
             own = [loss.inputs[i] for i in term.inputs]
             inputs += [node for node in own if not any(node is known for known in inputs)]
-            places = tuple(next(i for i, known in enumerate(inputs) if known is node) for node in own)
-            terms.append(replace(term, inputs=places))
+            numbers = tuple(next(i for i, known in enumerate(inputs) if known is node) for node in own)
+            terms.append(replace(term, inputs=numbers))
     return _total(terms, inputs)
 
 

@@ -68,7 +68,7 @@ def _of_onnx(where: str, options: Mapping[str, Any]) -> Network:
     from ..interchange.onnx_import import load as load_onnx
 
     if options:
-        raise UserError(f"model.{min(options)}: expected no options beside model.onnx but loss, got one")
+        raise UserError(f"model.{min(options)}: expected no option with model.onnx but loss, got one")
     return load_onnx(where)
 
 

@@ -100,14 +100,14 @@ def _pool(y: Node, label: str) -> Node:
 
 def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
     """Add 1x1, 3x3 and 5x5 convolutions and a pooling in parallel; all but the first have a further 1x1 convolution."""
-    one, reduce3, three, reduce5, five, projection = filters
+    direct, reduce3, three, reduce5, five, projection = filters
 
     def conv(y: Node, count: int, kernel: int, branch: str) -> Node:
         layer = Conv(count, kernel, padding=kernel // 2, activation="relu", name=f"conv{label}_{branch}")
         return layer(y)
 
     return Concat(name=f"join{label}")(
-        conv(x, one, 1, "1x1"),
+        conv(x, direct, 1, "1x1"),
         conv(conv(x, reduce3, 1, "3x3_reduce"), three, 3, "3x3"),
         conv(conv(x, reduce5, 1, "5x5_reduce"), five, 5, "5x5"),
         conv(MaxPool(3, 1, 1, name=f"pool{label}")(x), projection, 1, "projection"),

@@ -23,10 +23,10 @@ __all__ = ["build_own", "call_own", "give", "is_made", "load_function", "options
 _MADE: dict[str, Any] = {}
 
 
-def give(made: Any, name: str) -> str:
+def give(network: Any, name: str) -> str:
     """Register an object that a script has created, and return its location as a text. Local; every rank calls it."""
     where = f"{SCRIPT}:{name}"
-    _MADE[where] = made
+    _MADE[where] = network
     return where
 
 
@@ -53,8 +53,8 @@ def build_own(where: str, settings: Mapping[str, Any]) -> Network:
     if where in _MADE:
         return _MADE[where]
     if foreign_kind(where):
-        kind, _, place = where.partition(":")
-        return build_foreign(kind, place, settings)
+        kind, _, location = where.partition(":")
+        return build_foreign(kind, location, settings)
     function = load_function(where)
     options = _checked(function, settings)
     try:
@@ -115,9 +115,9 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 def source_of(where: str) -> tuple[str, str]:
     """Return the location of a function and a checksum of its file, which a run records as its source. Local."""
-    kind, _, place = where.partition(":")
+    kind, _, location = where.partition(":")
     if foreign_kind(where):  # a kept file may be moved with its run
-        return kind, f"{zlib.crc32(Path(place).read_bytes()):08x}" if kind == "onnx" else ""
+        return kind, f"{zlib.crc32(Path(location).read_bytes()):08x}" if kind == "onnx" else ""
     script = where.startswith(f"{SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""

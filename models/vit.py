@@ -49,7 +49,7 @@ def vit(
     classes, channels, resolution
         Classes of the head; channels and edge of the samples.
     dropout
-        Rate of dropout behind the embedding and in the blocks.
+        Rate of dropout after the embedding and in the blocks.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 

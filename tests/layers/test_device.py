@@ -109,6 +109,7 @@ LAYERS = {
     "positions": (lambda: hg.Embedding(name="l"), SPATIAL),
     "rows": (lambda: hg.Embedding(("height", "channel"), name="l", trained=False), SPATIAL),
     "class tokens": (lambda: hg.Token(2, name="l"), [(6, 4)]),
+    "sines": (lambda: hg.SinusoidalEmbedding(6, name="l"), [(1,)]),
     "stochastic depth": (lambda: hg.StochasticDepth(0.5, "l"), SPATIAL),
     "resize cubic": (lambda: hg.Resize(1.5, mode="bicubic", align_corners=True, name="l"), SPATIAL),
     "resize by means": (lambda: hg.Resize(size=(3, 4), mode="area", name="l"), SPATIAL),

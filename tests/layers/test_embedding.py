@@ -19,8 +19,10 @@ from halograd.layers.strategy import layout_of, parameter_blocks
 from halograd.perfmodel.cuts import baseline, shared_alike
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
+from tests.layers.norms import executing, step
 from tests.layers.oracle import check_torch, torch
 from tests.support.grids import axes_in_turn
+from tests.support.lean import check_allocations
 from tests.support.refusals import refusals
 
 SPACE = {2: ("width",), 3: ("height", "width"), 4: ("depth", "height", "width")}
@@ -166,6 +168,15 @@ test_refusals = refusals(
     ),
     (lambda: Parameter((3, 4), spatial_axes=(1, 0)), r"expected spatial_axes, channel_axis and input_axis in rising"),
 )
+
+
+def test_a_step_with_sines_allocates_no_array():
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        executing(lambda: hg.SinusoidalEmbedding(256), (1,), alone, {}, batch=2048) as executor,
+    ):
+        step(executor)
+        check_allocations(alone, lambda: step(executor), 192 * 1024)
 
 
 @pytest.mark.mpi

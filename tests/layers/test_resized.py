@@ -70,6 +70,14 @@ def test_axes_whose_ends_meet_are_not_padded(make):
         resized(hg.Network({"y": y}), (8, 11))
 
 
+def test_circular_axes_of_other_arrays_do_not_matter():
+    """Tokens have an axis of their own, and a shift of two axes in a branch of images does not fit volumes."""
+    x, tokens, image = hg.Input((8, 8, 8, 1), "x"), hg.Input((6, 1), "tokens"), hg.Input((4, 6, 1), "image")
+    rolled = hg.GlobalAveragePool()(hg.Roll(1)(tokens)) + hg.GlobalAveragePool()(hg.Roll((1, 2))(image))
+    y = hg.ConvTranspose(1, 2, 2)(hg.Conv(1, 2, 2)(x)) * rolled
+    assert shapes(resized(hg.Network({"y": y}), (7, 8, 9))) == {"x": (7, 8, 9, 1), "tokens": (6, 1), "image": (4, 6, 1)}
+
+
 def test_circular_axes_are_not_padded():
     x = hg.Input((16, 16, 1), name="x")
     y = hg.Conv(1, 3, stride=2, padding=(1, 0))(hg.Pad([(0, 0), (1, 1)], "circular")(x))

@@ -258,6 +258,13 @@ def test_a_sum_of_weighted_losses_on_every_grid(ranks, training):
             np.testing.assert_allclose(have, expected, rtol=1e-12, atol=1e-16)
 
 
+def test_an_array_may_be_target_and_weights():
+    """The conditions of both roles apply: weights are at least 0."""
+    x, t = hg.Input(SHAPE, "x"), hg.Input(SHAPE, "t")
+    layer = (hg.MeanSquaredError()(x, t, t) + hg.AbsoluteError()(x, t)).layer
+    assert layer.target_range(1, SHAPE, SHAPE) == (0.0, np.inf) and not layer.weighs(1)
+
+
 def test_what_a_sum_says_of_its_weights():
     node = two_scales()
     shapes, layer = [n.shape for n in node.inputs], node.layer
