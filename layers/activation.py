@@ -62,6 +62,8 @@ class _Activation(ElementwiseLayer):
         context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
+            # A function whose gradient follows from its output need not keep its input; nor its output if the next
+            # layer has kept a copy with halos.
             gradient_kernel, y = kernel, context.y if by_input else context.y_again()
             box = context.inputs[0].held_gradient[context.rank]
             if box != context.box:
@@ -220,7 +222,7 @@ class Affine(ElementwiseLayer):
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
-            if self.factor == 1:
+            if self.factor == 1:  # the same array: nothing to copy
                 context.pass_gradient(0)
                 return
             make = partial(_affine, factor, 0.0, context.wide)

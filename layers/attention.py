@@ -141,6 +141,7 @@ class Attention(Layer):
             return super().__call__(*inputs)
         space = inputs[0].shape[:-1]
         self._check_periodic(space)
+        # Rows of the other end before and after: then all windows are whole, and need no wrapping in kernels.
         amounts = self._continued(len(space))
         longer = [Pad(amounts, "circular")(node) for node in inputs]
         return Crop(amounts)(super().__call__(*longer))
@@ -436,6 +437,7 @@ class _Ring(_Lowering):
                 arrays = {"k": k, "v": v, "dk": grads[0], "dv": grads[1], **views}
                 kernel = self.kernel(_backward_more if number else _backward, box, number > 0, **arrays)
                 context.run(kernel, timing=self.timing("backward_data", steps[number][0]))
+                # The returns of the step before have travelled during this kernel.
                 for total in sums.values():
                     total.finish()
                 for i, total in sums.items():
@@ -452,6 +454,7 @@ class _Ring(_Lowering):
     def _steps(self) -> list[tuple[Blocks, Blocks]]:
         """Return the boxes of keys and values per step: those of the rank that is as far in all of the grid."""
         context, output = self.context, self.context.output.layout.boxes
+        # A ring along every axis: at each step, all ranks of a row read blocks of different owners.
         grid = context.inputs[1].layout.boxes.grid[1:-1]
         steps = []
         for shifts in np.ndindex(*grid):

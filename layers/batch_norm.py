@@ -193,6 +193,7 @@ class BatchNorm(Layer):
                 context.run(kernel, "update_running")
 
         margin.read()
+        # If the last step had no backward pass, its sum may still travel, and must end before the next one begins.
         update_running()
         forward = context.timing("forward", inputs=tuple(v.layout.boxes.longest for v in context.inputs))
         context.run(kernel, "evaluate", when="evaluation", timing=forward)
@@ -339,6 +340,7 @@ class _BatchNormKernel:
     @reads()
     def begin(self) -> None:
         self._trained = True
+        # Samples beyond the valid ones hold old numbers, which would enter the statistics.
         if self.mode.valid < self.n.batch:
             raise ValueError(
                 f"{self.name}: batch statistics need a full batch of {self.n.batch} samples, got {self.mode.valid}; "
@@ -405,7 +407,7 @@ class _BatchNormKernel:
         np.copyto(mean, self.mean)
         np.copyto(var, self.var)
         var *= self.n.count / max(self.n.count - 1, 1)
-        self.moments *= self.n.share
+        self.moments *= self.n.share  # the sum over ranks is then the mean over elements
         self._pending = True
 
     @reads("x", "dy", "gamma", "beta", "mean", "var")

@@ -151,6 +151,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
     w, b = context.params["w"], context.params.get("b")
     kernel = context.kernel(partial(conv_forward, geometry, f), x=x.view, w=w, b=b, y=context.y)
+    # Passes of the program may give this kernel an activation, or the sums of the norm after it.
     if f is None:
         kernel.fuse = partial(partial, conv_forward, geometry)
         make = partial(_ignoring_norm, partial(ConvStatistics, geometry))
@@ -168,6 +169,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     def backward() -> None:
         dy, masked = context.dy, None
         if f is not None:
+            # Before the halo of dy is sent, so that no rank needs the outputs of another rank.
             dy = masked = context.scratch(dy.shape)
             context.run(context.kernel(partial(gradient_of, f), y=context.y_of_gradient(), dy=context.dy, dx=masked))
         grads = {"dw": context.grads["w"], "db": context.grads.get("b")}
@@ -192,6 +194,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
         if hides:
             context.run(weights, timing=context.timing("backward_filter"))
         halo.finish()
+        # With a stride beyond the kernel, or padding removed, no output may read a block: its gradient is zero.
         if owned.size and not halo.box.size:
             data = context.kernel(zeroing, array=dx)
         else:
@@ -312,6 +315,7 @@ def _local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int) -> G
     for w, (a, b), (c, d) in zip(windows, needed.ranges[1:-1], x.ranges[1:-1]):
         if y.size and c < a:
             raise AssertionError(f"the input box {x} begins before what {y} needs: {needed}")
+        # A box may end with elements that no window reads (a stride skips them): these are no negative padding.
         hi = b - d
         padding.append((max(c - a, 0), 0 if -w.stride < hi < 0 else hi))
     return Geometry(
@@ -329,7 +333,7 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
     `shape` is the input's global shape: elements outside it are padding, and belong to no halo.
     """
     boxes = []
-    rest = out
+    rest = out  # what the strips of the axes before leave: strips share no corner
     for axis, w in enumerate(windows, start=1):
         start, stop = rest.ranges[axis]
         first, last = start, stop
@@ -545,7 +549,7 @@ class ConvTranspose(Layer):
             geometry = local_geometry(windows, context.box, x.box, groups)
             kernel = context.kernel(partial(conv_data, geometry), dy=x.view, w=w, dx=context.y)
         context.run(kernel, timing=context.timing("forward"))
-        if bias is not None:
+        if bias is not None:  # a kernel of its own: data gradients have no bias
             context.run(context.kernel(_bias, y=context.y, b=bias))
 
         def backward() -> None:
@@ -575,6 +579,7 @@ def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -
     """
     if "b" in context.grads:
         context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))
+    # Inputs with a halo, as forward read them, would count the pairs of the halo on two ranks.
     owned = context.gather(0, context.inputs[0].layout.boxes)
     owned.start()
     owned.finish()

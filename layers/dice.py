@@ -176,7 +176,7 @@ class _DiceKernel(LocalLoss):
         """Compute the sums of this block."""
         if self.copied is not None:
             np.copyto(self.prediction, self.copied)
-        self.sums.fill(0)
+        self.sums.fill(0)  # they hold coefficients of the step before
         for n in range(self.count):
             self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=False)
 
@@ -190,6 +190,7 @@ class _DiceKernel(LocalLoss):
         if self.dx is not None:
             self.dx[count:] = 0
         loss = self._coefficients(max(1, self.mode.valid if self.groups > 1 else 1))
+        # All ranks know the loss; the executor adds up their values.
         np.copyto(self.value, loss if self.position.rank == 0 else 0.0)
         for n in range(count if self.dx is not None else 0):
             self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=True)

@@ -86,6 +86,7 @@ class StochasticDepth(ElementwiseLayer):
         self.rate = _checked(self, rate)
 
     def lower(self, context: Context) -> Lowered:
+        # Dropout of one number per sample: ranks with other positions of a sample draw the same number.
         samples, axes = context.box.ranges[0], len(context.box.shape)
         ones = context.keep((context.box.shape[0], 1), context.wide, "statistics", fill=1.0)
         drawn = context.scratch(ones.shape, context.wide)

@@ -127,6 +127,7 @@ class Token(Shifted):
         moved, w = super().lower(context), context.params["w"]
         n, length, channels = context.box.shape
         first, own = context.box.start[1], max(0, min(length, self.count - context.box.start[1]))
+        # The copy before has written zeros, the value of rows without a source, where the tokens belong.
         rows = (n, own if context.box.size else 0, channels)
         context.run(context.kernel(partial(_begin, first), w=w, y=context.y.part((0, 0, 0), rows)))
 

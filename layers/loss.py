@@ -393,6 +393,7 @@ def weights_view(context: Context, prediction: Value, boxes: Blocks, i: int) -> 
     until the next step.
     """
     value = context.inputs[i]
+    # The last one is returned; the first is gathered for the metrics of evaluation.
     for part in dict.fromkeys((prediction.layout.boxes, boxes)):
         gathered = context.gather(i, operand_blocks(value.layout.shape, part)).run()
         gathered.view.buffer.kept = True
@@ -470,6 +471,7 @@ class LossBlock(ABC):
     @property
     def count(self) -> int:
         """Number of valid samples in this block."""
+        # A block without elements may have samples, but must not call a loss with empty arrays.
         size = self.prediction.shape[0] if self.prediction.size else 0
         return max(0, min(self.position.first + size, self.mode.valid) - self.position.first)
 
@@ -567,12 +569,14 @@ class LocalLoss(LossBlock):
             np.copyto(self.prediction, self.copied)
         self.compute()
         if self.rounded is not None:
+            # Scaled before it is rounded, so that small gradients do not become zero in 16 bits.
             if self.mode.loss_scale is not None:
                 np.multiply(self.dx, self.mode.loss_scale.reshape(()), out=self.dx, casting="same_kind")
             np.copyto(self.rounded, self.dx)
 
     def compute(self) -> None:
         count = self.count
+        # Samples beyond a short batch have no gradient, also if arrays hold that of the step before.
         if self.dx is not None and count < self.dx.shape[0]:
             self.dx[count:] = 0
         if not count:
@@ -592,6 +596,7 @@ class LocalLoss(LossBlock):
     def _divide(self, dx: Any | None) -> None:
         """Divide loss and gradient by the divisor if it is above 0. The host does not read it from a device."""
         share = buffer(self.work, "share", (1,), np.float64)
+        # Without a branch: 0 / tiny if all weights are 0.
         np.maximum(self.divisor, np.finfo(np.float64).tiny, out=share)
         np.divide(np.greater(self.divisor, 0), share, out=share)
         np.multiply(self.value, share, out=self.value)
@@ -668,6 +673,7 @@ class WindowLoss(LocalLoss):
             for tap in taps[1:]:
                 np.minimum(least, _along(weights, axis, tap, n), out=least)
             weights = least
+        # The product, not the minimum: a window has the weight of its middle, or 0.
         np.sign(weights, out=weights)
         middle = self.weights[:count]
         for axis, (first, n) in enumerate(zip(self.before, self.fits), 1):

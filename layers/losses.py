@@ -179,7 +179,7 @@ class _Pointwise(_ElementwiseLoss):
         work: dict,
         weights: Any = None,
     ) -> Any:
-        scale /= prediction.shape[-1]
+        scale /= prediction.shape[-1]  # of one position; the mean is over channels too
         factors = None if weights is None else rows(weights, work, "weights")
         predictions, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
         gradient = None if dx is None else dx.reshape(predictions.shape)
@@ -190,6 +190,7 @@ class _Pointwise(_ElementwiseLoss):
             np.copyto(x, predictions[part])
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
+                # Missing numbers may be NaN, which times a weight of 0 would stay NaN.
                 none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
                 np.copyto(x, 0, where=none)
                 np.copyto(t, 0, where=none)

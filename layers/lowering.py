@@ -141,6 +141,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedAct
             context.run(data, timing=timed("backward_data"))
             returned.start()
         grads = {"dw": context.grads["w"], "db": None if bias is None else context.grads["b"]}
+        # While the gradient of x travels.
         weights = context.kernel(kernels.filter(x.box, box), x=x.view, dy=dy.view, **grads)
         context.run(weights, timing=timed("backward_filter"))
         if returned is not None:
@@ -236,7 +237,7 @@ class _LocalKernel:
         np.copyto(self.y, y)
 
     def backward(self) -> None:
-        if not self.box.size:
+        if not self.box.size:  # its gradients are added to those of other ranks
             for array in (*self.grads.values(), *self.dxs.values()):
                 array.fill(0)
             return

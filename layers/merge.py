@@ -130,11 +130,12 @@ class _OfTwo(Layer):
 
         def backward() -> None:
             if context.needs_gradient(1):
+                # Summed in float64 before it is rounded: the smaller g is, the more elements each sum has.
                 returned = context.return_gradient(1, boxes[1])
                 sums = context.scratch(small.shape, "float64")
                 context.run(context.kernel(summing, x=self.error(context, x.view), y=sums))
                 context.copy((sums, with_axes(returned.view, len(small.shape))))
-                returned.start()
+                returned.start()  # travels while the gradient of x is computed
             if context.needs_gradient(0):
                 own = context.return_gradient(0, boxes[0])
                 self.pass_on(context, small, own.view)
@@ -227,7 +228,7 @@ def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if x.size:
             np.add.reduce(x, axis=axes, dtype=np.float64, out=y, keepdims=True)
-        else:
+        else:  # a rank without elements still adds to the sum over ranks
             y.fill(0)
 
     return run
@@ -300,6 +301,7 @@ class Concat(Layer):
 
         If the axis is cut, the blocks of inputs and output differ: the inputs are gathered.
         """
+        # Without a cut of the axis nothing is sent: needed boxes are the owned ones.
         axis = self.along(context.shapes[0]) + 1
         boxes = [context.needed(i) for i in range(len(context.inputs))]
         inputs = [context.gather(i, blocks) for i, blocks in enumerate(boxes)]

@@ -149,6 +149,7 @@ def _reaching_beyond(w: Window, size: int) -> Window:
 
 def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
     extent = dilation * (kernel - 1) + 1
+    # What the last window reaches beyond the array; with a stride beyond the kernel it may end before the array does.
     total = max(0, (-(-size // stride) - 1) * stride + extent - size)
     return total // 2, total - total // 2
 
@@ -211,6 +212,7 @@ def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -
     """Map every interval of one axis by `of`. Unchanged samples and channels, or whole axes, need only a few calls of
     `of`.
     """
+    # A plan of thousands of ranks has as many intervals: samples and channels are unchanged or whole in most layers.
     full = [piece for piece in pieces if piece[1] > piece[0]]
     if outer and len(full) > 2:
         ends = [(piece, of(piece)) for piece in (full[0], full[len(full) // 2], full[-1])]
@@ -234,6 +236,7 @@ def _at(of: Callable[[Box], Box], whole: Sequence[Interval], at: int, axis: int,
 
 
 def _check(of: Callable[[Box], Box], blocks: Blocks, result: Blocks, what: str) -> None:
+    # Ends, and some between: the layers that mix axes do so almost everywhere.
     for rank in {n * (blocks.placed - 1) // (CHECKS - 1) for n in range(CHECKS)}:
         box = blocks[rank]
         if not box.size:
@@ -269,7 +272,7 @@ def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
         boxes = without_space(boxes)
 
     def of_one(low: int, high: int) -> Interval:
-        return (0, min(1, high - low))
+        return (0, min(1, high - low))  # nothing for an empty interval
 
     def same(low: int, high: int) -> Interval:
         return low, high

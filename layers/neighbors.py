@@ -53,7 +53,7 @@ class _Neighbors(Loss):
         count, rows = self._rows(prediction.shape[1:])
         outputs = prediction.shape[1] - rows + count
         if dx is not None:
-            dx.fill(0)
+            dx.fill(0)  # windows overlap, so their gradients are added
         for n, x in enumerate(prediction):
             for first in range(0, outputs, count):
                 read, own = slice(first, first + rows), slice(first, min(first + count, outputs))
@@ -191,6 +191,7 @@ class StructuralSimilarity(_Neighbors):
     def strip(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None, space: _Space) -> Any:
         taps = [self.taps] * (x.ndim - 1)
         outputs = (*(n - self.window + 1 for n in x.shape[:-1]), x.shape[-1])
+        # Arrays hold several quantities one after the other, so that a strip stays in the cache.
         others, product = [space.take(x.shape) for _ in range(3)], space.take(x.shape)
         mx, mt, xx, tt, xt, a, b, similarity = (space.take(outputs) for _ in range(8))
         for out, first, second in ((xx, x, x), (tt, t, t), (xt, x, t)):

@@ -110,6 +110,7 @@ class Network:
     def targets(self) -> tuple[str, ...]:
         """Names of the target-only inputs: the loss compares predictions with them, and no prediction depends on them.
         """
+        # An input that a prediction reads too is no target: it is normalized, and rounded to 16 bits.
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
@@ -197,7 +198,7 @@ class Network:
             before = calls.setdefault(node.layer, [])
             before.append(node)
             name = node.layer.name
-            if len(before) > 1:
+            if len(before) > 1:  # so that parameters have the name of the first call
                 name = f"{names[before[0]]}#{len(before)}"
             elif name is None:
                 kind = node.layer.kind.lower()

@@ -420,12 +420,14 @@ class Pieced(Copied):
         def part_of(view: View, box: Box) -> View:
             return view.part([a - o for a, o in zip(box.start, context.box.start)], box.shape)
 
+        # The largest piece is most of the output, so it has the measured time of the whole.
         for i, (box, x) in enumerate(zip(shown, gathered)):
             if box.size:
                 kernel = context.kernel(partial(_show, flips[i], signs[i]), x=x.view, y=part_of(context.y, box))
                 context.run(kernel, timing=self.timing(context, "forward") if i == largest else None)
 
         def backward() -> None:
+            # Every rank returns every piece, if only nothing, so that all ranks exchange in the same order.
             for i, (box, blocks) in enumerate(zip(shown, boxes)):
                 returned = context.return_gradient(0, blocks)
                 dy = part_of(context.dy, box) if box.size else None
@@ -462,6 +464,7 @@ class WindowPadding:
 
     def __init__(self, stencil: Stencil, mode: Mode | Sequence[Mode], name: str | None) -> None:
         self._whole, self._mode, self._name = stencil, mode, name
+        # Calls with the same amounts share a layer: a network refuses two layers of one name.
         self._pads: dict[Amounts, Pad] = {}
         several = not isinstance(mode, (str, Sphere))
         modes = () if isinstance(mode, Sphere) else modes_of(mode, len(mode) if several else 2, "zeros")

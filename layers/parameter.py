@@ -216,14 +216,16 @@ def blocks_of(spec: Parameter, parts: Mapping[str, int], output: Layout) -> Para
 def _blocks_of(
     spec: Parameter, space: tuple[Intervals, ...], channel: int, inner: int, used: int, size: int
 ) -> ParameterBlocks:
+    # Boxes are products of one list of intervals per axis of the parameter, but the grid of ranks has more axes: each
+    # list repeats its intervals for the axes of the grid that do not cut the parameter.
     # Row-major: replicas along the first axis of the parameter, then its positions, channels and input channels.
-    replicas = used // (channel * inner * math.prod(map(len, space)))
+    replicas = used // (channel * inner * math.prod(map(len, space)))  # ranks with other samples, or positions
     grid = (replicas, *map(len, space), channel, inner)
     grid_axes: list[int | None] = [None, *spec.spatial_axes, spec.channel_axis, spec.input_axis]
     axes: list[Intervals] = [((0, n),) for n in spec.shape]
     agreeing, first = [], []
     for d, (axis, pieces) in enumerate(zip(spec.spatial_axes, space), start=1):
-        whole = spec.shape[axis] == 1
+        whole = spec.shape[axis] == 1  # held by every part of the axis
         axes[axis] = ((0, 1),) * len(pieces) if whole else pieces
         agreeing += [] if whole else [d]
     if spec.input_axis is not None:

@@ -196,6 +196,8 @@ class AveragePool(_Pool):
         self.count_include_pad = count_include_pad
 
     def __call__(self, *inputs: Node) -> Node:
+        # Backends count either all taps or those inside the array. Padding counts here, elements beyond it do not: so
+        # padding becomes part of the array.
         self._refuse_others(inputs)
         if len(inputs) != 1 or not self.count_include_pad:
             return super().__call__(*inputs)
@@ -266,8 +268,7 @@ class GlobalAveragePool(_GlobalPool):
     def lower(self, context: Context) -> Lowered:
         value, boxes = context.inputs[0], context.output.layout.boxes
         scale = 1.0 / math.prod(context.shapes[0][:-1])
-        # Samples and channels of each rank's summands.
-        summands = without_space(value.layout.boxes)
+        summands = without_space(value.layout.boxes)  # of a rank without positions: no samples
         shape = summands[context.rank].shape
         partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
         context.run(context.kernel(_sum, x=value.view, y=partial_), timing=context.timing("forward"))
@@ -335,6 +336,7 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
     Pure arithmetic.
     """
     samples, *spatial, channels = inputs.axes
+    # Blocks without positions have no maximum, and must not have a slot: its contents would be compared.
     full = [all(b > a for a, b in intervals) for intervals in itertools.product(*spatial)]
     firsts = list(itertools.accumulate(full, initial=0))
     slots = tuple((first, first + whole) for first, whole in zip(firsts, full))
@@ -419,6 +421,7 @@ class Search:
 
         def run() -> None:
             for values, others, best, lowest, own, worse in steps:
+                # Elements below the maximum get numbers beyond all others: the smallest is that of the first maximum.
                 np.amax(values, axis=self.axis, out=best, keepdims=True)
                 np.not_equal(values, best, out=worse)
                 np.multiply(worse, beyond, out=worse)
@@ -484,6 +487,7 @@ def _spread_to_first(
     def run() -> None:
         if dx.size:
             rows, marks = (array.reshape(array.shape[0], -1, array.shape[-1]) for array in (dx, mask))
+            # A NaN has chosen a number that no position has, so its gradient goes to none.
             np.equal(own[None, :, None], chosen[:, 1:], out=marks)
             np.copyto(dy, chosen[:, :1], casting="same_kind")
             np.multiply(marks, dy, out=rows)
@@ -568,7 +572,7 @@ class AdaptiveMaxPool(_Adaptive):
         resamplings = self.resamplings(context.shapes[0])
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
         x = context.gather(0, boxes).run()
-        if not context.box.size:
+        if not context.box.size:  # still in all exchanges: other ranks send to their owners here
             return Lowered(lambda: context.return_gradient(0, boxes).run())
         searches = []
         for axis, r in enumerate(resamplings, start=1):

@@ -280,7 +280,7 @@ def _regrouped(
         if not back:
             np.copyto(own, part)
             return
-        if part.size < whole.size:
+        if part.size < whole.size:  # the gathered rows hold elements of other ranks' outputs
             whole.fill(0)
         np.copyto(part, own)
 
@@ -533,7 +533,7 @@ def _moving(copies: Sequence[tuple[Slices, Slices]], environment: Any, x: Any, y
     pairs = [(y[a], x[b]) for a, b in copies]
 
     def run() -> None:
-        if sum(to.size for to, _ in pairs) < y.size:
+        if sum(to.size for to, _ in pairs) < y.size:  # a cell that a block cuts has elements of other ranks
             y.fill(0)
         for to, source in pairs:
             np.copyto(to, source)

@@ -86,6 +86,7 @@ class _Resizing:
         self._cut: dict[Node, Node] = {}
 
     def network(self) -> Network:
+        # Predictions first: the extents of targets follow from theirs.
         old, targets = self._old, set(self._old.targets)
         loss = old.outputs.get("loss")
         of_targets = self._only_of(targets)

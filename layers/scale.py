@@ -199,6 +199,7 @@ def _shift(environment: Any, y: Any, beta: Any) -> Callable[[], None]:
 def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
+            # Not by a mask of 0 and 1, which would make NaN of an infinity.
             np.minimum(x, 0, out=work)
             np.multiply(work, slope, out=work)
             np.maximum(x, 0, out=y)

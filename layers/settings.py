@@ -74,7 +74,7 @@ def fingerprint(network: Network) -> list[str]:
     Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything in them. A copy
     for samples of another size is equal to its origin.
     """
-    network = network.origin or network
+    network = network.origin or network  # also for samples of another size, checkpoints fit
     lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
     for name, node in network.layers.items():
         settings = json.dumps(settings_of(node.layer, node.inputs[0].shape, private=False), sort_keys=True)

@@ -136,7 +136,7 @@ class Strategy:
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int) -> Strategy:
         """Return the same cuts with another scheme of gradient reduction, and buckets of this size [B]."""
-        other = copy.copy(self)  # the copy keeps the cached cuts
+        other = copy.copy(self)  # not `replace`: the copy keeps the cached cuts, which searches need
         object.__setattr__(other, "reduction", scheme)
         object.__setattr__(other, "bucket_bytes", bucket_bytes)
         return other
@@ -232,6 +232,7 @@ class Strategy:
         for name, owner in network.owners.items():
             if name == owner or self.cuts_of(name) == self.cuts_of(owner):
                 continue
+            # Other cuts are right too if they give the same blocks: whole parameters on as many ranks.
             specs = network.own_parameters(owner)
             mine, others = (held(specs, network.layers[layer], self.cuts_of(layer), size) for layer in (name, owner))
             if mine != others:
@@ -415,7 +416,7 @@ def _layout(shape: tuple[int, ...], requested: tuple[Cut, ...], size: int) -> La
     cuts = dict(zip(AXES, requested))
     parts = counts_of(cuts)
     channel = parts["channel"] * parts["input_channel"]
-    if len(shape) == 2:
+    if len(shape) == 2:  # at most one block per sample: further ranks have none
         return Layout.blocks(shape, (min(shape[0], math.prod(parts.values()) // channel), channel), size)
     shares = dict(enumerate((cuts["sample"], *_folded(len(shape), cuts)[1])))
     uneven = {d: shared_boundaries(shape[d], cut) for d, cut in shares.items() if isinstance(cut, tuple)}
