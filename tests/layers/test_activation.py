@@ -6,23 +6,9 @@ import pytest
 import halograd as hg
 from halograd.comm import Communicator
 from halograd.layers.strategy import Strategy
-from halograd.testing import check_layer, random_array, run_layer
+from halograd.testing import random_array, run_layer
 from tests.layers.cases import ACTIVATIONS
 from tests.layers.graphs import run
-from tests.support.grids import axes_in_turn
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if "soft" not in kind])
-def test_exact_before_a_convolution(comm, turn, kind, backend, dtype):
-    """An activation before a convolution is exact under every cut; backward may read its output from a padded copy."""
-
-    def chain():
-        return lambda x: hg.Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(hg.Conv(3, 1, name="before")(x)))
-
-    axes = axes_in_turn(comm.size, ("sample", "height", "width"), turn)
-    check_layer(chain, (7, 6, 2), gradient=False, batch=2, backend=backend, dtype=dtype, axes=axes)
 
 
 def test_softmax_of_large_values_is_finite():

@@ -101,19 +101,6 @@ def test_exact_on_every_grid(comm, turn, kind, activation):
     check_layer(lambda: LAYERS[kind](given), shape, gradient=gradient, tolerance=256.0, axes=axes)
 
 
-@pytest.mark.mpi
-def test_a_head_as_one_writes_it():
-    def head():
-        conv, flat, dense = (
-            hg.Conv(3, 3, activation="gelu", name="c"),
-            hg.Flatten(),
-            hg.Dense(6, activation="tanh", name="d"),
-        )
-        return lambda x: dense(flat(conv(x)))
-
-    check_layer(head, SHAPE, gradient=False)
-
-
 @pytest.mark.torch
 def test_as_torch():
     f = torch().nn.functional

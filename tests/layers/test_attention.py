@@ -175,26 +175,6 @@ def test_dropped_weights_are_the_same_under_every_cut(ranks, alone, turn, case):
 
 
 @pytest.mark.mpi
-def test_a_block_with_projections_and_convolutions(ranks):
-    """A residual block is exact; queries, keys and values of one input add up their gradients.
-
-    It has no biases of keys: their gradients are zero but for rounding.
-    """
-
-    def block():
-        before = Conv(8, 3, padding=1)
-        attend = MultiHeadAttention(4, width=3, groups=2, qkv_bias=False, bias="relative", name="m")
-
-        def call(x):
-            y = before(x)
-            return y + attend(y)
-
-        return call
-
-    check_layer(block, (6, 5, 4), backend="numpy")
-
-
-@pytest.mark.mpi
 def test_samples_that_were_read_with_halos(monkeypatch):
     """Boxes of an input that other layers read are no parts of it: on three ranks rank 0 owns no row of six here, and
     reads the second one for its cropped output. The owned boxes are sent.

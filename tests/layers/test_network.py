@@ -7,6 +7,7 @@ import halograd as hg
 from halograd import layers
 from halograd.layers.settings import fingerprint, settings_of
 from halograd.models import googlenet
+from tests.layers.cases import LAYERS
 
 
 def nodes():
@@ -20,24 +21,13 @@ def mse(*inputs, name="mse"):
 
 def test_outputs_that_nothing_computes_are_refused():
     y, _ = nodes()
-    with pytest.raises(TypeError, match=r"the output of a layer as 'loss', got MeanSquaredError; call it on nodes"):
+    with pytest.raises(TypeError, match=r"the output of a layer as 'loss', got MeanSquaredError"):
         hg.Network({"prediction": y, "loss": hg.MeanSquaredError()})
     with pytest.raises(TypeError, match=r"the output of a layer as 'shape', got tuple$"):
         hg.Network({"prediction": y, "shape": y.shape})
 
 
-ONE_INPUT = [
-    *(layers.ReLU(), layers.LeakyReLU(), layers.Clamp(), layers.Softmax(), layers.LogSoftmax(), layers.Affine(2, 1)),
-    *(layers.Conv(2, 1), layers.ConvTranspose(2, 1), layers.Dense(2), layers.MaxPool(2), layers.AveragePool(2)),
-    *(layers.GlobalAveragePool(), layers.GlobalMaxPool(), layers.Resize(2), layers.AdaptiveAveragePool(2)),
-    *(layers.AdaptiveMaxPool(2), layers.Pad(1), layers.Pad(1, "reflect"), layers.Roll(1), layers.Slice(0, 1)),
-    *(layers.Reshape((2, 4, 4)), layers.Flatten(), layers.GroupNorm(1), layers.InstanceNorm(), layers.LayerNorm()),
-    *(layers.RMSNorm(), layers.LayerNorm("channels")),
-    *(layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),
-    *(layers.Embedding(), layers.Scale(), layers.PReLU(), layers.Flip("width"), layers.ChannelMax()),
-    *(layers.ChannelMean(), layers.Abs(), layers.Exp(), layers.Log(), layers.Power(2)),
-    *(layers.ChannelShuffle(2), layers.PixelShuffle(1), layers.PixelUnshuffle(2)),
-]
+ONE_INPUT = [make() for make, shapes in LAYERS.values() if len(shapes) == 1 and make().kind != "BatchNorm"]
 
 
 @pytest.mark.parametrize("layer", ONE_INPUT, ids=lambda layer: layer.kind)
@@ -49,9 +39,7 @@ def test_layers_of_one_input_refuse_more(layer):
 
 
 def test_batch_norm_takes_one_input_or_two():
-    with pytest.raises(
-        ValueError, match="BatchNorm: expected one input, or a second of the same shape to add, got none"
-    ):
+    with pytest.raises(ValueError, match=r"BatchNorm: expected .* got none"):
         layers.BatchNorm()()
 
 
@@ -151,7 +139,7 @@ def test_initial_values_do_not_make_another_network():
 
 def test_initial_values_that_fit_nothing_are_refused():
     x = hg.Input((6, 6, 2), name="x")
-    with pytest.raises(ValueError, match=r"of shape \(2, 1, 1, 2\) for conv/w, got \(3,\); give values"):
+    with pytest.raises(ValueError, match=r"of shape \(2, 1, 1, 2\) for conv/w, got \(3,\)"):
         hg.Network(hg.Conv(2, 1, name="conv").initialized(w=np.zeros(3))(x))
     with pytest.raises(ValueError, match="expected initial values of w, b in layer 'conv', got some of 'gamma'"):
         hg.Network(hg.Conv(2, 1, name="conv").initialized(gamma=np.zeros(2))(x))
@@ -162,7 +150,7 @@ def test_a_network_begins_with_arrays_by_name():
     network = hg.Network(hg.ReLU(name="r")(hg.Conv(2, 1, name="conv")(x)))
     before = network.initial_values()
     network.begin_with({"conv/b": [5.0, 6.0]})
-    with pytest.raises(ValueError, match="expected initial values of layers, got those of 'cnv/b'"):
+    with pytest.raises(ValueError, match=r"expected .* got those of 'cnv/b'"):
         network.begin_with({"conv/b": [1.0, 2.0], "cnv/b": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"for conv/w, got \(3,\)"):
         network.begin_with({"conv/b": [1.0, 2.0], "conv/w": np.zeros(3)})
@@ -172,7 +160,7 @@ def test_a_network_begins_with_arrays_by_name():
 
 
 def test_inputs_are_of_a_known_type():
-    with pytest.raises(ValueError, match=r"input 'mask': expected an integer dtype .int8.*, got 'int33'; leave it"):
+    with pytest.raises(ValueError, match=r"input 'mask': expected an integer dtype .int8.*, got 'int33'"):
         hg.Input((4, 4, 1), "mask", "int33")
 
 

@@ -7,38 +7,13 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers import Concat, Conv, Input, Network, Pad, Roll, Slice, Sphere
+from halograd.layers import Conv, Input, Network, Pad, Roll, Slice, Sphere
 from halograd.layers.padding import PadAxis
 from halograd.testing import check_layer, random_array, run_layer
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
 DATA = st.data()
-
-
-@pytest.mark.mpi
-def test_a_periodic_convolution():
-    """A convolution with circular padding along one axis and replicated edges along the other is exact."""
-
-    def layers():
-        around, ends = Pad(((0, 0), (1, 1)), "circular", name="c"), Pad(((1, 1), (0, 0)), "replicate", name="r")
-        conv = Conv(4, 3, activation="relu", name="conv")
-        return lambda x: conv(ends(around(x)))
-
-    check_layer(layers, SHAPE)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("axes", [("sample", "height"), ("sample", "width", "channel")])
-def test_some_of_the_channels(axes):
-    """Slices of the channels that are joined in reverse order are exact, also with cut channels."""
-
-    def turned():
-        first, rest, both = Slice(0, 2, "first"), Slice(2, 5, "rest"), Concat(name="both")
-        return lambda x: both(rest(x), first(x))
-
-    check_layer(turned, (5, 6, 5), axes=axes, gradient=axes[-1] != "channel")
-    check_layer(lambda: Slice(1, 4), (5,), gradient=False)
 
 
 @given(
@@ -144,18 +119,6 @@ def test_a_convolution_that_is_called_twice_shares_its_padding():
     kept = Conv(3, 3, 2, padding=1, padding_mode=("zeros", "circular"))
     assert kept.stencil.padding == ((1, 1), 0) and kept(Input(SHAPE)).shape == (4, 3, 3)
     assert Conv(3, 3, padding=1, padding_mode="zeros")(Input(SHAPE)).inputs[0].layer.name == "x"
-
-
-@pytest.mark.mpi
-def test_a_shift_comes_back():
-    def layers():
-        there, back = Roll((2, -1), name="there"), Roll((-2, 1), name="back")
-        return lambda x: back(there(x))
-
-    check_layer(layers, SHAPE, gradient=False)
-    with Communicator(MPI.COMM_SELF) as alone:
-        found = run_layer(layers, [SHAPE], alone, {})
-    np.testing.assert_array_equal(found["y"], random_array((2, *SHAPE), "x0"))
 
 
 def test_every_mode_but_the_constant_is_a_layer_per_axis():

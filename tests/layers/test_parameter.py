@@ -180,16 +180,6 @@ def test_weight_norm_is_exact_on_uneven_and_empty_blocks(name, monkeypatch):
     check_layer(*LAYERS[name], gradient=False)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("backend", ["numpy", "onednn"])
-def test_weight_norm_is_exact_in_a_chain_in_float32(backend):
-    def chain():
-        first, flat, last = LAYERS["conv"][0](), Flatten(), Dense(3, weight_norm=True, name="d")
-        return lambda x: last(flat(first(x)))
-
-    check_layer(chain, SHAPE, dtype="float32", backend=backend)
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("name", LAYERS)
 def test_weight_norm_as_torch(name):

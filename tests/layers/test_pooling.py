@@ -32,17 +32,6 @@ def test_exact_on_drawn_geometries(kind, geometry):
         check_layer(lambda: POOLS[kind](*rest), (*spatial, 2), gradient=False, batch=1)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", POOLS)
-def test_exact_between_other_layers(kind):
-    """Pooling between other layers is exact, with an input without margins, to whose gradient other layers add."""
-
-    def chain():
-        return lambda x: hg.ReLU()(POOLS[kind](3, 2, 1)(hg.Conv(3, 3, padding=1, name="c")(hg.MaxPool(2)(x))))
-
-    check_layer(chain, (9, 8, 2), gradient=False)
-
-
 def test_ceil_mode_is_made_of_padding_only_where_that_counts():
     def kinds(name, **options):
         spatial, *geometry = CEIL[name]
@@ -93,16 +82,6 @@ def test_shapes_and_flops():
     assert hg.AveragePool(2).flops((8, 8, 3)) == 4 * 4 * 4 * 3
     assert hg.GlobalAveragePool().output_shape((4, 5, 6, 7)) == (7,)
     assert hg.GlobalAveragePool().flops((4, 5, 7)) == 140
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", ADAPTIVE)
-def test_exact_between_convolutions_with_equal_elements(kind):
-    def chain():
-        before, behind = hg.Conv(3, 3, padding=1, activation="relu", name="b"), hg.Conv(2, 3, padding=1, name="c")
-        return lambda x: behind(ADAPTIVE[kind]((5, 4))(hg.Pad(3, "circular", name="p")(before(x))))
-
-    check_layer(chain, (7, 6, 2), gradient=False)
 
 
 @pytest.mark.parametrize("kind", ADAPTIVE)

@@ -26,7 +26,6 @@ from halograd.lowering.operations import Transfer
 from halograd.program.compiler import compile_program
 from halograd.program.program import Target
 from halograd.testing import check_layer, random_array, run_layer
-from tests.layers.geometries import skew
 from tests.support.refusals import refusals
 
 AXES = ("sample", "height", "width")
@@ -48,18 +47,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.many_ranks
-def test_exact_on_uneven_and_empty_blocks_between_layers(monkeypatch):
-    """A vector that is reshaped to a map, as in a generator, is exact on uneven and empty blocks."""
-    skew(monkeypatch)
-
-    def chain():
-        dense, conv = Dense(6 * 7 * 2, name="d"), Conv(3, 3, padding=1, name="c")
-        return lambda x: conv(Reshape((6, 7, 2))(dense(x)))
-
-    check_layer(chain, (5,), axes=AXES, gradient=False, batch=3)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_elements_are_in_the_order_of_numpy(name):
     before, after = SHAPES[name]
@@ -77,18 +64,6 @@ def test_exact_between_maps(name):
     before, after = SHAPES[name]
     spatial = axis_names(max(len(before), len(after)) + 1)[1:-1]
     check_layer(lambda: Reshape(after), before, axes=("sample", *spatial, "channel"), gradient=False)
-
-
-@pytest.mark.mpi
-def test_exact_from_an_image_to_tokens_and_back():
-    """Positions are mixed in both forms, with a dense layer per position, as in a transformer within a U-Net."""
-
-    def chain():
-        first, last = Conv(4, 3, padding=1, name="first"), Conv(2, 3, padding=1, name="last")
-        tokens, each = Conv(4, 3, padding=1, name="tokens"), Conv(4, 1, name="each")
-        return lambda x: last(Reshape((6, 5, 4))(each(tokens(Reshape((-1, 4))(first(x))))))
-
-    check_layer(chain, (6, 5, 2), axes=AXES, gradient=False)
 
 
 @pytest.mark.mpi
@@ -137,7 +112,7 @@ def test_minus_one_follows_the_samples():
 
 
 test_refusals = refusals(
-    (lambda: Reshape((4,)), r"expected \(\*spatial, C\) with 1 to 3 spatial axes, all at least 1, .* got \(4,\); for"),
+    (lambda: Reshape((4,)), r"expected \(\*spatial, C\) with 1 to 3 spatial axes, all at least 1, .* got \(4,\)"),
     (lambda: Reshape((4, 0)), r"all at least 1, but one may be -1, got \(4, 0\)"),
     (lambda: Reshape((-1, 2, -1)), r"one may be -1, got \(-1, 2, -1\)"),
     (lambda: Reshape((2, 2, 2, 2, 2)), r"with 1 to 3 spatial axes"),
@@ -145,15 +120,6 @@ test_refusals = refusals(
     (lambda: Reshape((2, 3))(Input((7, 2))), r"expected 6 elements for \(2, 3\), got 7 x 2"),
     (lambda: Reshape((-1, 3))(Input((5, 2))), r"expected a multiple of 3 elements for \(-1, 3\), got 5 x 2"),
 )
-
-
-@pytest.mark.mpi
-def test_exact_as_the_end_of_a_network_for_super_resolution():
-    def chain():
-        before, behind = Conv(8, 3, padding=1, name="b"), Conv(2, 3, padding=1, name="c")
-        return lambda x: behind(PixelShuffle(2)(before(PixelUnshuffle(2)(x))))
-
-    check_layer(chain, (10, 6, 2), gradient=False)
 
 
 test_refusals_of_shuffles = refusals(

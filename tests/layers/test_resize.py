@@ -3,23 +3,12 @@
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.kernels.geometry import MODES, Resampling
-from halograd.layers import Input, MaxPool, Resize
-from halograd.testing import check_layer
+from halograd.layers import Input, Resize
 from tests.support.refusals import refusals
-
-
-@pytest.mark.mpi
-def test_exact_between_other_layers_on_onednn():
-    def chain():
-        return lambda x: MaxPool(3, 1, 1)(Resize(2, mode="bilinear")(MaxPool(2)(x)))
-
-    check_layer(chain, (9, 8, 3), dtype="float32", backend="onednn")
-
 
 # -- arithmetic --------------------------------------------------------------------------------------
 
@@ -108,8 +97,8 @@ def test_shapes_and_flops():
 
 
 test_errors_name_what_is_wrong = refusals(
-    (lambda: Resize(), "expected either a scale or a size, got scale=None and size=None"),
-    (lambda: Resize(2, 4), "expected either a scale or a size, got scale=2 and size=4"),
+    (lambda: Resize(), "expected .* got scale=None and size=None"),
+    (lambda: Resize(2, 4), "expected .* got scale=2 and size=4"),
     (lambda: Resize(2, mode="lanczos"), "mode: expected one of nearest, .* got 'lanczos'"),
     (lambda: Resize(2, align_corners=True), "expected the mode linear or cubic, got 'nearest'"),
     (lambda: Resize(2, mode="bicubic")(Input((4, 4, 4, 2))), "mode 'bicubic' does not fit 3 spatial axes"),

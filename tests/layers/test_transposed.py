@@ -5,19 +5,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from halograd.dtensor import Box
-from halograd.layers import ConvTranspose, Input, MaxPool
+from halograd.layers import ConvTranspose, Input
 from halograd.testing import check_layer
 from tests.layers.cases import TRANSPOSED, transposed
 from tests.layers.geometries import brute_force_taps
 from tests.support.refusals import refusals
-
-
-@pytest.mark.mpi
-def test_exact_between_other_layers():
-    def chain():
-        return lambda x: MaxPool(2)(ConvTranspose(3, 3, 2, 1, name="b")(MaxPool(2)(x)))
-
-    check_layer(chain, (9, 8, 2), gradient=False)
 
 
 @st.composite

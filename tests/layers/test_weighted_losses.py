@@ -395,9 +395,9 @@ X, W, CLASSES = hg.Input(SHAPE, "x"), hg.Input((5, 3, 1), "w"), hg.Input((5, 3, 
 
 test_refuses_what_does_not_fit = refusals(
     (lambda: hg.MeanSquaredError(normalization="mean"), r"normalization: expected one of \('count', 'weights'\)"),
-    (lambda: hg.MeanSquaredError()(X), "expected a prediction, a target and perhaps weights, got 1 inputs"),
+    (lambda: hg.MeanSquaredError()(X), "expected .* got 1 inputs"),
     (lambda: hg.MeanSquaredError()(X, X, W, W), "perhaps weights, got 4 inputs"),
-    (lambda: Unweighted()(X, X, W), "Unweighted: expected a prediction and a target, got 3 inputs"),
+    (lambda: Unweighted()(X, X, W), "Unweighted: expected .* got 3 inputs"),
     (
         lambda: hg.SoftmaxCrossEntropy()(X, CLASSES, X),
         r"expected weights of shape \(5, 3, 1\), with 1 for any of its extents, or \(1,\), got \(5, 3, 4\)",

