@@ -1,6 +1,7 @@
 # Everything runs from .venv, made by pip alone; a second call re-uses it.
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
-#   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
+#   make test        the suite in some ten minutes, serially and under 1, 2, 3 and 4 MPI ranks
+#   make nightly     the whole suite: also tests marked nightly, each under all its numbers of ranks, and 6 and 8 ranks
 #   make quick       a part of everything in less than a minute: arithmetic, layers, two ranks, one training step
 #   make test-openmpi  tests of communication, and a run that is killed and resumed, under an Open MPI of this machine
 #   make bench-step  step times beside torch and JAX (installs them)
@@ -26,7 +27,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test nightly test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -70,6 +71,9 @@ quick: venv
 
 test: venv
 	@$(PY) tests/run_suite.py $(SUITE)
+
+nightly: venv
+	@$(PY) tests/run_suite.py --nightly $(SUITE)
 
 test-openmpi: venv
 	@$(PY) tests/run_suite.py --mpi openmpi $(SUITE)

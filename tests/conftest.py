@@ -3,9 +3,11 @@
 ``@pytest.mark.mpi``              run under 1, 2, 3 and 4 ranks
 ``@pytest.mark.many_ranks``       run under 1, 2, 3, 4, 6 and 8 ranks
 ``@pytest.mark.ranks(2, 6)``      run under exactly these numbers of ranks
+``@pytest.mark.nightly``          leave out of ``make test``; ``make nightly`` and direct calls of pytest run it
 ``@pytest.mark.timeout(seconds)`` a limit longer than the default; on a slow or busy machine all of them are longer
 
-A test with one of the first three markers does not run serially. Under MPI a failure on one rank fails the test on all.
+A test with one of the first three markers does not run serially. A test for several numbers of ranks counts as nightly
+under all but one of them (`tests.harness.sizes.daily`). Under MPI a failure on one rank fails the test on all.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from tests.harness.jobs import TEST_ENVIRONMENT
 from tests.harness.limits import TEST_LIMIT, scaled
 from tests.harness.plugin import RankPlugin, limit_of, quiet
 from tests.harness.record import Record
-from tests.harness.sizes import sizes_in, sizes_of
+from tests.harness.sizes import daily, sizes_in, sizes_of
 from tests.harness.watchdog import Watchdog
 
-SIZE = pytest.StashKey[int]()
+SIZE, NIGHTLY = pytest.StashKey[int](), pytest.StashKey[int]()
 
 for _name, _value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -67,14 +69,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests for this number of ranks; without MPI, keep the tests without a marker for ranks."""
     size = config.stash[SIZE]
     _check_marks(items)
+    for item, sizes in daily(items):
+        if size and size not in sizes:
+            item.add_marker("nightly")
     wanted = [size in sizes_of(item) if size else not sizes_of(item) for item in items]
     if not all(wanted):
         config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
         items[:] = [item for item, keep in zip(items, wanted) if keep]
+    config.stash[NIGHTLY] = sum(item.get_closest_marker("nightly") is not None for item in items)
 
 
 def pytest_collection_finish() -> None:
@@ -118,7 +125,7 @@ class Recorder:
         self.seconds = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.record.write(collected=len(session.items))
+        self.record.write(collected=len(session.items), nightly=session.config.stash[NIGHTLY])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

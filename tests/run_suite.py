@@ -1,4 +1,7 @@
-"""Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
+"""Run the suite: serially, then under MPI ranks. Called by ``make test`` and, with all nightly tests, ``make nightly``.
+
+Without ``--nightly`` each case of a test for several numbers of ranks runs under one of them (`tests.harness.sizes`),
+and tests with the mark ``nightly`` and those for 6 and 8 ranks are left out. Tests that are named are always run.
 
 In a run of the whole suite, two of its runs go on at any time: a rank that waits for another, and a test that waits
 for a program, leave a core to the other run. The serial tests are two such runs: those that start programs, and the
@@ -8,7 +11,8 @@ Every run and every test has a wall-clock limit, which grows on a slow or busy m
 all its ranks and counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N
 skipped``.
 
-    python tests/run_suite.py                         everything
+    python tests/run_suite.py                         all but nightly tests
+    python tests/run_suite.py --nightly               everything
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
     python tests/run_suite.py --runs serial -k box    other arguments go to pytest
     python tests/run_suite.py --slowest 20            the 20 files of each run that took longest
@@ -42,7 +46,8 @@ from tests.harness.sizes import files_for  # noqa: E402
 from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
-RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+DAILY = ("serial", "1", "2", "3", "4")
+RUNS = (*DAILY, "6", "8")
 #: Order of the runs of the whole suite, with the halves of the serial one: the last ones are short, so that both cores
 #: have work to the end.
 LONGEST_FIRST = (("serial", "rest"), ("4", ""), ("serial", "programs"), ("3", ""), ("2", ""))
@@ -87,16 +92,18 @@ class Run:
     failures: list[tuple[str, str]] = field(default_factory=list)
     skips: list[tuple[str, str]] = field(default_factory=list)
     files: Counter[str] = field(default_factory=Counter)  # [s]
+    nightly: int = 0
 
 
-def command(name: str, limit: float, arguments: list[str]) -> list[str]:
-    """Return the command line of a run."""
+def command(name: str, limit: float, arguments: list[str], daily: bool = False) -> list[str]:
+    """Return the command line of a run; a daily one leaves out nightly tests."""
+    marks = " and not nightly" if daily else ""
     # Open MPI gives its ranks a terminal, in which pytest would write in colors.
     pytest = [sys.executable, "-m", "pytest", "-q", "--color=no", "--no-header", "--tb=short", "-r", "fE"]
     pytest += ["--continue-on-collection-errors", f"--timeout={limit:g}"]
     if name == "serial":
-        return [*pytest, "--timeout-method=signal", "-m", "not mpi", *arguments]
-    return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", "mpi", *arguments]
+        return [*pytest, "--timeout-method=signal", "-m", f"not mpi{marks}", *arguments]
+    return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", f"mpi{marks}", *arguments]
 
 
 def arguments_for(name: str, half: str, options: argparse.Namespace) -> list[str]:
@@ -128,7 +135,7 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     extra |= {jobs.COMPILED: str(compiled), **jobs.bytecode(folder)}
     begin = time.monotonic()
     process = subprocess.Popen(
-        command(name, options.test_limit, arguments_for(name, half, options)),
+        command(name, options.test_limit, arguments_for(name, half, options), options.daily),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -179,7 +186,7 @@ def together(run: Run, other: Run) -> Run:
     """Return the combined result of two halves of one run."""
     both = Run(run.name, run.passed + other.passed, run.skipped + other.skipped, max(run.seconds, other.seconds))
     both.failures, both.skips = run.failures + other.failures, run.skips + other.skips
-    both.files = run.files + other.files
+    both.files, both.nightly = run.files + other.files, run.nightly + other.nightly
     return both
 
 
@@ -207,7 +214,7 @@ def _wait(process: subprocess.Popen[bytes], mark: str, deadline: float, records:
 
 
 def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: deque[str]) -> Run:
-    run = Run(name, outcomes.count("passed"), outcomes.count("skipped"))
+    run = Run(name, outcomes.count("passed"), outcomes.count("skipped"), nightly=outcomes.nightly)
     run.skips = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "skipped"]
     run.failures = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "failed"]
     for verdict in outcomes.verdicts:
@@ -231,13 +238,18 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
     return run
 
 
-def left_out(options: argparse.Namespace) -> str:
-    """Return a note on the parts of the whole suite that a quick run leaves out."""
+def left_out(options: argparse.Namespace, runs: list[Run]) -> str:
+    """Return a note on the parts of the whole suite that a quick or a daily run leaves out."""
+    ranks = ", ".join(name for name in RUNS if name not in options.runs)
+    if options.daily:
+        tests = sum(run.nightly for run in runs)
+        return f"left out: {tests} nightly tests, and the runs {ranks}; `make nightly` does all (CONTRIBUTING.md)"
+    if not options.quick:
+        return ""
     files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     named = {Path(test.partition("::")[0]) for name in options.runs for test in QUICK[name]}
     others = [file for file in files if not named & {file, *file.parents}]
-    ranks = ", ".join(name for name in RUNS if name not in options.runs)
-    return f"left out: {len(others)} of {len(files)} files of tests, and the runs {ranks}; `make test` does all"
+    return f"left out: {len(others)} of {len(files)} files of tests, and the runs {ranks}; `make test` does more"
 
 
 def summarize(runs: list[Run], slowest: int = 0, note: str = "") -> bool:
@@ -274,7 +286,9 @@ def summarize(runs: list[Run], slowest: int = 0, note: str = "") -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the parsed options; unknown ones are passed to pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts (default {','.join(RUNS)})")
+    runs = f"(default {','.join(DAILY)}; nightly {','.join(RUNS)})"
+    parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts {runs}")
+    parser.add_argument("--nightly", action="store_true", help="tests marked nightly and all numbers of ranks too")
     parser.add_argument("--quick", action="store_true", help="a part of everything in less than a minute")
     parser.add_argument("--mpi", choices=sorted(mpi.INSTALLATIONS), help="in place of the environment's own")
     limits = "on an idle machine [s] (default %(default)g)"
@@ -284,15 +298,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
     installation = mpi.INSTALLATIONS.get(options.mpi)
-    every = QUICK if options.quick else RUNS_OF_A_PART if installation else RUNS
+    paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
+    options.whole = not paths and installation is None and not options.quick
+    options.daily = options.whole and not options.nightly
+    every = QUICK if options.quick else RUNS_OF_A_PART if installation else DAILY if options.daily else RUNS
     options.runs = options.runs.split(",") if options.runs else list(every)
     unknown = [name for name in options.runs if name != "serial" and not name.isdigit()]
     if unknown:
         parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
-    paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
     if options.quick and (paths or not QUICK.keys() >= set(options.runs)):
         parser.error(f"--quick: expected no tests and no other runs than {','.join(QUICK)}; leave --quick out")
-    options.whole = not paths and installation is None and not options.quick
     if not paths and not options.quick:
         options.arguments += ["tests"] if installation is None else installation.tests
     return options
@@ -311,7 +326,7 @@ def main() -> int:
     print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
         runs = execute_all(options, Path(folder))
-    return 0 if summarize(runs, options.slowest, left_out(options) if options.quick else "") else 1
+    return 0 if summarize(runs, options.slowest, left_out(options, runs)) else 1
 
 
 if __name__ == "__main__":

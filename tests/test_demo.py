@@ -42,7 +42,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     return out, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_is_there(finished):
     out, _ = finished
     names = {"mesh.h5", "config.toml", "predictions.h5", "report.html", "run", *PICTURES}
@@ -51,7 +51,7 @@ def test_everything_is_there(finished):
     assert {path.name for path in (out / "run").iterdir()} == {"checkpoints", "log.jsonl", "timeline.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_report_compares_with_the_baseline(finished):
     out, printed = finished
     report = (out / "report.html").read_text()
@@ -66,7 +66,7 @@ def test_report_compares_with_the_baseline(finished):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_are_those_of_the_predictions(finished):
     out, _ = finished
     with h5py.File(out / "predictions.h5") as file, h5py.File(out / "mesh.h5") as data:
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_predictions(finished):
         assert np.array_equal(file["target"][:][order][..., 0], data["mask"][:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_configuration_is_one_to_start_from(finished, tmp_path):
     out, _ = finished
     sets = ("strategy.sample=1", "training.epochs=1", f"output.directory={tmp_path / 'mine'}")
@@ -87,7 +87,7 @@ def test_configuration_is_one_to_start_from(finished, tmp_path):
     assert (tmp_path / "mine" / "log.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_second_call_replaces_only_its_own(finished):
     out, first = finished
     assert "generated before" not in first

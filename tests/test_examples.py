@@ -33,6 +33,7 @@ def test_training_by_hand_is_that_of_one_process():
         assert any(operation in line for line in listing), operation
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -63,6 +64,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tracking(tmp_path, ranks):
     """The tracking example records every score of every epoch and the best checkpoint, from one rank."""
@@ -83,6 +85,7 @@ def test_tracking(tmp_path, ranks):
     assert Path(best[0]).exists() and best[1] == "best"
 
 
+@pytest.mark.nightly
 def test_notebook(monkeypatch):
     """All cells of the notebook run in sequence; its run becomes better, and its pictures are drawn."""
     matplotlib = pytest.importorskip("matplotlib")

@@ -54,7 +54,10 @@ def test_nothing_is_installed_into_another_environment(clone, target, made_by):
     )
 
 
-@pytest.mark.parametrize("target, options", [("test", ""), ("quick", " --quick"), ("test-openmpi", " --mpi openmpi")])
+@pytest.mark.parametrize(
+    "target, options",
+    [("test", ""), ("nightly", " --nightly"), ("quick", " --quick"), ("test-openmpi", " --mpi openmpi")],
+)
 def test_what_runs_the_suite(clone, target, options):
     other = environment(clone.parent / "other")
     done, calls = make(clone, target, f"VENV={other}", "SUITE=-x")

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,9 @@ from tests import run_suite as runner
 from tests.harness import jobs, mpi
 from tests.harness.limits import GRACE_VARIABLE, LIMIT, SLOWNESS_VARIABLE, scaled
 from tests.harness.record import VARIABLE
-from tests.launch import find_mpiexec
+from tests.harness.sizes import daily
 
+pytest_plugins = ("pytester",)
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -52,136 +52,77 @@ def run_suite(
 
 
 def test_markers_choose_the_runs(tmp_path):
+    """Marks choose numbers of ranks; a fault, a fault in set-up or a skip of one rank is a failure on all of them."""
     body = """
     def test_serial(): pass
     @pytest.mark.mpi
     def test_few(): assert world.size in (1, 2, 3, 4)
     @pytest.mark.many_ranks
     def test_many(): assert world.allreduce(1) == world.size
+    @pytest.mark.nightly
     @pytest.mark.ranks(2, 6)
     def test_exact(): assert world.size in (2, 6)
     @pytest.mark.mpi(min_size=2)
     def test_several(): assert world.size > 1
     @pytest.mark.mpi
     def test_skipped(): pytest.skip("needs a moon")
+    @pytest.mark.ranks(2)
+    def test_fault(): assert world.rank != 1, "rank one is broken"
+    @pytest.fixture
+    def broken(): assert world.rank != 0, "no fixture on rank zero"
+    @pytest.mark.ranks(2)
+    def test_fault_of_a_fixture(broken): world.Barrier()
+    @pytest.mark.ranks(2)
+    def test_skipped_by_one():
+        if world.rank == 1: pytest.skip("I am special")
+    @pytest.mark.ranks(2)
+    def test_last(): world.Barrier()
     """
     code, output, counts = run_suite(tmp_path, body, "serial,1,2,6")
-    assert (code, counts) == (0, (1 + 2 + 4 + 2, 0, 2)), output
-    assert "skipped 2: Skipped: needs a moon" in output
-    assert "MPI Information" not in output
+    assert (code, counts) == (1, (1 + 2 + 5 + 2, 3, 2)), output
+    assert "skipped 2: Skipped: needs a moon" in output and "MPI Information" not in output
+    assert "[rank 1 of 2]" in output and "rank one is broken" in output and "no fixture on rank zero" in output
+    assert "expected a test to be skipped on all ranks or none, got ranks [1] of 2: Skipped: I am special" in output
 
 
-def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
-    """All processes of a run share compiled modules, also if bytecode next to the sources is forbidden."""
-    body = """
-    @pytest.mark.ranks(2)
-    def test_place():
-        assert not sys.dont_write_bytecode
-        code = "import os, tests.launch; print(os.path.exists(tests.launch.__cached__))"
-        assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\\n"
-        raise ValueError(sys.pycache_prefix)
-    """
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    _, output, counts = run_suite(tmp_path, body, "2")
-    (place,) = set(re.findall(r"ValueError: (\S+)$", output, re.M))
-    assert counts == (0, 1, 0) and not Path(place).exists() and not list(tmp_path.rglob("__pycache__"))
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
-    assert jobs.bytecode(tmp_path) == {}, "beside the sources, as always"
+def test_without_nightly_tests_each_case_runs_once(pytester):
+    """Cases take the numbers of ranks in turn, so that each case and each number is run; one rank is an addition."""
+    items = pytester.getitems(
+        """
+        import pytest
+        @pytest.mark.mpi
+        @pytest.mark.parametrize("case", range(7))
+        def test_few(case): pass
+        @pytest.mark.many_ranks
+        def test_single(): pass
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("case", range(3))
+        def test_two(case): pass
+        @pytest.mark.ranks(6)
+        def test_six(): pass
+        def test_serial(): pass
+        """
+    )
+    runs = {item.name: sizes for item, sizes in daily(items)}
+    few = [runs[f"test_few[{case}]"] for case in range(7)]
+    assert all(len(sizes - {1}) == 1 for sizes in few) and set().union(*few) == {1, 2, 3, 4}
+    assert runs["test_single"] == {1, 4} and runs["test_six"] == runs["test_serial"] == set()
+    assert [runs[f"test_two[{case}]"] for case in range(3)] == 3 * [{2}]
+    assert "not mpi and not nightly" in runner.command("serial", 1.0, [], daily=True)
 
 
-@pytest.mark.parametrize("name", runner.QUICK)
-def test_what_is_quick_is_there_and_selects_tests(name):
-    """Every name in the list of quick tests exists and selects tests."""
-    command = runner.command(name, LIMIT, ["--collect-only", *runner.QUICK[name]])
-    environment = jobs.job_environment(jobs.new_mark())
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for test in runner.QUICK[name]:
-        assert any(line.startswith(test) and "::" in line for line in done.stdout.splitlines()), test
-
-
-def test_a_part_of_the_suite_says_what_it_leaves_out(capsys):
-    options = runner.parse(["--quick"])
-    assert options.runs == list(runner.QUICK) and not options.whole
-    for name, tests in runner.QUICK.items():
-        assert runner.arguments_for(name, "", options) == [*tests]
-    assert runner.summarize([runner.Run("2", passed=1)], 0, runner.left_out(options))
+@pytest.mark.parametrize("words", [["--quick"], []], ids=["quick", "daily"])
+def test_a_part_of_the_suite_says_what_it_leaves_out(words, capsys):
+    options = runner.parse(words)
+    assert runner.summarize([], 0, runner.left_out(options, [])) is False
     *_, note, _, total = capsys.readouterr().out.splitlines()
-    assert total == "1 passed, 0 failed, 0 skipped"
-    files = list((ROOT / "tests").rglob("test_*.py"))
-    left, of, runs = re.fullmatch(r"left out: (\d+) of (\d+) files of tests, and the runs ([\d, ]+); .*", note).groups()
-    assert 0 < int(left) < int(of) == len(files)
-    assert runs.split(", ") == [name for name in runner.RUNS if name not in runner.QUICK]
-
-
-@pytest.mark.parametrize("more", [["tests/comm"], ["--runs", "3"]], ids=["tests", "runs"])
-def test_a_part_of_the_suite_is_given(more, capsys):
-    with pytest.raises(SystemExit):
-        runner.parse(["--quick", *more])
-    assert "--quick: expected no tests and no other runs than serial,2" in capsys.readouterr().err
-
-
-def test_serial_tests_are_in_one_half():
-    """Every serial test is in exactly one of the two halves, and the named folders exist."""
-    halves = [runner.files_of_half(half, ROOT / "tests") for half in ("programs", "rest")]
-    assert {Path(path).name for path in halves[0]} == set(runner.PROGRAMS)
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        assert sum(Path(path) in (file, *file.parents) for half in halves for path in half) == 1, file
-
-
-@pytest.mark.parametrize(
-    ("arguments", "together"),
-    [([], 2), (["--runs", "2,serial,5"], 2), (["--quick"], 2), (["--runs", "serial,1,2", "tests/comm"], 1)],
-    ids=["all", "some", "quick", "chosen"],
-)
-def test_runs_go_on_in_pairs(monkeypatch, tmp_path, arguments, together):
-    """Two runs go on at any time unless tests are chosen; results are in the order of the runs."""
-    lock, running, most = threading.Lock(), [], []
-    full = threading.Barrier(together, timeout=LIMIT)
-
-    def execute(name, options, folder, half=""):
-        with lock:
-            running.append((name, half))
-            most.append(len(running))
-        full.wait()
-        with lock:
-            running.remove((name, half))
-        return runner.Run(name, passed=1, failures=[(name, half)])
-
-    monkeypatch.setattr(runner, "execute", execute)
-    options = runner.parse(arguments)
-    found = runner.execute_all(options, tmp_path)
-    assert max(most) == together
-    assert [run.name for run in found] == options.runs
-    halves = {run.name: sorted(half for _, half in run.failures) for run in found}
-    assert halves == {name: ["programs", "rest"] if options.whole and name == "serial" else [""] for name in halves}
-
-
-def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
-    body = """
-    @pytest.mark.mpi
-    def test_fault():
-        assert world.rank != 1, "rank one is broken"
-    @pytest.mark.mpi
-    def test_next(): world.Barrier()
-    """
-    code, output, counts = run_suite(tmp_path, body, "3")
-    assert code == 1 and counts == (1, 1, 0), output
-    assert "[rank 1 of 3]" in output and "rank one is broken" in output and "[rank 0 of 3]" not in output
-
-
-def test_fault_in_set_up_of_one_rank_skips_the_body_on_all(tmp_path):
-    body = """
-    @pytest.fixture
-    def broken():
-        assert world.rank != 0, "no fixture on rank zero"
-    @pytest.mark.mpi
-    def test_fault(broken): world.Barrier()
-    """
-    code, output, counts = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0), output
-    assert "no fixture on rank zero" in output
+    assert total == "0 passed, 1 failed, 0 skipped", "no test at all is a failure"
+    left, runs = re.fullmatch(r"left out: (\d+) .*, and the runs ([\d, ]+); `make \w+` .*", note).groups()
+    assert runs.split(", ") == [name for name in runner.RUNS if name not in options.runs]
+    assert (int(left) > 0) == options.quick
+    nightly = runner.parse(["--nightly"])
+    assert nightly.runs == [*runner.RUNS] and not nightly.daily and not runner.left_out(nightly, [])
+    assert not runner.parse(["tests/comm"]).daily, "what is named is run"
 
 
 def test_fault_while_the_others_wait_ends_the_run(tmp_path):
@@ -243,26 +184,15 @@ def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypa
     assert re.search(r"\[rank 1\] .*test_fake.py", output), output
 
 
-ONE_RANK = {
-    "os._exit(7)": "",
-    "os.kill(os.getpid(), signal.SIGKILL)": "",
-    "os.abort()": "",
-    'pytest.skip("I am special")': "expected a test to be skipped on all ranks or none, got ranks [1] of 2",
-}
-
-
-@pytest.mark.parametrize("what", ONE_RANK)
-def test_death_or_skip_of_one_rank_is_a_failure(tmp_path, what):
-    body = f"""
+def test_death_of_one_rank_is_a_failure(tmp_path):
+    body = """
     @pytest.mark.mpi
     def test_one():
-        if world.rank == 1: {what}
+        if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         world.Barrier()
     """
-    if "skip" in what:
-        body = body.replace("world.Barrier()", "pass")
     code, output, counts = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0) and ONE_RANK[what] in output, output
+    assert code == 1 and counts == (0, 1, 0), output
 
 
 def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
@@ -301,77 +231,25 @@ def test_serial_hangs_are_failures_too(tmp_path):
     assert re.search(r"\[rank 0\] .*in test_deaf", output), output
 
 
-def test_process_left_behind_is_a_failure_and_killed(tmp_path):
-    body = """
-    @pytest.mark.mpi
-    def test_leaves():
-        if world.rank == 0:
-            nothing = subprocess.DEVNULL
-            subprocess.Popen(["sleep", "99999"], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
-    """
-    code, output, counts = run_suite(tmp_path, body, "1", grace=0.5)
-    assert code == 1 and counts == (1, 1, 0), output
-    left = re.search(r"expected no process to outlive the run, got \[(\d+)\]", output)
-    assert left and not jobs.alive(int(left[1])), output
-
-
-def test_shared_memory_left_behind_is_a_failure_and_removed(tmp_path):
+def test_what_is_left_behind_is_a_failure_and_removed(tmp_path):
     name = f"halograd-left-{os.getpid()}"
     body = f"""
     import mmap
     kept = []
-    @pytest.mark.mpi
+    @pytest.mark.ranks(1)
     def test_leaves():
+        nothing = subprocess.DEVNULL
+        subprocess.Popen(["sleep", "99999"], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
         file = open("/dev/shm/{name}", "w+b")
         file.truncate(4096)
         kept.append(mmap.mmap(file.fileno(), 4096))
     """
     code, output, counts = run_suite(tmp_path, body, "1", grace=0.5)
-    assert code == 1 and counts == (1, 1, 0), output
+    assert code == 1 and counts == (1, 2, 0), output
+    left = re.search(r"expected no process to outlive the run, got \[(\d+)\]", output)
+    assert left and not jobs.alive(int(left[1])), output
     assert f"expected no shared memory to outlive the run, got ['{name}']" in output
     assert not (jobs.SHARED_MEMORY / name).exists()
-
-
-def test_no_tests_at_all_is_a_failure(tmp_path):
-    code, output, counts = run_suite(tmp_path, "", "serial")
-    assert code == 1 and counts == (0, 1, 0)
-    assert "expected at least one test, got none" in output
-
-
-def launcher(folder: Path, name: str, version: str) -> Path:
-    """Write a program that only prints a version."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{version}'\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
-    """The launcher of another MPI is found by its printed version, whatever its name and its position on PATH."""
-    openmpi = mpi.INSTALLATIONS["openmpi"]
-    first, second = tmp_path / "first", tmp_path / "second"
-    launcher(first, "mpirun", "HYDRA build details:")
-    with pytest.raises(mpi.NotInstalled, match=r"expected one of mpirun.openmpi, .* got none; apt-get install"):
-        openmpi.variables(str(first))
-    module = launcher(second, "mpiexec", "mpiexec (Open MPI) 5.0.7")
-    path = os.pathsep.join(map(str, (first, second)))
-    assert openmpi.variables(path)[mpi.LAUNCHER] == str(module)
-    debian = launcher(first, "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
-    assert openmpi.variables(path)[mpi.LAUNCHER] == str(debian)
-
-
-def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
-    """The launcher of the environment precedes PATH; a launcher named by the suite's run precedes both."""
-    environment, site = tmp_path / "environment", launcher(tmp_path / "site", "mpiexec", "Open MPI")
-    monkeypatch.setattr(sys, "executable", str(environment / "python"))
-    monkeypatch.setenv("PATH", str(site.parent))
-    monkeypatch.delenv(mpi.LAUNCHER, raising=False)
-    assert find_mpiexec() == str(site)
-    own = launcher(environment, "mpiexec", "HYDRA")
-    assert find_mpiexec() == str(own)
-    monkeypatch.setenv(mpi.LAUNCHER, str(site))
-    assert find_mpiexec() == str(site)
 
 
 def test_under_open_mpi(tmp_path):

@@ -15,6 +15,8 @@ from benchmarks.subject_torch import TorchNetwork
 from benchmarks.torch_checkpoint import LiveBytes, peak_bytes, regions_of
 from halograd.models import build
 
+pytestmark = pytest.mark.nightly
+
 
 def test_live_bytes_end_with_their_tensors():
     x = torch.zeros(100, requires_grad=True)

@@ -19,6 +19,8 @@ from halograd.layers import Add, BatchNorm, Conv, MaxPool
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.onednn import opened
 
+pytestmark = pytest.mark.nightly
+
 OURS = [replace(e, threads=1) for e in CONTESTANTS if not e.peer and e.equal]
 NUMPY = {"backend": "numpy"}
 

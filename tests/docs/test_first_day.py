@@ -54,7 +54,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_day_goes_as_the_page_says(tmp_path, monkeypatch, capsys):
     for name in ("torch", "onnxscript", "onnxruntime", "safetensors"):

@@ -27,7 +27,7 @@ NEEDS = "needs MkDocs: pip install 'halograd[docs]'"
 #: Packages of commands, which `commands.md` documents.
 COMMANDS = {"halograd.cli", "halograd.demo", "halograd.report"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

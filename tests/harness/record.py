@@ -60,6 +60,8 @@ class Outcomes:
         One verdict per test that was begun; a test that never ended counts as failed.
     collected
         Number of collected tests; None if the run ended during collection.
+    nightly
+        Number of tests for this run that have the mark ``nightly``.
     pids
         Process id of each rank.
     segments
@@ -70,6 +72,7 @@ class Outcomes:
 
     verdicts: list[Verdict] = field(default_factory=list)
     collected: int | None = None
+    nightly: int = 0
     pids: dict[int, int] = field(default_factory=dict)
     segments: set[str] = field(default_factory=set)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -89,6 +92,7 @@ def read(folder: Path) -> Outcomes:
                 found.pids[int(path.stem.removeprefix("events-"))] = event["pid"]
             found.segments |= set(event.get("segments", ()))
             found.collected = event.get("collected", found.collected)
+            found.nightly = event.get("nightly", found.nightly)
             if "begin" in event:
                 begun.setdefault(event["begin"], Verdict(event["begin"], "failed", "did not end"))
             if "end" in event:

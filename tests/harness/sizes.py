@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-__all__ = ["files_for", "sizes_in", "sizes_of"]
+__all__ = ["daily", "files_for", "sizes_in", "sizes_of"]
 
 FEW, MANY = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)
 _MARK = re.compile(r"mark\.(mpi|many_ranks|ranks)\b(?:\(([^)]*)\))?")
@@ -26,6 +29,23 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
     smallest = mpi.kwargs.get("min_size", 1) if mpi else 1
     every = MANY if item.get_closest_marker("many_ranks") else FEW
     return tuple(n for n in every if n >= smallest)
+
+
+def daily(items: Iterable[pytest.Item]) -> Iterator[tuple[pytest.Item, set[int]]]:
+    """Yield each test with the numbers of ranks under which it runs in a run without nightly tests.
+
+    The cases of a test function take 4, 3 and 2 ranks in turn, so that each case and each of these numbers is run, but
+    not each pair of them. Every third case runs on one rank too. A function with a single case runs on the most ranks.
+    """
+    cases: Counter[str] = Counter()
+    for item in items:
+        sizes = [size for size in sizes_of(item) if size <= max(FEW)]
+        several = [size for size in reversed(sizes) if size > 1]
+        function = item.nodeid.partition("[")[0]
+        number = cases[function] + (zlib.crc32(function.encode()) if hasattr(item, "callspec") else 0)
+        turns = {several[number % len(several)]} if several else set(sizes)
+        cases[function] += 1
+        yield item, turns | ({1} & set(sizes) if number % 3 == 0 else set())
 
 
 def sizes_in(text: str) -> set[int]:

@@ -58,6 +58,7 @@ BY_PROGRAM = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in (*RETURNED, *BY_PROGRAM)])
 def test_a_network_of_another_project(name):
     """Outputs in evaluation and a step of SGD are those of torch in float64, or the node of the table is refused."""

@@ -23,6 +23,8 @@ from tests.jobs.private_slurm import PrivateSlurm
 from tests.jobs.runs import losses, write_config
 from tests.launch import find_mpiexec
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "tests" / "support" / "gate"
 STEPS = 12

@@ -29,6 +29,7 @@ def fuzz(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_mutation():
     """Every mutation ends as specified, except those of the mask that are also applied to the inputs."""
@@ -36,6 +37,7 @@ def test_every_mutation():
     assert f"{len(wanted)} cases on 1 rank(s)" in fuzz("--only", "^(?!mask_(?!of)|virtual_mask)")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_on_two_ranks():
     """One mutation of each kind ends as specified on two ranks: names, attributes, storage, read errors."""

@@ -133,7 +133,10 @@ main()
 SILENT = "it does not respond (killed, stopped, in a call that locks the interpreter, or its node hangs)"
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("hangs", 1), ("locks", 0), ("stops", 0), ("dies", 1)])
+NIGHTLY = [pytest.param(*case, marks=pytest.mark.nightly) for case in (("hangs", 1), ("locks", 0), ("dies", 1))]
+
+
+@pytest.mark.parametrize(("fault", "victim"), [("stops", 0), *NIGHTLY])
 def test_a_rank_without_progress(whole, fault, victim):
     """The other ranks report a rank that hangs, does not respond or is dead, and no rank is left. The run goes on.
 
@@ -172,6 +175,7 @@ def test_a_rank_without_progress(whole, fault, victim):
         assert not (out / STALLS).exists()
 
 
+@pytest.mark.nightly
 def test_a_suspended_job(whole):
     """A job that is suspended (SIGTSTP, as by Ctrl-Z) for longer than its limit goes on when it is continued."""
     script, out = whole / "faults.py", whole / "suspended"

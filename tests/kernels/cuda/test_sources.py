@@ -150,6 +150,7 @@ def nvrtc():
         pytest.skip(f"needs NVRTC: {error}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_nvrtc_compiles(nvrtc, source, arch):
