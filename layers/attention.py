@@ -341,6 +341,7 @@ class _Lowering:
             scale=1 / math.sqrt(self.heads.widths[0]) if scale is None else scale,
             merge=merge,
         )
+        # The mask follows from global positions, so ring steps and cuts drop the same weights.
         dropout = self._dropout(keys) if self.layer.dropout and self.box.size else None
         return self.context.kernel(partial(make, geometry, dropout), q=self.q.view, **views)
 
@@ -510,6 +511,7 @@ class _ReturnedSum:
     def start(self, boxes: Blocks, gradient: View) -> None:
         """Start the return of the gradient of a block."""
         value = self.value
+        # The first return is the gradient itself; further ones have arrays of their own, which a kernel adds.
         received = self.target if self._first else self.context.scratch(value.box.shape, value.dtype)
         exchange = self.context.exchange(boxes, value.layout.boxes, gradient, received, combine="sum")
         self.context.start(exchange)

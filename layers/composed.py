@@ -124,7 +124,7 @@ class Crop:
         if len(like.shape) != len(node.shape):
             raise ValueError(f"Crop: expected two nodes of as many axes, got {node.shape} and {like.shape}")
         more = [n - smaller for n, smaller in zip(node.shape[:-1], like.shape[:-1])]
-        return [(n // 2, n - n // 2) for n in more]
+        return [(n // 2, n - n // 2) for n in more]  # an odd row is removed at the end
 
 
 class PatchEmbedding:

@@ -95,9 +95,11 @@ class Conv(Layer):
         if padding_mode != "zeros":
             self.before = WindowPadding(self.stencil, padding_mode, name and f"{name}_pad")
             self.stencil = self.before.stencil
+        # A block of input channels would hold parts of groups, or of the filters whose lengths weight_norm needs.
         self.cuts_channels = "contracts" if groups == 1 and not weight_norm else "no"
         if weight_norm:
             self.weight_norm = True
+        # With groups, padding would move channels to other groups.
         self.takes_padded_channels = groups == 1
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -159,7 +161,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
         kernel.summing = Summing("y", ("x", "w", "y"), geometry, make, methods)
     overlaps = context.overlaps_halo and x.communicates
     x.start()
-    if not overlaps:
+    if not overlaps:  # else the halo holds old numbers while the kernel runs: strips that read it are computed again
         x.finish()
     context.run(kernel, timing=context.timing("forward"))
     if overlaps:

@@ -157,7 +157,7 @@ def lower_replicated(context: Context) -> Lowered:
     layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
     # Only the ranks that the layer's parts use hold the weights.
     ranks = math.prod(context.parts.values())
-    holders = Groups.agreeing((ranks,), (), context.size)
+    holders = Groups.agreeing((ranks,), (), context.size)  # one group
     rows = padded_rows(int(layout.boxes.extents[0].max()), (features, units), context.dtype.itemsize)
     first = context.rank * rows
     # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
@@ -233,7 +233,7 @@ class ReplicatedDense:
     @writes("y", "rows")
     def forward(self) -> None:
         if self.rows is not None:
-            # First wait for the rows of an abandoned step.
+            # The gather of an abandoned step may still read the array.
             self.rows.finish()
             if self.replicates and self.mode.training:
                 self.rows.put()

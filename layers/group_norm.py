@@ -152,6 +152,7 @@ class RMSNorm(GroupNorm):
         activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
+        # The number that None stands for is known with the dtype, when the layer is lowered.
         super().__init__(1, 1.0 if eps is None else eps, affine, activation, name)
         self.epsilon = eps
 
@@ -184,6 +185,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     x.start()
     x.finish()
     context.run(kernel, "statistics")
+    # Sums and sums of squares of all ranks; where their difference cancels, a second sum of squares about the mean.
     both = context.add_up(total)
     if context.looks or context.dtype == np.float64:
         centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))

@@ -99,14 +99,14 @@ class Node:
     #: Set when the package is imported.
     arithmetic: ClassVar[NodeOperators]
 
-    # NumPy scalars then let the node compute products with them.
+    # NumPy scalars then leave products with nodes to `__rmul__`; otherwise they would make arrays of objects.
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Node:
         """Return the node of a sum with another node or a number; a smaller node broadcasts as in a product."""
         if _is_number(other):
             return self._affine(1.0, other)
-        if not isinstance(other, Node) or other.shape == self.shape:
+        if not isinstance(other, Node) or other.shape == self.shape:  # other types are refused there
             return self.arithmetic.add(self, other)
         return self.arithmetic.add(*_large_first(self, other))
 
@@ -278,12 +278,14 @@ class Layer(TargetReader):
         A rank without output needs nothing: otherwise it would have to return a gradient that it never computes.
         """
         shapes = [layout.shape[1:] for layout in inputs]
+        # Windows give the boxes of thousands of ranks axis by axis, without a call of `input_boxes` for each.
         own = type(self).input_boxes is not Layer.input_boxes
         if not own and len(inputs[i].shape) == len(output.shape):
             channels = output.boxes.axes[-1]
             if self.cuts_channels != "channelwise":
                 channels = all_of(channels, shapes[i][-1])
             return sliding(self.windows(shapes[i]), output.boxes, channels)
+        # Only layers of the user are checked: tests check those of the library.
         users = own and not type(self).__module__.startswith("halograd.")
         return probe(lambda box: self.input_boxes(box, *shapes)[i], output.boxes, len(shapes[i]) + 1, self.kind, users)
 
@@ -391,7 +393,7 @@ class Layer(TargetReader):
 
     def changed(self: LayerType, **settings: Any) -> LayerType:
         """Return a copy with other settings."""
-        changed = copy.copy(self)
+        changed = copy.copy(self)  # of any subclass, whatever its constructor takes
         for name, value in settings.items():
             setattr(changed, name, value)
         return changed

@@ -106,7 +106,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     ) -> None:
         super().__init__(name, normalization=normalization)
         self.pos_weight = _pos_weight(pos_weight)
-        self._counts: tuple[int, ...] = ()
+        self._counts: tuple[int, ...] = ()  # no setting: checkpoints of runs on other samples fit
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)

@@ -334,6 +334,7 @@ def _input_shapes(node: Node) -> list[Shape]:
 
 def _sorted_nodes(outputs: list[Node]) -> list[Node]:
     """Return all nodes that `outputs` depend on in depth-first order, without recursion (networks are deep)."""
+    # A node is pushed twice: it is done when it comes up after its inputs.
     order: list[Node] = []
     done: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]

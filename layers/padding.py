@@ -171,6 +171,7 @@ class Flip(Copied):
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
+            # A reversal is its own adjoint.
             kernel = context.kernel(partial(_flipping, flipped), source=context.dy, target=returned.view)
             context.run(kernel, timing=self.timing(context, "backward_data"))
             returned.run()
@@ -353,7 +354,7 @@ class Span:
     rows
         Interval of the output.
     source
-        Function from an interval of the output within `rows` to the interval of the input. One row stands for all.
+        Function from an interval of the output within `rows` to the interval of the input. A single row is repeated.
     flips
         Whether the rows appear in reverse order.
     """
@@ -386,7 +387,7 @@ class ShownBox:
 
 
 class Pieced(Copied):
-    """Layer whose output consists of boxes that show boxes of the input, possibly mirrored or repeated.
+    """Layer whose output consists of boxes that are copies of boxes of the input, possibly mirrored or repeated.
 
     Communication per process: the elements of its output that other ranks own in the input; backward, the adjoint.
     """
@@ -459,7 +460,7 @@ class WindowPadding:
     Attributes
     ----------
     stencil : Stencil
-        Windows of the layer that the padding precedes. Zeros along an axis with a mode of its own remain its own work.
+        Windows of the layer after the padding. The layer itself still pads with zeros the axes whose own mode is zeros.
     """
 
     def __init__(self, stencil: Stencil, mode: Mode | Sequence[Mode], name: str | None) -> None:

@@ -154,6 +154,7 @@ class Parameter:
             return self.init.read()
         if self.init in ("zeros", "ones") or not isinstance(self.init, str):
             return np.full(self.shape, {"zeros": 0.0, "ones": 1.0}.get(str(self.init), self.init), np.float64)
+        # By name, so that a layer added elsewhere changes no other initial values.
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if self.init in ("he", "normal"):
             return rng.standard_normal(self.shape) * (self.std if self.init == "normal" else math.sqrt(2 / self.fan_in))
@@ -307,7 +308,7 @@ def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any
     """Return the kernel ``w = g * v / |v|``, which also writes the norms."""
 
     def run() -> None:
-        if v.size:
+        if v.size:  # a rank that the layer does not use holds nothing
             np.multiply(v, v, out=unit)
             np.add.reduce(unit, axis=_others(v), dtype=np.float64, out=sums, keepdims=True)
             np.sqrt(sums, out=norms, casting="same_kind")

@@ -90,6 +90,7 @@ class Resize(Layer):
     def _resampling(self, size: int, outputs: int, ratio: Fraction) -> Resampling:
         mode = _MODES[self.mode][0]
         if self.align_corners:
+            # Fractions, not floats: every rank must find the same inputs for an output, whatever its block.
             ratio = Fraction(size - 1, max(1, outputs - 1)) if outputs > 1 else Fraction(0)
         elif mode == "area":  # windows that cover the input
             ratio = Fraction(size, max(1, outputs))

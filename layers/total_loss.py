@@ -181,6 +181,7 @@ class _Total:
         np.copyto(self.total, first)
         for value in others:
             self.total += value
+        # Evaluation skips the kernels of training-only terms, so their gradients hold those of the last step.
         for gradient in () if self.mode.training else self.gradients:
             gradient.fill(0)
 
@@ -198,6 +199,7 @@ def total_of(*losses: Node) -> LossNode:
     for loss in losses:
         for term in _terms(loss):
             own = [loss.inputs[i] for i in term.inputs]
+            # By identity: two terms of one prediction share an input, and its gradients are added up.
             inputs += [node for node in own if not any(node is known for known in inputs)]
             numbers = tuple(next(i for i, known in enumerate(inputs) if known is node) for node in own)
             terms.append(replace(term, inputs=numbers))
