@@ -216,7 +216,7 @@ class _Planner:
         path = self.measuring.machine_file()
         machine = self.measuring.known_machine(path)
         if machine is None:
-            self._say("profiling this machine: messages and kernels")
+            self._report("profiling this machine: messages and kernels")
             machine = self.measuring.keep_machine(path)
         return str(path), machine
 
@@ -250,11 +250,11 @@ class _Planner:
         """Measure layers within the budget; return whether there are new times."""
         if self._left == 0 or self.measuring is None:
             return False
-        self._say(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
+        self._report(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
         state = self.comm.bcast(self.measuring.layers(works, self._left, again, self.config.output.progress))
         if state.left:
             done = "measured once only" if again else "estimated"
-            self._say(f"{state.left} of them are {done}: strategy.budget is spent")
+            self._report(f"{state.left} of them are {done}: strategy.budget is spent")
         if self._left is not None:
             self._left = max(0.0, self._left - state.seconds)
         return state.measured > 0
@@ -282,7 +282,7 @@ class _Planner:
             return StepTrial(plan, plan.planner)
         # Same check as in the run, before any exchange.
         connect_device(self.kernels, self.comm, self.config.backend.device_transport)
-        self._say(f"trying steps of {', '.join(strategies)}")
+        self._report(f"trying steps of {', '.join(strategies)}")
         seconds = measure_steps(
             self.comm, strategies, lambda candidate: self._opened(candidate, self.comm, self.kernels)
         )
@@ -298,7 +298,7 @@ class _Planner:
         assert alone is not None
         with self.comm.agreement():
             if on_one_host and self.comm.rank == 0 and threads <= usable_cores().count and self._fits_alone():
-                self._say(f"trying steps of {split_text(1, threads)}")
+                self._report(f"trying steps of {split_text(1, threads)}")
                 # This trial is optional, so an error in it must not end the run.
                 with (
                     suppress(UserError, KernelError, MemoryError),
@@ -369,7 +369,7 @@ class _Planner:
         few = len(self.network.layers) <= FEW_LAYERS and PLANNERS[planner].searches
         return table.robust or (table.machine is not None and few)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.comm.rank == 0 and self.config.output.progress:
             print(text, file=sys.stderr, flush=True)
 
@@ -391,9 +391,9 @@ def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
 
 def _instead_of(plan: Plan, other: Plan) -> Plan:
     """Return plan `other`, whose alternatives are `plan` and the other alternatives of `plan`."""
-    beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
+    chosen = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
     rest = [a for a in plan.alternatives if a.name != plan.planner]
-    return replace(other, alternatives=(beside, *rest))
+    return replace(other, alternatives=(chosen, *rest))
 
 
 def _without(config: Config) -> frozenset[str]:

@@ -140,13 +140,19 @@ def _with_kind(table: Mapping[str, Any], registry: Registry[Any]) -> dict[str, A
 def _check_callbacks(callbacks: Any) -> None:
     """Check the callbacks before the run begins. Raises UserError."""
     several = isinstance(callbacks, Sequence)
-    for one in [one for one in callbacks if not isinstance(one, Callback)] if several else [callbacks]:
-        described = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+    for callback in (
+        [callback for callback in callbacks if not isinstance(callback, Callback)] if several else [callbacks]
+    ):
+        described = (
+            f"the class {callback.__name__}"
+            if isinstance(callback, type)
+            else f"an object of {type(callback).__name__}"
+        )
         raise UserError(
             f"fit(): callbacks: expected a list of objects of halograd.Callback, got {described}{' in it' * several}"
         )
-    for one in callbacks:
-        check_methods(one)
+    for callback in callbacks:
+        check_methods(callback)
 
 
 def _tables(network: Network | str, data: Data, out: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,14 +162,16 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
         for table in (TrainingConfig, DataConfig)
     )
     others = {key: value for key, value in settings.items() if key not in {**training, **own_keys}}
-    metrics = [one if isinstance(one, str) else METRICS.give(one) for one in others.pop("metrics", ())]
+    metrics = [setting if isinstance(setting, str) else METRICS.give(setting) for setting in others.pop("metrics", ())]
     for key, make in (("schedule", _schedule), ("optimizer", _optimizer)):
         if key in others:
             others[key] = make(others[key])
     known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields, "metrics"]
     for key in others.keys() - set(known):
         raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
-    tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
+    tables: dict[str, Any] = {
+        key: dict(setting) if isinstance(setting, Mapping) else setting for key, setting in others.items()
+    }
     source = give(network, network.name) if isinstance(network, Network) else network
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
     tables["data"] = {**own_keys, **_data(data, "fit()")}

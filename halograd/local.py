@@ -49,25 +49,25 @@ def find_mpiexec() -> str:
     UserError
         If there is no mpiexec.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    sibling = Path(sys.executable).with_name("mpiexec")
+    path = str(sibling) if sibling.exists() else shutil.which("mpiexec")
     if path is None:
         raise UserError(
-            f"expected mpiexec in {beside.parent} or on PATH, got none; pip install 'halograd[mpich]', or load an MPI"
+            f"expected mpiexec in {sibling.parent} or on PATH, got none; pip install 'halograd[mpich]', or load an MPI"
         )
     return path
 
 
-def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], report: Callable[[str], None]) -> list[str]:
     """Run ``halograd ARGUMENTS`` on several ranks; return what was printed, line by line.
 
-    `say` is called with each line as soon as it is printed. Other libraries compute with one thread per rank. An
+    `report` is called with each line as soon as it is printed. Other libraries compute with one thread per rank. An
     interrupt also ends the job.
 
     Raises
     ------
     UserError
-        The job failed; `say` has received the message of the job.
+        The job failed; `report` has received the message of the job.
     """
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
     environment = {**ENVIRONMENT, **os.environ, **dict.fromkeys(THREADS, "1")}
@@ -85,7 +85,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[
         try:
             for line in process.stdout:
                 lines.append(line.rstrip("\n"))
-                say(lines[-1])
+                report(lines[-1])
         except BaseException:
             process.terminate()  # mpiexec ends its ranks
             raise
@@ -131,7 +131,7 @@ def splits(cores: int) -> list[tuple[int, int]]:
 
 
 def try_splits(
-    cores: int, tables: Mapping[str, Any], say: Callable[[str], None], begin: Callable[[int, int], None]
+    cores: int, tables: Mapping[str, Any], report: Callable[[str], None], begin: Callable[[int, int], None]
 ) -> list[CoreSplit]:
     """Try all splits of `cores` cores of this machine, one after the other. Local.
 
@@ -141,7 +141,7 @@ def try_splits(
     ----------
     tables
         Tables of a configuration: model, training, backend, strategy.
-    say
+    report
         Called with a line for each split that cannot be tried, and the reason.
     begin
         Called with ranks and threads before each trial.
@@ -167,7 +167,7 @@ def try_splits(
                 refused = next(
                     (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
                 )
-                say(f"{split_text(ranks, threads)} cannot be tried: {refused}")
+                report(f"{split_text(ranks, threads)} cannot be tried: {refused}")
     if not tried_splits:
         raise UserError(refused)
     return tried_splits

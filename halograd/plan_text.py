@@ -21,7 +21,7 @@ NOTICED = 0.005
 def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     """Return the plan as lines: its request, layers and totals, and the baselines."""
     totals = [*_totals(plan), *idle_text(plan)]
-    return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
+    return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_compared(plan, others)]
 
 
 def robust_text(robust: RobustPlan) -> list[str]:
@@ -108,7 +108,7 @@ def _scheme(plan: Plan) -> str:
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 
 
-def _beside(plan: Plan, others: Sequence[Alternative]) -> list[str]:
+def _compared(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     rows = [["", "[ms]", "of the plan", "[MiB]", ""]]
     rows.append(["plan", milliseconds(plan.step_seconds), "", mebibytes(plan.prediction.memory_bytes), ""])
     for a in others:

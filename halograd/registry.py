@@ -54,7 +54,7 @@ class Registry(Generic[Kind]):
         self.kind, self.base, self.key = kind, base, key
         self._classes: dict[str, type[Kind]] = {}
         self._later: dict[str, Callable[[], type[Kind]]] = {}
-        self._given: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
 
     def register(self, cls: type[Kind]) -> type[Kind]:
         """Add a class under its attribute `name`; return the class. Raises ValueError if the name is taken."""
@@ -82,9 +82,9 @@ class Registry(Generic[Kind]):
         if not issubclass(kind, self.base):
             raise UserError(f"{self.key}: expected a {self.base.__name__}, or a class derived from it, got {value!r}")
         name = f"{SCRIPT}:{kind.__name__}"
-        while self._given.get(name, value) is not value:
+        while self._objects.get(name, value) is not value:
             name += "_"
-        self._given[name] = value
+        self._objects[name] = value
         return name
 
     @cached_property
@@ -118,8 +118,8 @@ class Registry(Generic[Kind]):
             return self._classes[name]
         if name in self._later:
             return self._later[name]()
-        if name in self._given:
-            entry = self._given[name]
+        if name in self._objects:
+            entry = self._objects[name]
             return self._checked(entry if isinstance(entry, type) else type(entry), name, at)
         if name.startswith(f"{SCRIPT}:"):
             raise UserError(
@@ -157,8 +157,8 @@ class Registry(Generic[Kind]):
         `key`. Raises UserError for an unknown name, and for settings that its class does not permit.
         """
         at = at or self.key
-        if text in self._given and not isinstance(self._given[text], type):
-            return copy.deepcopy(self._given[text])
+        if text in self._objects and not isinstance(self._objects[text], type):
+            return copy.deepcopy(self._objects[text])
         name, values = _split(text)
         head = name.partition(":")[0]
         if head in self.names and head != name:
@@ -259,9 +259,9 @@ class Chosen:
 def _without_references(schema: Any, tables: Mapping[str, Any]) -> Any:
     """Return a JSON schema with its tables in place of references, because another schema will contain it."""
     if isinstance(schema, list):
-        return [_without_references(one, tables) for one in schema]
+        return [_without_references(part, tables) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _without_references(tables[schema["$ref"].rpartition("/")[2]], tables)
-    return {key: _without_references(one, tables) for key, one in schema.items() if key != "$defs"}
+    return {key: _without_references(part, tables) for key, part in schema.items() if key != "$defs"}

@@ -46,7 +46,7 @@ __all__ = [
     "table_of",
 ]
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 #: Settings of every class that a file is read into.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -106,14 +106,14 @@ class As:
         self.table = table
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(_given, handler.generate_schema(self.table))
+        return core_schema.no_info_after_validator_function(_set_values, handler.generate_schema(self.table))
 
 
-def _given(table: BaseModel) -> dict[str, Any]:
+def _set_values(table: BaseModel) -> dict[str, Any]:
     return {key: getattr(table, key) for key in type(table).model_fields if key in table.model_fields_set}
 
 
-def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Made:
+def build(kind: type[Built], data: object, source: str = "", at: str = "") -> Built:
     """Build the object of a class from plain data. Local.
 
     Parameters
@@ -210,10 +210,10 @@ _EXPECTED = {
 
 def _describe(error: ValidationError, kind: Any, at: str) -> str:
     """Return a text for one fault, preferably an unknown key, because that often explains a missing key."""
-    places = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
-    fault, tables, steps = next((p for p in places if p[0]["type"] in _UNKNOWN), places[0])
+    faults = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
+    fault, tables, steps = next((p for p in faults if p[0]["type"] in _UNKNOWN), faults[0])
     # Among the alternatives for one value, take the one that matched furthest.
-    fault, tables, steps = max((p for p in places if p[2][: len(steps)] == steps), key=lambda p: len(p[2]))
+    fault, tables, steps = max((p for p in faults if p[2][: len(steps)] == steps), key=lambda p: len(p[2]))
     path, name, got, context = dotted(steps, at), fault["type"], fault["input"], fault.get("ctx", {})
     if name in _UNKNOWN:
         return f"{path}: unknown key; {_known(steps[-1], tables)}"
@@ -226,7 +226,7 @@ def _describe(error: ValidationError, kind: Any, at: str) -> str:
         path, got = f"{path}.kind", context["tag"]
     if "error" in context:
         return _of_validator(context["error"], path)
-    expected = " or ".join(dict.fromkeys(_expected(other) for other, _, place in places if place == steps))
+    expected = " or ".join(dict.fromkeys(_expected(other) for other, _, followed in faults if followed == steps))
     return f"{path}: expected {expected}, got {shown(got)}" if path else f"expected {expected}, got {shown(got)}"
 
 

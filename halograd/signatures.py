@@ -40,7 +40,7 @@ def check_methods(
     """
     if _is_ours(type(instance)):
         return
-    base = base or next((one for one in type(instance).__mro__ if _is_ours(one)), object)
+    base = base or next((kind for kind in type(instance).__mro__ if _is_ours(kind)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
         own = inspect.getattr_static(type(instance), name, None)
         if own is method or name.startswith("_") or _is_ours(own):
@@ -59,20 +59,20 @@ def _call_of(
 ) -> tuple[list[str], dict[str, None]] | None:
     """Return the arguments that the library passes to a method, positional and named; None if any are allowed."""
     fixed, named = list[str](), dict[str, None]()
-    for one in list(inspect.signature(method).parameters.values())[1:]:
-        if one.kind is one.VAR_KEYWORD:
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
             return None
-        if one.kind is one.VAR_POSITIONAL:
-            stem = one.name.removesuffix("s")
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            stem = parameter.name.removesuffix("s")
             fixed += [f"{stem}{k}" if several > 1 else stem for k in range(several)]
-        elif one.default is one.empty:
-            fixed.append(one.name)
-        elif one.name in optional:
-            named[one.name] = None
+        elif parameter.default is parameter.empty:
+            fixed.append(parameter.name)
+        elif parameter.name in optional:
+            named[parameter.name] = None
     return fixed, named
 
 
-def _check(place: str, method: Any, fixed: list[str], named: dict[str, None]) -> None:
+def _check(where: str, method: Any, fixed: list[str], named: dict[str, None]) -> None:
     got = repr(method)
     try:
         signature = inspect.signature(method)
@@ -80,4 +80,4 @@ def _check(place: str, method: Any, fixed: list[str], named: dict[str, None]) ->
         signature.bind(*fixed, **named)
     except (TypeError, ValueError) as error:
         expected = ", ".join(["self", *fixed, *(f"{name}=None" for name in named)])
-        raise UserError(f"{place}: expected a method that takes ({expected}), got {got}: {error}") from None
+        raise UserError(f"{where}: expected a method that takes ({expected}), got {got}: {error}") from None

@@ -69,8 +69,8 @@ def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple
 def _strategy(parts: Mapping[str, int], size: int, options: dict | None = None) -> Strategy:
     """Return a strategy with these parts for all layers but the probe, which may need whole channels or all ranks."""
     channels = parts.get("channel", 1) * parts.get("input_channel", 1)
-    apart = channels > 1 or math.prod(parts.values()) < size
-    return Strategy(parts, {"probe": {"sample": size}} if apart else {}, options=options or {})
+    restricted = channels > 1 or math.prod(parts.values()) < size
+    return Strategy(parts, {"probe": {"sample": size}} if restricted else {}, options=options or {})
 
 
 def run_layer(
@@ -159,8 +159,8 @@ def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.nd
     values = {"y": executor.program.values[name], **{f"dx{i}": executor.program.values[f"x{i}"] for i in range(inputs)}}
     for key, value in values.items():
         view = value.view if key == "y" else value.dy
-        place = value.layout.boxes[executor.comm.rank].slices()
-        blocks[key] = executor.device.to_host(executor.runner.view(view)).copy(), place
+        slices = value.layout.boxes[executor.comm.rank].slices()
+        blocks[key] = executor.device.to_host(executor.runner.view(view)).copy(), slices
     return blocks | {key: (array, ()) for key, array in _gradients(executor).items()}
 
 
@@ -264,9 +264,9 @@ def _difference(
     where: str,
 ) -> Exception | None:
     """Return an error on the first block, with its position, that differs by more than the tolerance; else None."""
-    for key, (have, place) in blocks.items():
+    for key, (have, slices) in blocks.items():
         whole = reference[key]
-        want = whole[place]
+        want = whole[slices]
         if have.shape != want.shape:
             return AssertionError(f"{where}: {key} has shape {have.shape}, one process {want.shape}")
         scale = max(1.0, float(np.max(np.abs(whole), initial=0.0)))

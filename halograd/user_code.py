@@ -86,8 +86,8 @@ def load(where: str, key: str, kind: str = "function") -> Any:
     """
     location, _, name = where.rpartition(":")
     if not location or not name.isidentifier():
-        place = kind.upper()
-        raise UserError(f'{key}: expected "FILE.py:{place}" or "MODULE:{place}", got {shown(where)}')
+        registered = kind.upper()
+        raise UserError(f'{key}: expected "FILE.py:{registered}" or "MODULE:{registered}", got {shown(where)}')
     module = _module_of_file(Path(location), key) if location.endswith(".py") else _module(location, key)
     member = getattr(module, name, None)
     if not callable(member) or isinstance(member, type) != (kind == "class"):

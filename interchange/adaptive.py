@@ -72,8 +72,8 @@ def symbolics() -> dict[str, Callable[..., Any]]:
                 raise ValueError(f"{kind}: expected numbers of outputs, got one that follows the input")
             op = graph.op(f"{DOMAIN}::{kind}", value, size_i=[int(n) for n in sizes], outputs=outputs)
             before = torch.onnx.symbolic_helper._get_tensor_sizes(value)
-            for one in [op] if outputs == 1 else op:  # without types, torch warns on the standard error
-                one.setType(value.type().with_sizes([*before[: len(before) - len(sizes)], *sizes]))
+            for output in [op] if outputs == 1 else op:  # without types, torch warns on the standard error
+                output.setType(value.type().with_sizes([*before[: len(before) - len(sizes)], *sizes]))
             return op
 
         return write

@@ -143,18 +143,18 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
     ranks = [len(graph.shapes[name]) for name in op.inputs]
     if op.kind == "MatMul" and len(set(ranks)) == 1:
         batch = "".join(chr(ord("a") + i) for i in range(ranks[0] - 2))
-        terms, made = [batch + "xy", batch + "yz"], batch + "xz"
+        terms, result_term = [batch + "xy", batch + "yz"], batch + "xz"
     elif op.kind == "Einsum":
         equation = op.attributes["equation"]
         text = equation.decode() if isinstance(equation, bytes) else equation
-        left, _, made = text.replace(" ", "").partition("->")
+        left, _, result_term = text.replace(" ", "").partition("->")
         terms = left.split(",")
     else:
         return None
-    if "." in made or [len(term) for term in terms] != ranks:
+    if "." in result_term or [len(term) for term in terms] != ranks:
         return None
     inputs = list(op.inputs)
-    swapped = inputs[0] != weights[0] if weights else made[-1:] not in terms[1]
+    swapped = inputs[0] != weights[0] if weights else result_term[-1:] not in terms[1]
     if swapped:
         inputs.reverse()
         terms.reverse()
@@ -166,14 +166,14 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
         column = "".join(c for c in terms[1] if c not in terms[0])
         expected = [*shared, row, summed], [*shared, summed, column]
     else:
-        *shared, row, column = list(made)
-        summed = "".join(c for c in terms[0] if c not in made)
+        *shared, row, column = list(result_term)
+        summed = "".join(c for c in terms[0] if c not in result_term)
         expected = [*shared, row, summed], [*shared, column, summed]
     result = [*shared, row, column]
-    if any(sorted(term) != sorted(letters) for term, letters in zip((*terms, made), (*expected, result))):
+    if any(sorted(term) != sorted(letters) for term, letters in zip((*terms, result_term), (*expected, result))):
         return None
     first, second = (tuple(map(term.index, letters)) for term, letters in zip(terms, expected))
-    return _Product((inputs[0], inputs[1]), (first, second), tuple(map(result.index, made)))
+    return _Product((inputs[0], inputs[1]), (first, second), tuple(map(result.index, result_term)))
 
 
 def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
@@ -194,9 +194,7 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
         "orders": (same,) * 4,
         "extents": (scores,) * len(mask),
     }
-    new = op.changed(
-        kind="WeightedValues", inputs=(*names[:3], *mask), outputs=op.outputs[:1], attributes=attributes
-    )
+    new = op.changed(kind="WeightedValues", inputs=(*names[:3], *mask), outputs=op.outputs[:1], attributes=attributes)
     graph.replace([op], new)
 
 
@@ -209,18 +207,20 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     values = [_Operand.of(build, op, i) for i in range(3)]
     if any(not build.graph.constants[name].is_fixed for name in op.inputs[3:]):
         # One window is the whole map, which is then a sequence for torch.
-        values = [one if (space := _map_of(one.node)) is None else one.on(build, op, space) for one in values]
+        values = [
+            operand if (space := _map_of(operand.node)) is None else operand.on(build, op, space) for operand in values
+        ]
     q, k, v = values
-    if k.heads != v.heads or q.heads % k.heads or any(one.roles != q.roles for one in (k, v)):
+    if k.heads != v.heads or q.heads % k.heads or any(operand.roles != q.roles for operand in (k, v)):
         raise build.refused(op, "queries, keys and values with the same heads and windows", "others")
-    windows = [one.windows() for one in values]
-    if any(one is None for one in windows) or windows[1] != windows[2]:
-        got = f"axes {[one.axes.dims for one in values]}"
+    windows = [operand.windows() for operand in values]
+    if None in windows or windows[1] != windows[2]:
+        got = f"axes {[operand.axes.dims for operand in values]}"
         raise build.refused(op, "attention within whole samples or windows of the spatial axes", got)
     window = windows[0]
     assert window is not None
     local = window != q.axes.shape[1:-1]
-    if (local or op.inputs[3:]) and any(one != window for one in windows):
+    if (local or op.inputs[3:]) and any(extents != window for extents in windows):
         raise build.refused(op, "queries and keys of the same extents", f"{windows[0]} and {windows[1]}")
     scale = attributes["scale"]
     usual = scale is None or math.isclose(scale, 1 / math.sqrt(q.width), rel_tol=1e-6)
@@ -231,7 +231,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "one table of relative positions", f"{len(trained)} parameters")
     shift = _shift(build, op, q, window, [table(table.constant.read()) for table in fixed])
     again: dict[Node, Node | None] = {}
-    nodes = [one.node if not any(shift) else _moved(one.node, shift, again) for one in values]
+    nodes = [operand.node if not any(shift) else _moved(operand.node, shift, again) for operand in values]
     if any(node is None for node in nodes):
         raise build.refused(op, "queries, keys and values that torch.roll shifts before a mask", "others")
     layer: Layer = Attention(
@@ -246,7 +246,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     if trained:
         constant, table = trained[0]
         weights = [replace(constant, repeats=False)]
-        layer = layer.initialized(bias=build.given(weights[0], table.relative, table.relative_shape))
+        layer = layer.initialized(bias=build.initial(weights[0], table.relative, table.relative_shape))
     node = build.add(op, layer, *(node for node in nodes if node is not None), weights=weights)
     if any(shift):
         node = Roll(tuple(-by for by in shift), build.name(op.part("roll")))(node)
@@ -385,9 +385,9 @@ class _Table:
     def relative(self, array: np.ndarray) -> np.ndarray:
         """Return the elements by relative position, ``(heads, *(2 * extent - 1))``; raise an error for others."""
         (whole,) = self(array).reshape(-1, *self.queries_shape)[:1]
-        places = np.stack(np.unravel_index(np.arange(whole.shape[-1]), self.window))
-        apart = places[:, :, None] - places[:, None, :] + np.array(self.window)[:, None, None] - 1
-        index = np.ravel_multi_index(tuple(apart), self.relative_shape[1:])
+        positions = np.stack(np.unravel_index(np.arange(whole.shape[-1]), self.window))
+        offsets = positions[:, :, None] - positions[:, None, :] + np.array(self.window)[:, None, None] - 1
+        index = np.ravel_multi_index(tuple(offsets), self.relative_shape[1:])
         table = np.zeros((whole.shape[0], math.prod(self.relative_shape[1:])), array.dtype)
         table[:, index.reshape(-1)] = whole.reshape(whole.shape[0], -1)
         if not np.array_equal(table[:, index], whole):
@@ -438,10 +438,10 @@ def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequ
 
 def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
     """Return which keys a query reads in each window of a shifted map, ``(*windows, positions, positions)``."""
-    places = np.unravel_index(np.arange(math.prod(window)), window)
+    positions = np.unravel_index(np.arange(math.prod(window)), window)
     allowed = np.ones((*counts, math.prod(window), math.prod(window)), bool)
     for a, (by, extent, count) in enumerate(zip(shift, window, counts)):
-        around = np.arange(count)[:, None] * extent + places[a] + by >= count * extent
+        around = np.arange(count)[:, None] * extent + positions[a] + by >= count * extent
         pairs = around[:, :, None] == around[:, None, :]
         allowed &= pairs.reshape(*(count if b == a else 1 for b in range(len(counts))), *pairs.shape[1:])
     return allowed
@@ -456,7 +456,7 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
     (axis, by), last = (op.attributes[key] for key in ("axis", "shift")), len(axes.shape) - 1
     if axes.dims[axis] == (Factor(last, 1, axes.shape[last]),):
         ends = (axes.shape[last] - by, axes.shape[last]), (0, axes.shape[last] - by)
-        parts = [build.add(op.part("channels"), Slice(*one), node) for one in ends]
+        parts = [build.add(op.part("channels"), Slice(*rows), node) for rows in ends]
         return build.arranged(op).of(build.add(op, Concat(), *parts))
     chosen = next((a for a in range(1, last) if axes.dims[axis] == (Factor(a, 1, axes.shape[a]),)), None)
     refusal = build.refused(op, "a shift along a spatial axis", f"axis {axis}")

@@ -116,10 +116,10 @@ def _activated(w: OnnxWriter, layer: Any, value: str) -> str:
 
 def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
     return {
-        "kernel_shape": [one.kernel for one in windows],
-        "strides": [one.stride for one in windows],
-        "dilations": [one.dilation for one in windows],
-        "pads": [*(one.pad_lo for one in windows), *(one.pad_hi for one in windows)],
+        "kernel_shape": [window.kernel for window in windows],
+        "strides": [window.stride for window in windows],
+        "dilations": [window.dilation for window in windows],
+        "pads": [*(window.pad_lo for window in windows), *(window.pad_hi for window in windows)],
     }
 
 
@@ -138,8 +138,8 @@ def _conv_transpose(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     windows = layer.windows(node.inputs[0].shape)
     attributes = _window(windows)
-    attributes["pads"] = [*(one.pad_lo for one in windows), *(max(one.pad_hi, 0) for one in windows)]
-    more = [max(-one.pad_hi, 0) for one in windows]
+    attributes["pads"] = [*(window.pad_lo for window in windows), *(max(window.pad_hi, 0) for window in windows)]
+    more = [max(-window.pad_hi, 0) for window in windows]
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
     output = f"{w.name(node)}::y"
     return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **attributes)
@@ -169,9 +169,9 @@ def _means(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
     axes = "dhw"[4 - len(shape) :]
-    for axis, one in zip(axes, layer.resamplings(shape)):
-        ranges = [one.input_range(o, o + 1) for o in range(one.outputs)]
-        matrix = [[(a <= i < b) / (b - a) for i in range(one.size)] for a, b in ranges]
+    for axis, resampling in zip(axes, layer.resamplings(shape)):
+        ranges = [resampling.input_range(o, o + 1) for o in range(resampling.outputs)]
+        matrix = [[(a <= i < b) / (b - a) for i in range(resampling.size)] for a, b in ranges]
         weights = w.numbers(f"{name}::{axis}", matrix)
         equation = f"nc{axes},o{axis}->nc{axes.replace(axis, 'o')}"
         value = w.add("Einsum", [value, weights], f"{name}::by {axis}", equation=equation)
@@ -225,16 +225,17 @@ def _resize(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     shape, name = node.inputs[0].shape, w.name(node)
     resamplings = layer.resamplings(shape)
-    mode = next((one for one in ("linear", "cubic") if layer.mode.endswith(one)), layer.mode)
+    mode = next((known for known in ("linear", "cubic") if layer.mode.endswith(known)), layer.mode)
     if mode == "area":
         return _means(w, node)
     attributes: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
     if layer.align_corners:
         attributes["coordinate_transformation_mode"] = "align_corners"
-    if layer.align_corners or all(one.ratio * one.outputs == one.size for one in resamplings):
-        sizes = w.numbers(f"{name}::sizes", [one.outputs for one in resamplings], np.int64)
+    exact = all(resampling.ratio * resampling.outputs == resampling.size for resampling in resamplings)
+    if layer.align_corners or exact:
+        sizes = w.numbers(f"{name}::sizes", [resampling.outputs for resampling in resamplings], np.int64)
         return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **attributes)
-    scales = w.numbers(f"{name}::scales", [float(1 / one.ratio) for one in resamplings], np.float32)
+    scales = w.numbers(f"{name}::scales", [float(1 / resampling.ratio) for resampling in resamplings], np.float32)
     return w.add("Resize", [*w.inputs(node), "", scales], f"{name}::y", **attributes)
 
 
@@ -274,11 +275,11 @@ def _group_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)
-    apart = w.add(
+    grouped = w.add(
         "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::apart"
     )
     plain = [w.numbers(f"{name}::{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
-    normed = w.add("InstanceNormalization", [apart, *plain], f"{name}::normed", epsilon=layer.eps)
+    normed = w.add("InstanceNormalization", [grouped, *plain], f"{name}::normed", epsilon=layer.eps)
     whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
     y = w.add("Reshape", [normed, whole], f"{name}::whole")
     if layer.affine:
@@ -581,8 +582,8 @@ def _attention(w: OnnxWriter, node: Node) -> str:
     heads = (groups, layer.heads // groups)
     cells = [_Cells.of(reach) for reach in reaches]
     q, k, v = (
-        _in_cells(w, value, f"{name}::{key}", cells, heads if key == "q" else (groups, 1), one.shape[-1], key)
-        for value, one, key in zip(w.inputs(node), node.inputs, "qkv")
+        _in_cells(w, value, f"{name}::{key}", cells, heads if key == "q" else (groups, 1), source.shape[-1], key)
+        for value, source, key in zip(w.inputs(node), node.inputs, "qkv")
     )
     positions = [np.indices([extents[side] for extents in (c.extents for c in cells)]).reshape(len(cells), -1)
                  for side in (0, 1)]  # fmt: skip

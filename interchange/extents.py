@@ -94,7 +94,7 @@ def along(
         key, layer = "w", Embedding(axes, trained=not constant.is_fixed)
     if constant.is_fixed:
         constant = replace(constant, name="")  # its numbers may be changed, so it is not the array of that name
-    initial = build.given(constant, lambda array: order(array).reshape(ours), ours)
+    initial = build.initial(constant, lambda array: order(array).reshape(ours), ours)
     return value.of(build.array(op, layer.initialized(**{key: initial}), value.node, constant))
 
 
@@ -115,5 +115,5 @@ def with_tokens(build: Builder, op: OnnxNode) -> Activation:
     def order(array: np.ndarray) -> np.ndarray:
         return array[0] if value.last else array[0].T
 
-    layer = Token(shape[0]).initialized(w=build.given(constant, order, shape))
+    layer = Token(shape[0]).initialized(w=build.initial(constant, order, shape))
     return value.of(build.array(op, layer, value.node, constant))

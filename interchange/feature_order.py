@@ -99,7 +99,7 @@ def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node
         if not _agrees(node, orders):
             mixed[node] = node
         elif not isinstance(node.layer, Dense):
-            mixed.update((node, mixed[one]) for one in node.inputs if one in mixed)
+            mixed.update((node, mixed[source]) for source in node.inputs if source in mixed)
     return orders, mixed
 
 
@@ -111,7 +111,7 @@ def _flattens(node: Node) -> bool:
     return isinstance(node.layer, Flatten) and len(node.inputs[0].shape) > 1
 
 
-def _keeps_places(node: Node) -> bool:
+def _keeps_positions(node: Node) -> bool:
     """Return whether every output feature depends on the same feature of the inputs, or equally on all of them."""
     layer = node.layer
     if isinstance(layer, (Slice, Concat)):
@@ -125,9 +125,9 @@ def _keeps_places(node: Node) -> bool:
     return layer.cuts_channels == "channelwise"
 
 
-def _alike(node: Node) -> list[Node]:
+def _inputs_with_features(node: Node) -> list[Node]:
     """Return the inputs with as many features as the output; others have one element for all features."""
-    return [one for one in node.inputs if one.shape[-1:] == node.shape[-1:]]
+    return [source for source in node.inputs if source.shape[-1:] == node.shape[-1:]]
 
 
 def _forwards(node: Node, orders: dict[Node, Order]) -> None:
@@ -136,15 +136,15 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
         return
     if _flattens(node):
         orders[node] = pieces(node.inputs[0].shape)
-    elif _keeps_places(node):
-        orders.update((node, orders[one]) for one in _alike(node)[::-1] if one in orders)
-    elif all(one in orders for one in node.inputs):
-        orders[node] = _made(node, orders) or _plain(node)
+    elif _keeps_positions(node):
+        orders.update((node, orders[source]) for source in _inputs_with_features(node)[::-1] if source in orders)
+    elif all(source in orders for source in node.inputs):
+        orders[node] = _order_of_output(node, orders) or _plain(node)
 
 
-def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
+def _order_of_output(node: Node, orders: dict[Node, Order]) -> Order | None:
     """Return the order of a layer's output from those of its inputs; None if it mixes features by position."""
-    orders_of_inputs = [orders[one] for one in node.inputs]
+    orders_of_inputs = [orders[source] for source in node.inputs]
     if isinstance(node.layer, Concat):
         return pieces(*(piece for order in orders_of_inputs for piece in order))
     if isinstance(node.layer, Slice):
@@ -174,9 +174,9 @@ def _backwards(node: Node, orders: dict[Node, Order]) -> None:
     """Set the orders of inputs that follow from the order of the node."""
     if isinstance(node.layer, Reshape):
         orders.setdefault(node.inputs[0], pieces(node.shape))
-    elif _keeps_places(node) and node in orders:
-        for one in _alike(node):
-            orders.setdefault(one, orders[node])
+    elif _keeps_positions(node) and node in orders:
+        for source in _inputs_with_features(node):
+            orders.setdefault(source, orders[node])
 
 
 def _agrees(node: Node, orders: dict[Node, Order]) -> bool:
@@ -185,6 +185,6 @@ def _agrees(node: Node, orders: dict[Node, Order]) -> bool:
         return True
     if isinstance(node.layer, Reshape):
         return orders[node.inputs[0]] == pieces(node.shape)
-    if _keeps_places(node):
-        return all(orders[one] == orders[node] for one in _alike(node))
-    return _made(node, orders) == orders[node]
+    if _keeps_positions(node):
+        return all(orders[source] == orders[node] for source in _inputs_with_features(node))
+    return _order_of_output(node, orders) == orders[node]

@@ -1,23 +1,17 @@
-"""Files of other frameworks: their libraries, and the check before writing."""
+"""Files of other frameworks: their libraries, and the check of their numbers."""
 
 from __future__ import annotations
 
 import importlib
 import mmap
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
 from halograd.errors import UserError
 
-from ..data.disk import DataError, check_writable
-
 __all__ = [
     "Buffer",
-    "check_place",
     "finite",
     "library",
 ]
@@ -53,29 +47,3 @@ def finite(array: np.ndarray, what: str) -> np.ndarray:
             "of an earlier step of that training"
         )
     return array
-
-
-def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:
-    """Check early that a file can be written, and replaces only a file of this library. Local.
-
-    Parameters
-    ----------
-    path
-        File that will be written.
-    ours
-        Description of the file that may be replaced, for the message.
-    is_ours
-        Function that returns whether the existing file may be replaced. Any error in it means that it may not.
-
-    Raises
-    ------
-    DataError
-        If the path cannot be written, or another file exists there.
-    """
-    check_writable(path)
-    if not path.exists():
-        return
-    with suppress(Exception):  # an unreadable file is a foreign file
-        if is_ours():
-            return
-    raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")

@@ -242,9 +242,9 @@ class Graph:
 
     def replace(self, olds: list[OnnxNode], new: OnnxNode) -> None:
         """Replace several operations by one, at the position of the last."""
-        places = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
-        self.operations[places[-1]] = new
-        for i in reversed(places[:-1]):
+        positions = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
+        self.operations[positions[-1]] = new
+        for i in reversed(positions[:-1]):
             del self.operations[i]
 
 
@@ -346,7 +346,9 @@ class Builder:
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
         #: Names of modules with weights, which layers without weights do not take.
-        self._owned = {_module_of(one.name) for one in graph.constants.values() if one.origin != "number"}
+        self._owned = {
+            _module_of(constant.name) for constant in graph.constants.values() if constant.origin != "number"
+        }
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
         #: Layers with one array, by its name.
@@ -412,7 +414,7 @@ class Builder:
     def refused_array(self, op: OnnxNode) -> UserError:
         """Return the error for a sum or product with an array that may be a parameter or a buffer."""
         arrays = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
-        name = next((one.name for one in arrays if one.origin == "unknown"), "")
+        name = next((constant.name for constant in arrays if constant.origin == "unknown"), "")
         array = repr(name) if name else "an array without a name"
         return self.refused(op, "an array that is trained or not", f"{array}, a parameter or a buffer", TELL_BUFFERS)
 
@@ -449,10 +451,10 @@ class Builder:
 
         A second use of a module becomes another call of its layer. `weights` are trained, `states` are not.
         """
-        for one in weights:
-            if one is not None:
-                self.check_trained(op, one)
-        frozen = self.frozen(op, [one for one in weights if one is not None])
+        for weight in weights:
+            if weight is not None:
+                self.check_trained(op, weight)
+        frozen = self.frozen(op, [weight for weight in weights if weight is not None])
         weights = (*weights, *states)
         layer = self._called_before(op, layer, inputs, weights) or layer
         layer.name = layer.name or self.name(op, weights)
@@ -478,14 +480,14 @@ class Builder:
             layer.frozen = constant.frozen
             self._arrays[constant.name] = layer
             return self.add(op, layer, node)
-        alike = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
-        if not (before.name and alike):
+        equal = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
+        if not (before.name and equal):
             raise self._refused_again(op, constant.name)
         return before(node)
 
     def frozen(self, op: OnnxNode, weights: Sequence[OnnxConstant]) -> bool:
         """Return whether torch trains none of the weights. Raises UserError if it trains some of them only."""
-        frozen = [one for one in weights if one.frozen]
+        frozen = [weight for weight in weights if weight.frozen]
         if frozen and len(frozen) < len(weights):
             remedy = "set requires_grad of all parameters of the module to the same value"
             raise self.refused(op, "a layer that is trained or frozen as a whole", f"{frozen[0].name!r} frozen", remedy)
@@ -514,9 +516,11 @@ class Builder:
         Two norms may share one weight, because exporters merge equal ones. Raises UserError for a node that shares some
         weights but is another layer, and for one with running statistics.
         """
-        names = tuple(one.name + one.part for one in weights if one is not None and one.name)
+        names = tuple(weight.name + weight.part for weight in weights if weight is not None and weight.name)
         matrices = tuple(
-            one.name + one.part for one in weights if one is not None and one.name and len(one.shape) > 1
+            weight.name + weight.part
+            for weight in weights
+            if weight is not None and weight.name and len(weight.shape) > 1
         )
         if not names:
             return None
@@ -527,9 +531,9 @@ class Builder:
         if owner is op or not (matrices or op.module == names[0].rpartition(".")[0]):
             return None
         shapes = [node.shape for node in inputs]
-        alike = (owner.kind, owner.attributes, its) == (op.kind, op.attributes, names)
-        alike = alike and settings_of(before, shapes[0]) == settings_of(layer, shapes[0])
-        if not alike or layer.state(*shapes):
+        equal = (owner.kind, owner.attributes, its) == (op.kind, op.attributes, names)
+        equal = equal and settings_of(before, shapes[0]) == settings_of(layer, shapes[0])
+        if not equal or layer.state(*shapes):
             raise self.refused(
                 op, "weights of its own", f"those of node {owner.name!r} again", "use a second module in its place"
             )
@@ -537,7 +541,7 @@ class Builder:
 
     def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
         """Return a unique name: that of the weights, else of the module, else of the node."""
-        named = [one.name for one in weights if one is not None and "." in one.name]
+        named = [weight.name for weight in weights if weight is not None and "." in weight.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
         stem = _module_of(named[0]) if named and _module_of(named[0]) else scope
         first = [] if stem in self._owned and not named else [stem]
@@ -546,7 +550,7 @@ class Builder:
         self._names.add(name)
         return name
 
-    def given(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
+    def initial(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
         """Return initial values of a weight, in the layer's order of axes; read from the file when needed."""
         what = f"{self.path}: weight {constant.name or 'without a name'}"
         if constant.dtype.kind != "f":
@@ -578,7 +582,7 @@ def is_named(name: str) -> bool:
 
 def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
     """Return the names of the parameters among the constants, and of those from which constants are computed."""
-    names = (name for one in sources for name in (one.made_of if one.is_fixed else (one.name,)))
+    names = (name for source in sources for name in (source.made_of if source.is_fixed else (source.name,)))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
@@ -611,9 +615,9 @@ class Origins:
         """Return the attributes `name`, `origin` and `made_of` of a constant of `count` numbers."""
         stored = self.stored.get(name, {})
         folded = re.findall(r"'([^']*)'", stored.get(_FOLDED, ""))
-        parts = [one for one in (*folded, name) if is_named(one)]
-        if folded and any(re.fullmatch(f"{_ARITHMETIC}|{_PARAMETRIZED}", one) for one in parts):
-            return {"made_of": tuple(one for one in parts if not re.fullmatch(_ARITHMETIC, one)) or (name,)}
+        parts = [part for part in (*folded, name) if is_named(part)]
+        if folded and any(re.fullmatch(f"{_ARITHMETIC}|{_PARAMETRIZED}", part) for part in parts):
+            return {"made_of": tuple(part for part in parts if not re.fullmatch(_ARITHMETIC, part)) or (name,)}
         kind = stored.get(KIND, "").lower()
         kind = "buffer" if kind.startswith("constant") else kind
         if not is_named(name) or (folded and count == 1):
@@ -638,7 +642,6 @@ class Origins:
         if all(self.of(name).get("origin") == "unknown" for name in names):
             return TELL_BUFFERS
         stored = self.buffers is not None or any(KIND in self.stored.get(name, {}) for name in names)
-        return (
-            "compute them once, before the export, or write this layer with halograd's own"
-            + ("" if stored else "; if they are buffers, name them: load(path, buffers=[...])")
+        return "compute them once, before the export, or write this layer with halograd's own" + (
+            "" if stored else "; if they are buffers, name them: load(path, buffers=[...])"
         )

@@ -26,18 +26,18 @@ def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> list[Onn
             raise build.refused(op, "a factor, or a factor and a summand per channel", "a summand alone")
         return []
     affine = [scale] if shift is None else [scale, shift]
-    for one in affine:
-        if math.prod(one.shape) != channels:
+    for constant in affine:
+        if math.prod(constant.shape) != channels:
             raise build.refused(
                 op,
                 f"a factor and a summand for each of {channels} channels",
-                f"{one.shape}",
+                f"{constant.shape}",
                 "take torch.nn.GroupNorm(1, channels) in place of a LayerNorm over space",
             )
     return affine
 
 
-def _made(
+def _with_affine(
     build: Builder, op: OnnxNode, make: Callable[[bool, Layer | None], Layer], value: Activation, first: int
 ) -> Activation:
     """Build the norm that `make(affine, activation)` returns, with the parameters of the operation.
@@ -46,7 +46,7 @@ def _made(
     """
     channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
-    initial = [build.given(one, np.ravel, (channels,)) for one in affine]
+    initial = [build.initial(constant, np.ravel, (channels,)) for constant in affine]
     if len(affine) != 1:
         layer = make(bool(affine), activation)
         layer = layer.initialized(gamma=initial[0], beta=initial[1]) if affine else layer
@@ -81,7 +81,9 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
         return permuted(array.reshape(-1), value.spatial) if value.spatial else array.reshape(-1)
 
     constants = dict(zip(("mean", "var"), statistics)) | dict(zip(("gamma", "beta"), affine))
-    initial = {key: build.given(one, order, (channels,)) for key, one in constants.items() if one is not None}
+    initial = {
+        key: build.initial(constant, order, (channels,)) for key, constant in constants.items() if constant is not None
+    }
     nodes = [value.node] + ([build.value(op, 5).node] if len(op.inputs) > 5 else [])
     return value.of(build.add(op, layer.initialized(**initial), *nodes, weights=affine, states=statistics))
 
@@ -97,12 +99,12 @@ def _group_norm(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(
             op, "a factor per channel", "one per group, as before version 21", "export with opset_version=21 or later"
         )
-    return _made(build, op, lambda *more: GroupNorm(groups, _eps(op), *more), value, 1)
+    return _with_affine(build, op, lambda *more: GroupNorm(groups, _eps(op), *more), value, 1)
 
 
 def _instance_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
-    return _made(build, op, lambda *more: InstanceNorm(_eps(op), *more), value, 1)
+    return _with_affine(build, op, lambda *more: InstanceNorm(_eps(op), *more), value, 1)
 
 
 def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
@@ -114,7 +116,7 @@ def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
         # Positions may be in any order, as long as the last axis is that of the channels.
         if axis != axes - 1 or value.axes.with_channels(value.node.shape[-1]) is None:
             raise value.refusal
-        return _made(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
+        return _with_affine(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
     if value.spatial:
         raise build.refused(op, "samples with spatial axes", "a flattened value")
     if axis == axes - 1 and (value.last or axes == 2):
@@ -123,7 +125,7 @@ def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
         kind = "sample"
     else:
         raise build.refused(op, "a norm over the channels or over whole samples", f"axis {axis} of {axes}")
-    return _made(build, op, lambda *more: LayerNorm(kind, _eps(op), *more), value, 1)
+    return _with_affine(build, op, lambda *more: LayerNorm(kind, _eps(op), *more), value, 1)
 
 
 def _norm_over_channels(build: Builder, op: OnnxNode) -> Activation:
@@ -135,7 +137,7 @@ def _norm_over_channels(build: Builder, op: OnnxNode) -> Activation:
         value = build.with_positions(op)
     if not op.attributes["centered"]:
         return value.of(build.add(op, RMSNorm(_eps(op), affine=False), value.node))
-    return _made(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
+    return _with_affine(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)
 
 
 NORMS: dict[str, Callable[[Builder, OnnxNode], Activation]] = {

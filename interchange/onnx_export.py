@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import numpy as np
 from halograd.documents import bytes_text
 from halograd.errors import UserError
 
-from ..data.disk import atomic_path
+from ..data.disk import atomic_path, check_replaceable
 from ..data.normalize import CLIP, LARGEST
 from ..layers import Input, Network, Node
 from .export_layers import LAYERS
-from .files import check_place, library
+from .files import library
 from .onnx_writer import PRODUCER, OnnxWriter
 
 __all__ = ["check_onnx_place", "save"]
@@ -79,11 +80,13 @@ def check_onnx_place(path: Path) -> None:
     DataError.
     """
     onnx = library("onnx")
-    check_place(
-        path,
-        "a network that halograd wrote",
-        lambda: onnx.load(str(path), load_external_data=False).producer_name == PRODUCER,
-    )
+
+    def is_own(file: Path) -> bool:
+        with suppress(Exception):  # the decoder's errors differ between versions
+            return bool(onnx.load(str(file), load_external_data=False).producer_name == PRODUCER)
+        return False
+
+    check_replaceable(path, "a network that halograd wrote", is_own)
 
 
 def _needed(network: Network) -> list[Node]:
@@ -121,14 +124,16 @@ def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
     value = name
     for rule, kinds in _TRANSFORMS.items():
         if rule in rules:
-            value = _of_some(w, f"{name}::{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
+            value = _to_channels(w, f"{name}::{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
     std = np.asarray(statistics.std, np.float64)
     scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
     mean = w.numbers(f"{name}::mean", np.reshape(statistics.mean, shape))
     value = w.add("Sub", [value, mean], f"{name}::centered")
     value = w.add("Mul", [value, w.numbers(f"{name}::scale", scale.reshape(shape))], f"{name}::normalized")
     if "clip" in rules:
-        value = _of_some(w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP)
+        value = _to_channels(
+            w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP
+        )
     w.values[node] = value
 
 
@@ -136,9 +141,12 @@ def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) 
     """Write nodes that convert the predictions of normalized targets to the units of the targets."""
     loss = network.outputs.get("loss")
     comparisons = [] if loss is None else loss.layer.comparisons(*(node.shape for node in loss.inputs))
-    for one in comparisons:
+    for comparison in comparisons:
         assert loss is not None
-        node, statistics = loss.inputs[one.prediction], normalization.get(network.names[loss.inputs[one.target]])
+        node, statistics = (
+            loss.inputs[comparison.prediction],
+            normalization.get(network.names[loss.inputs[comparison.target]]),
+        )
         title, shape = f"{w.name(node)}::restored", (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
         if statistics is None or node not in network.outputs.values() or w.values[node] == title:
             continue
@@ -151,7 +159,7 @@ def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) 
 _TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 
 
-def _of_some(
+def _to_channels(
     w: OnnxWriter, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
     """Apply a rule to the channels of a mask; other channels are unchanged."""

@@ -79,7 +79,7 @@ def read_onnx(
         mark = mark if name == path.name else zlib.crc32(other, mark)
     source = f"{path.name} {mark:08x}"
     del content
-    versions = {one.domain or "ai.onnx": one.version for one in model.opset_import}
+    versions = {opset.domain or "ai.onnx": opset.version for opset in model.opset_import}
     if versions.get("ai.onnx", 0) < _OPSET:
         raise UserError(
             f"{path}: expected operators of version {_OPSET} or later, got {versions.get('ai.onnx', 'none')}; export "
@@ -120,12 +120,12 @@ def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
 
 def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of inputs with the file's own extents in place of the given ones."""
-    own_shapes = {name: tuple(given) for name, given in shapes.items()}
-    for one in model.graph.input:
-        extents = [dim.dim_value for dim in one.type.tensor_type.shape.dim][1:]
-        if len(extents) == len(own_shapes.get(one.name, ())):
+    own_shapes = {name: tuple(requested) for name, requested in shapes.items()}
+    for value in model.graph.input:
+        extents = [dim.dim_value for dim in value.type.tensor_type.shape.dim][1:]
+        if len(extents) == len(own_shapes.get(value.name, ())):
             own = [*extents[1:], extents[0]]
-            own_shapes[one.name] = tuple(n or given for n, given in zip(own, own_shapes[one.name]))
+            own_shapes[value.name] = tuple(n or requested for n, requested in zip(own, own_shapes[value.name]))
     return own_shapes
 
 
@@ -180,12 +180,12 @@ class _Folding:
                 self._keep(tensor.name, self._weight(tensor))
                 tensor.ClearField("raw_data")
         self.weights = dict(self.constants)
-        inputs, batch = self._inputs([one for one in file.input if one.name not in self.constants], shapes)
+        inputs, batch = self._inputs([value for value in file.input if value.name not in self.constants], shapes)
         self.inputs = frozenset(inputs)
         self._walk(file.node)
         self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
         known = {name: shape for name, kind in self.types.items() if (shape := _shape_of(kind)) is not None}
-        outputs = [one.name for one in file.output]
+        outputs = [value.name for value in file.output]
         computed = {name for op in self.operations for name in op.outputs} | set(inputs)
         outputs = [name for name in outputs if self.aliases.get(name, name) in computed]
         by_torch = self.model.producer_name == "pytorch"
@@ -196,15 +196,17 @@ class _Folding:
     # -- inputs ----------------------------------------------------------------------------------
 
     def _inputs(self, values: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> tuple[list[str], int]:
-        names = [one.name for one in values]
+        names = [value.name for value in values]
         unknown = sorted(set(shapes) - set(names))
         if unknown:
             raise UserError(f"{self.path}: expected shapes of inputs ({', '.join(names)}), got one of {unknown[0]!r}")
-        batches = {one.type.tensor_type.shape.dim[0].dim_value for one in values if one.type.tensor_type.shape.dim}
+        batches = {
+            value.type.tensor_type.shape.dim[0].dim_value for value in values if value.type.tensor_type.shape.dim
+        }
         batch = batches.pop() if len(batches) == 1 else 0
         batch = batch or _BATCH
-        for one in values:
-            self._input(one, shapes.get(one.name), batch)
+        for value in values:
+            self._input(value, shapes.get(value.name), batch)
         return names, batch
 
     def _input(self, value: Any, shape: Sequence[int] | None, batch: int) -> None:
@@ -242,16 +244,16 @@ class _Folding:
         size = math.prod(shape) * dtype.itemsize
         origin = self.origins.of(tensor.name, math.prod(shape)) if dtype.kind == "f" else {}
         if tensor.data_location == self.onnx.TensorProto.EXTERNAL:
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            file, offset = self._sibling(entries.get("location", "")), int(entries.get("offset", 0))
         elif tensor.name in self.offsets and len(tensor.raw_data) == size:
-            file, offset = self._beside(self.path.name), self.offsets[tensor.name]
+            file, offset = self._sibling(self.path.name), self.offsets[tensor.name]
         else:
             return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), **origin)
         constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), **origin)
         return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), **origin)
 
-    def _beside(self, location: str) -> Path | Buffer:
+    def _sibling(self, location: str) -> Path | Buffer:
         """Return a file in the same folder."""
         if self.contents is not None:
             return self.contents[location]
@@ -286,7 +288,7 @@ class _Folding:
 
     def _check_traced(self, node: Any) -> None:
         """Raise UserError if the metadata of the new exporter show that torch computes something else than the node."""
-        traced = next((one.value for one in node.metadata_props if one.key == "pkg.torch.onnx.fx_node"), "")
+        traced = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.fx_node"), "")
         if node.op_type == "Identity" and "target=torch.ops.aten.detach." in traced:
             source = self.aliases.get(node.input[0], node.input[0])
             constant = self.constants.get(source)
@@ -356,24 +358,29 @@ class _Folding:
             self.types |= self._inferred(node)
             self._keep(node.output[0], sources[0])  # one array for all samples, broadcast by its reader
             return
-        factors = [one for one in sources if one.shape or one.made_of or not one.is_fixed or one.read() != 1]
+        factors = [
+            source for source in sources if source.shape or source.made_of or not source.is_fixed or source.read() != 1
+        ]
         if node.op_type == "Mul" and len(factors) == 1:
             self._keep(node.output[0], factors[0])  # exporters write a factor that was left out as 1
             return
         moved = node.op_type in _SAME and bool(sources)
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
-        if node.op_type == "Constant" or any(one.origin == "buffer" for one in sources):
+        if node.op_type == "Constant" or any(source.origin == "buffer" for source in sources):
             origin["origin"] = "buffer"
         chosen = node.op_type in _CHOOSING and bool(sources[0].name) and not sources[0].is_fixed
-        if moved or (chosen and all(one.is_fixed for one in sources[1:])):
+        if moved or (chosen and all(source.is_fixed for source in sources[1:])):
             kept = ("name", "origin", "made_of", "part", "frozen", "repeats")
             origin = {key: getattr(sources[0], key) for key in kept}
             if chosen and node.op_type == "Slice":
-                origin["part"] += "".join(f" {one.read().reshape(-1).tolist()}" for one in sources[1:])
+                origin["part"] += "".join(f" {source.read().reshape(-1).tolist()}" for source in sources[1:])
             elif chosen:
                 origin["repeats"] = True
             origin |= {"stored": sources[0].stored or sources[0].shape, "order": self._moving(node, sources[0].order)}
-        if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
+        if (
+            all(source.name == "" and int(np.prod(source.shape)) <= _LARGE for source in sources)
+            or node.op_type not in _SAME
+        ):
             for output, array in zip(node.output, self._computed(node)):
                 self._keep(output, OnnxConstant.of(np.asarray(array), **origin))
             return
@@ -421,15 +428,15 @@ class _Folding:
         """
         if node.op_type not in ("Conv", "Gemm", "MatMul"):
             return None
-        moved = node.op_type != "Conv" and not any(one.name == "transB" and one.i for one in node.attribute)
+        moved = node.op_type != "Conv" and not any(a.name == "transB" and a.i for a in node.attribute)
         origins = self.constants[name].made_of
-        factors = {_LENGTHS.get(one.rpartition(".")[2]): self.constants.get(one) for one in origins}
+        factors = {_LENGTHS.get(origin.rpartition(".")[2]): self.constants.get(origin) for origin in origins}
         v, g = factors.get("v"), factors.get("g")
         if len(factors) != 2 or v is None or g is None or g.shape != (v.shape[0], *(1 for _ in v.shape[1:])):
             return None
         draw = np.random.default_rng(0)
-        tried = {one.name: draw.uniform(0.5, 2, one.shape).astype(one.dtype) for one in (v, g)}
-        directions, lengths = (tried[one.name].astype(np.float64) for one in (v, g))
+        tried = {part.name: draw.uniform(0.5, 2, part.shape).astype(part.dtype) for part in (v, g)}
+        directions, lengths = (tried[part.name].astype(np.float64) for part in (v, g))
         norms = np.sqrt(np.sum(directions**2, axis=tuple(range(1, directions.ndim)), keepdims=True))
         try:
             weights = self._replayed(name, dict(tried))
@@ -453,7 +460,7 @@ class _Folding:
             if node is None:
                 values[name] = self.constants[name].read()
             else:
-                inputs = {one: self._replayed(one, values) for one in node.input if one}
+                inputs = {source: self._replayed(source, values) for source in node.input if source}
                 values |= dict(zip(node.output, self._computed(node, inputs)))
         return values[name]
 
@@ -510,7 +517,9 @@ class _Folding:
         before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
         self.strides |= dict.fromkeys(op.outputs, before * stride_of(op, x, y))
         constants = {i: self.constants[name] for i, name in enumerate(op.inputs) if name in self.constants}
-        numbers = {i: one.read().reshape(-1).tolist() for i, one in constants.items() if one.dtype.kind == "i"}
+        numbers = {
+            i: constant.read().reshape(-1).tolist() for i, constant in constants.items() if constant.dtype.kind == "i"
+        }
         run = self.runs[op.outputs[0]] = SizedOperation(x, y, numbers)
         if self.traced is None or op.outputs[0] not in self.traced.runs:
             return
@@ -532,7 +541,7 @@ class _Folding:
             for name in known
             if name in self.constants and name not in self.types and int(np.prod(self.constants[name].shape)) <= 64
         }
-        versions = {one.domain: one.version for one in self.model.opset_import}
+        versions = {opset.domain: opset.version for opset in self.model.opset_import}
         if node.domain == DOMAIN and (size := next((list(a.ints) for a in node.attribute if a.name == "size"), None)):
             kind, shape = known[node.input[0]].tensor_type.elem_type, _shape_of(known[node.input[0]]) or ()
             return {node.output[0]: self.onnx.helper.make_tensor_type_proto(kind, pooled_shape(shape, size))}
@@ -553,7 +562,9 @@ class _Folding:
         """Raise UserError for values that do not fit because strides do not divide the extents of the inputs."""
         values = [name for name in node.input if name in self.types and name not in self.constants]
         shapes = [(_shape_of(self.types[name]) or ())[1:] for name in values]
-        whole = [_shape_of(self.types[one.name]) or () for one in self.model.graph.input if one.name in self.types]
+        whole = [
+            _shape_of(self.types[value.name]) or () for value in self.model.graph.input if value.name in self.types
+        ]
         factor = math.ceil(max(self.strides.values(), default=1))
         if len({shape[1:] for shape in shapes}) > 1 and any(n % factor for shape in whole for n in shape[2:]):
             raise UserError(

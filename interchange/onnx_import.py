@@ -236,7 +236,7 @@ def _prelu(build: Builder, op: OnnxNode) -> Activation:
     def order(array: np.ndarray) -> np.ndarray:
         return permuted(np.ravel(array), value.spatial) if value.spatial and count > 1 else np.ravel(array)
 
-    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.given(slope, order, (count,)))
+    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.initial(slope, order, (count,)))
     return value.of(build.add(_flattened_as(op, value), layer, value.node, weights=(slope,)))
 
 
@@ -252,7 +252,7 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
     """Import Clip. The largest numbers of float32 count as no limits."""
     most = float(np.finfo(np.float32).max)
     limits = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
-    low, high = (n if one is None else one for n, one in zip(limits, (_number(build, op, i) for i in (1, 2))))
+    low, high = (n if limit is None else limit for n, limit in zip(limits, (_number(build, op, i) for i in (1, 2))))
     if low == 0 and high >= most:
         return _activation("Relu")(build, op)
     return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
@@ -319,7 +319,7 @@ _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 # -- several inputs --------------------------------------------------------------------------------
 
 
-def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
+def _in_one_order(build: Builder, op: OnnxNode) -> list[Activation]:
     """Return all inputs, which must have one order of axes. If only some of them are pooled, the pooling keeps its
     positions.
     """
@@ -340,7 +340,7 @@ def _add(build: Builder, op: OnnxNode) -> Activation:
         return joined(build, op)
     if len({build.shape(name) for name in op.inputs}) > 1:
         return _of_two(build, op, BroadcastAdd)
-    values = _alike(build, op)
+    values = _in_one_order(build, op)
     layer = Add(activation=activation_of(op))
     return values[0].of(build.add(op, layer, *(value.node for value in values)))
 
@@ -418,7 +418,7 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
     zeros = [name in build.graph.constants and build.graph.constants[name].is_all(0) for name in op.inputs]
     if any(name in build.graph.constants and not zero for name, zero in zip(op.inputs, zeros)):
         return with_tokens(build, op)
-    values = _alike(build, op.changed(inputs=tuple(name for name, zero in zip(op.inputs, zeros) if not zero)))
+    values = _in_one_order(build, op.changed(inputs=tuple(name for name, zero in zip(op.inputs, zeros) if not zero)))
     if values[0].refusal is not None:
         raise values[0].refusal
     if values[0].spatial:
@@ -439,14 +439,14 @@ def _joined_in_space(build: Builder, op: OnnxNode, axis: int) -> Activation:
     first, last, value = min(values), max(values), next(iter(values.values()))
     if list(values) != list(range(first, last + 1)):
         raise build.refused(op, "zeros at the ends", "zeros between values", "pad one of the values")
-    place = axis - (1 if value.last else 2)
+    spatial_axis = axis - (1 if value.last else 2)
     node, rows = value.node, [build.shape(name)[axis] for name in op.inputs]
     if len(values) > 1:
-        layer = Concat(axis=axis_names(len(node.shape) + 1)[1 + place])
-        node = build.add(op, layer, *(one.node for one in values.values()))
+        layer = Concat(axis=axis_names(len(node.shape) + 1)[1 + spatial_axis])
+        node = build.add(op, layer, *(part.node for part in values.values()))
     if len(values) < len(rows):
         amounts = [(0, 0)] * (len(node.shape) - 1)
-        amounts[place] = sum(rows[:first]), sum(rows[last + 1 :])
+        amounts[spatial_axis] = sum(rows[:first]), sum(rows[last + 1 :])
         node = build.add(op.part("zeros"), Pad(tuple(amounts)), node)
     return value.of(node)
 
@@ -492,14 +492,14 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
         ones = (1,) * (len(value.node.shape) - 1)
         layer = Conv(units, ones, bias=bias is not None, weight_norm=normed)
         initial = {
-            "w": build.given(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
+            "w": build.initial(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
         }
     else:
-        initial = {"w": build.given(weights, order, (units, features))}
+        initial = {"w": build.initial(weights, order, (units, features))}
     if weights.lengths is not None:
-        initial["g"] = build.given(weights.lengths, np.ravel, (units,))
+        initial["g"] = build.initial(weights.lengths, np.ravel, (units,))
     if bias is not None:
-        initial["b"] = build.given(bias, np.ravel, (units,))
+        initial["b"] = build.initial(bias, np.ravel, (units,))
     arrays = (weights, weights.lengths, bias)
     node = build.add(_flattened_as(op, value), layer.initialized(**initial), value.node, weights=arrays)
     if arranged is not None:

@@ -54,7 +54,7 @@ class OnnxWriter:
 
     def inputs(self, node: Node) -> list[str]:
         """Return the names of the inputs of a layer."""
-        return [self.values[one] for one in node.inputs]
+        return [self.values[source] for source in node.inputs]
 
     def type_of(self, node: Node) -> int:
         """Return ONNX's number of the element type of a value."""

@@ -31,18 +31,18 @@ __all__ = [
 
 #: Activations that other layers can fuse, by operator; built from the operator's attributes.
 ACTIVATIONS: dict[str, Callable[[dict[str, Any]], Layer]] = {
-    "Relu": lambda given: ReLU(),
-    "LeakyRelu": lambda given: LeakyReLU(given.get("alpha", 0.01)),
-    "Sigmoid": lambda given: Sigmoid(),
-    "Tanh": lambda given: Tanh(),
-    "Elu": lambda given: ELU(given.get("alpha", 1.0)),
-    "Silu": lambda given: SiLU(),
-    "Swish": lambda given: SiLU(),
-    "HardSwish": lambda given: HardSwish(),
-    "HardSigmoid": lambda given: HardSigmoid(),
-    "Gelu": lambda given: GELU(given.get("approximate", "none")),
-    "Softplus": lambda given: Softplus(),
-    "Mish": lambda given: Mish(),
+    "Relu": lambda attributes: ReLU(),
+    "LeakyRelu": lambda attributes: LeakyReLU(attributes.get("alpha", 0.01)),
+    "Sigmoid": lambda attributes: Sigmoid(),
+    "Tanh": lambda attributes: Tanh(),
+    "Elu": lambda attributes: ELU(attributes.get("alpha", 1.0)),
+    "Silu": lambda attributes: SiLU(),
+    "Swish": lambda attributes: SiLU(),
+    "HardSwish": lambda attributes: HardSwish(),
+    "HardSigmoid": lambda attributes: HardSigmoid(),
+    "Gelu": lambda attributes: GELU(attributes.get("approximate", "none")),
+    "Softplus": lambda attributes: Softplus(),
+    "Mish": lambda attributes: Mish(),
 }
 #: Operators whose layers can fuse an activation.
 _FUSE = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "LayerNormalization", "Add"}
@@ -87,8 +87,8 @@ def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
         return
     if len(graph.shapes[op.outputs[0]]) != 1 or graph.shapes[picked.outputs[0]] != graph.shapes[op.inputs[0]]:
         return
-    places = graph.constants[picked.inputs[1]].read().reshape(-1)
-    if np.array_equal(places, np.arange(len(places))):
+    indices = graph.constants[picked.inputs[1]].read().reshape(-1)
+    if np.array_equal(indices, np.arange(len(indices))):
         graph.replace([op, picked], picked.changed(kind="Identity", inputs=op.inputs[:1], attributes={}))
 
 
@@ -98,7 +98,7 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
         return
-    x, apart, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
+    x, split, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
     axes, order = len(x) - 2, tuple(moved.attributes.get("perm", ()))
     if axes < 1 or len(y) != len(x) or x[0] != y[0]:
         return
@@ -108,10 +108,10 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
     if kind == "PixelUnshuffle":
         expected = (*fine[:2], *cells), (0, 1, *range(3, 2 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
     else:
-        places = (i for a in range(2, 2 + axes) for i in (axes + a, a))
-        expected = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *places)
+        order_of_pairs = (i for a in range(2, 2 + axes) for i in (axes + a, a))
+        expected = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *order_of_pairs)
     fits = coarse[1] == fine[1] * factor**axes and fine[2:] == tuple(n * factor for n in coarse[2:])
-    if fits and (apart, order) == expected:
+    if fits and (split, order) == expected:
         graph.replace([op, moved, whole], whole.changed(kind=kind, inputs=op.inputs[:1], attributes={"factor": factor}))
 
 
@@ -121,11 +121,11 @@ def _channel_shuffle(graph: Graph, op: OnnxNode) -> None:
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
         return
-    x, apart, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
-    if x != y or len(x) < 3 or len(apart) != len(x) + 1 or (apart[0], *apart[3:]) != (x[0], *x[2:]):
+    x, split, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
+    if x != y or len(x) < 3 or len(split) != len(x) + 1 or (split[0], *split[3:]) != (x[0], *x[2:]):
         return
-    if tuple(moved.attributes.get("perm", ())) == (0, 2, 1, *range(3, len(apart))):
-        attributes = {"groups": apart[1]}
+    if tuple(moved.attributes.get("perm", ())) == (0, 2, 1, *range(3, len(split))):
+        attributes = {"groups": split[1]}
         new = whole.changed(kind="ChannelShuffle", inputs=op.inputs[:1], attributes=attributes)
         graph.replace([op, moved, whole], new)
 
@@ -354,10 +354,10 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
 
 def _activation(graph: Graph, op: OnnxNode) -> None:
     """Fuse an activation into the layer before it."""
-    if op.kind not in _FUSE or "activation" in op.attributes or (op.kind == "Add" and not _are_alike(graph, op)):
+    if op.kind not in _FUSE or "activation" in op.attributes or (op.kind == "Add" and not _have_one_shape(graph, op)):
         return
-    activation = _activation_behind(graph, op)
-    if activation is None or any(_activation_behind(graph, one) != activation for one in _calls(graph, op)):
+    activation = _activation_after(graph, op)
+    if activation is None or any(_activation_after(graph, call) != activation for call in _calls(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
     assert after is not None
@@ -365,7 +365,7 @@ def _activation(graph: Graph, op: OnnxNode) -> None:
     graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "activation": activation}))
 
 
-def _are_alike(graph: Graph, op: OnnxNode) -> bool:
+def _have_one_shape(graph: Graph, op: OnnxNode) -> bool:
     """Return whether all inputs depend on the data and have one shape."""
     return not graph.constants.keys() & set(op.inputs) and len({graph.shapes[name] for name in op.inputs}) == 1
 
@@ -373,15 +373,17 @@ def _are_alike(graph: Graph, op: OnnxNode) -> bool:
 def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
     """Return the other nodes of the same module (with weights of the same names), which become calls of one layer."""
 
-    def weights(one: OnnxNode) -> set[str]:
-        return {graph.constants[name].name for name in one.inputs if name in graph.constants} - {""}
+    def weights(other: OnnxNode) -> set[str]:
+        return {graph.constants[name].name for name in other.inputs if name in graph.constants} - {""}
 
     own = weights(op)
-    alike = (one for one in graph.operations if one is not op and (one.kind, one.module) == (op.kind, op.module))
-    return [one for one in alike if own & weights(one)]
+    same_module = (
+        other for other in graph.operations if other is not op and (other.kind, other.module) == (op.kind, op.module)
+    )
+    return [other for other in same_module if own & weights(other)]
 
 
-def _activation_behind(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] | None:
+def _activation_after(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] | None:
     """Return kind and attributes of the activation that is fused into an operation or is its only reader."""
     if "activation" in op.attributes:
         fused: tuple[str, dict[str, Any]] = op.attributes["activation"]
@@ -403,8 +405,8 @@ def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
     """
     *before, size = array.shape
     channels = size // math.prod(spatial)
-    apart = array.reshape(*before, channels, *spatial)
-    return np.moveaxis(apart, len(before), -1).reshape(*before, size)
+    separate = array.reshape(*before, channels, *spatial)
+    return np.moveaxis(separate, len(before), -1).reshape(*before, size)
 
 
 #: Operators that only change the number of axes.
@@ -530,20 +532,20 @@ def _stacked(graph: Graph, op: OnnxNode) -> None:
         return
     axis = joined.attributes["axis"] % len(graph.shapes[joined.outputs[0]])
     parts = [graph.maker(name) for name in joined.inputs]
-    single = [one for one in parts if one is not None and one.kind == "Unsqueeze" and _axes(graph, one) == [axis]]
+    single = [part for part in parts if part is not None and part.kind == "Unsqueeze" and _axes(graph, part) == [axis]]
     if _axes(graph, op) != [axis] or op.attributes.get("keepdims", 1) or len(single) != len(parts) or len(parts) < 2:
         return
-    if any(graph.only_reader(one.outputs[0]) is not joined for one in single):
+    if any(graph.only_reader(part.outputs[0]) is not joined for part in single):
         return
-    values = tuple(one.inputs[0] for one in single)
+    values = tuple(part.inputs[0] for part in single)
     total = op.changed(kind="Add", inputs=values, attributes={})
     if op.kind == "ReduceMean":
         name = f"{op.outputs[0]}::sum"
         graph.shapes[name] = graph.shapes[op.outputs[0]]
         graph.constants[f"{name}::count"] = OnnxConstant.of(np.array(float(len(values))))
         mean = op.changed(kind="Div", inputs=(name, f"{name}::count"), attributes={})
-        place = next(i for i, one in enumerate(graph.operations) if one is op)
-        graph.operations.insert(place + 1, mean)
+        position = next(i for i, other in enumerate(graph.operations) if other is op)
+        graph.operations.insert(position + 1, mean)
         total = total.part("sum").changed(outputs=(name,))
     graph.replace([*single, joined, op], total)
 
@@ -568,10 +570,10 @@ def _expanded(graph: Graph, op: OnnxNode) -> None:
     if len(graph.shapes[value]) != len(graph.shapes[output]):
         return
     readers = graph.readers(output)
-    others = [[name for name in one.inputs if name != output] for one in readers]
+    others = [[name for name in reader.inputs if name != output] for reader in readers]
     fits = all(
-        one.kind in ("Mul", "Add", "Sub", "Div") and len(rest) == 1 and graph.shapes[rest[0]] == graph.shapes[output]
-        for one, rest in zip(readers, others)
+        reader.kind in ("Mul", "Add", "Sub", "Div") and len(rest) == 1 and graph.shapes[rest[0]] == graph.shapes[output]
+        for reader, rest in zip(readers, others)
     )
     if fits and readers:
         graph.leave_out(op, value)
@@ -601,7 +603,7 @@ def _only_read_within(graph: Graph, chain: Sequence[OnnxNode]) -> bool:
     """Return whether no other operation, and no output, reads the values before the last of these operations."""
     outputs = {name for op in chain[:-1] for name in op.outputs}
     readers = [op for op in graph.operations if outputs & set(op.inputs)]
-    return not outputs & set(graph.outputs) and all(any(op is one for one in chain) for op in readers)
+    return not outputs & set(graph.outputs) and all(any(op is member for member in chain) for op in readers)
 
 
 class _NormByParts:
@@ -622,7 +624,7 @@ class _NormByParts:
         op = self.graph.maker(name)
         if op is None or op.kind not in kinds:
             return None
-        if not any(op is one for one in self.chain):
+        if not any(op is member for member in self.chain):
             self.chain.append(op)
         return op
 

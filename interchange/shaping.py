@@ -168,7 +168,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
 def _flip(build: Builder, op: OnnxNode, axes: list[int], slices: list[slice]) -> Activation:
     """Import a slice of whole axes in reversed order."""
     value, shape = build.value(op), build.shape(op.inputs[0])
-    rows = [range(*one.indices(shape[axis])) for axis, one in zip(axes, slices)]
+    rows = [range(*interval.indices(shape[axis])) for axis, interval in zip(axes, slices)]
     if any(row[::-1] != range(shape[axis]) for axis, row in zip(axes, rows)) or 0 in axes:
         raise build.refused(op, "whole axes of a sample in reversed order (torch.flip)", f"steps along axes {axes}")
     if value.spatial or value.pooled:
@@ -298,13 +298,13 @@ Rows = tuple[int, int]
 def _rows_of(graph: Graph, name: str, axis: int) -> tuple[str, Rows] | None:
     """Return the source of a value and its rows along an axis, if it is a slice with step 1 along this axis only."""
     op = graph.maker(name)
-    if op is None or op.kind != "Slice" or any(one not in graph.constants for one in op.inputs[1:]):
+    if op is None or op.kind != "Slice" or any(number not in graph.constants for number in op.inputs[1:]):
         return None
     starts, ends, axes, steps = (
         graph.constants[op.inputs[i]].read().reshape(-1).tolist() if len(op.inputs) > i else [] for i in range(1, 5)
     )
     shape = graph.shapes[op.inputs[0]]
-    moved = [one % len(shape) for one in axes or range(len(starts))]
+    moved = [own % len(shape) for own in axes or range(len(starts))]
     if moved != [axis] or any(step != 1 for step in steps):
         return None
     low, high, _ = slice(int(starts[0]), int(ends[0])).indices(shape[axis])
@@ -331,8 +331,12 @@ def _joined_rows(graph: Graph, op: OnnxNode) -> None:
             rows[-1] = rows[-1][0], high
         else:
             rows.append((low, high))
-    slices = [one for name, one in ((name, graph.maker(name)) for name in op.inputs) if one is not None and name != x]
-    chain = [*(one for one in slices if graph.only_reader(one.outputs[0]) is op), op]
+    slices = [
+        slice_op
+        for name, slice_op in ((name, graph.maker(name)) for name in op.inputs)
+        if slice_op is not None and name != x
+    ]
+    chain = [*(slice_op for slice_op in slices if graph.only_reader(slice_op.outputs[0]) is op), op]
     amounts = _amounts(rows, n)
     if len(rows) == 2 and rows[0][1] == n and rows[1][0] == 0 and rows[0][0] == rows[1][1]:
         shifted = {"axis": axis, "shift": n - rows[0][0]}
@@ -356,7 +360,7 @@ def _amounts(rows: Sequence[Rows], n: int) -> tuple[str, int, int] | None:
         return None
     middle = rows.index((0, n))
     before, after = rows[:middle], rows[middle + 1 :]
-    if all(one == (0, 1) for one in before) and all(one == (n - 1, n) for one in after):
+    if all(interval == (0, 1) for interval in before) and all(interval == (n - 1, n) for interval in after):
         return "edge", len(before), len(after)
     if len(before) <= 1 and len(after) <= 1 and all(b == n for _, b in before) and all(a == 0 for a, _ in after):
         return "wrap", sum(b - a for a, b in before), sum(b - a for a, b in after)
@@ -396,15 +400,15 @@ def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
     back = graph.only_reader(picked.outputs[0]) if picked is not None and picked.kind == "GatherND" else None
     if picked is None or back is None or back.kind != "Transpose" or picked.inputs[1] not in graph.constants:
         return
-    places, perm = graph.constants[picked.inputs[1]].read(), list(op.attributes["perm"])
-    count, x = places.shape[-1], op.inputs[0]
-    if places.ndim != count + 1 or picked.attributes.get("batch_dims") or len(graph.shapes[x]) != len(perm):
+    indices, perm = graph.constants[picked.inputs[1]].read(), list(op.attributes["perm"])
+    count, x = indices.shape[-1], op.inputs[0]
+    if indices.ndim != count + 1 or picked.attributes.get("batch_dims") or len(graph.shapes[x]) != len(perm):
         return
     if list(back.attributes["perm"]) != np.argsort(perm).tolist():
         return
     chosen = {}
     for i, axis in enumerate(perm[:count]):
-        along = np.moveaxis(places[..., i], i, 0).reshape(places.shape[i], -1)
+        along = np.moveaxis(indices[..., i], i, 0).reshape(indices.shape[i], -1)
         if (along != along[:, :1]).any():
             return
         chosen[axis] = along[:, 0].tolist()
@@ -426,8 +430,10 @@ def _nearest(shape: Sequence[int], chosen: dict[int, list[int]]) -> tuple[str, s
     if min(chosen) < 2:
         return None
     for shift, names in ((0.0, ("asymmetric", "floor")), (0.5, ("half_pixel", "round_prefer_ceil"))):
-        rows = {a: np.floor((np.arange(len(one)) + shift) * shape[a] / len(one)) for a, one in chosen.items()}
-        if all(np.array_equal(rows[axis], one) for axis, one in chosen.items()):
+        rows = {
+            a: np.floor((np.arange(len(indices)) + shift) * shape[a] / len(indices)) for a, indices in chosen.items()
+        }
+        if all(np.array_equal(rows[axis], indices) for axis, indices in chosen.items()):
             return names
     return None
 
@@ -473,8 +479,8 @@ def _linear(
         return None
     for aligned in (False, True):
         rows = np.arange(m) * (n - 1) / max(m - 1, 1) if aligned else (np.arange(m) + 0.5) * n / m - 0.5
-        places = before + np.where(after > before, share, 0)
-        if np.allclose(places, np.clip(rows, 0, n - 1), rtol=0, atol=1e-5):
+        positions = before + np.where(after > before, share, 0)
+        if np.allclose(positions, np.clip(rows, 0, n - 1), rtol=0, atol=1e-5):
             return aligned
     return None
 
@@ -485,7 +491,7 @@ def _adaptive_means(graph: Graph, op: OnnxNode) -> None:
     The operations are linear and do not mix samples or channels, so their values for random numbers decide which
     function they are.
     """
-    chain = _behind(graph, op) if op.kind == "Transpose" else []
+    chain = _chain_to_quotient(graph, op) if op.kind == "Transpose" else []
     if not chain:
         return
     x, end = op.inputs[0], chain[-1]
@@ -509,7 +515,7 @@ def _adaptive_means(graph: Graph, op: OnnxNode) -> None:
 _PARTS = ("Transpose", "GatherND", "Where", "Gather", "Add", "Div")
 
 
-def _behind(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
+def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
     """Return the operations from a Transpose and a GatherND to a quotient that no other operations read within."""
     picked = graph.only_reader(op.outputs[0])
     if picked is None or picked.kind != "GatherND":
@@ -524,8 +530,8 @@ def _behind(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
         outputs |= set(other.outputs)
         if other.kind == "Div":
             inner = outputs - set(other.outputs)
-            within = all(any(r is one for one in chain) for name in inner for r in graph.readers(name))
-            fixed = all(graph.constants[n].is_fixed for one in chain for n in one.inputs if n in graph.constants)
+            within = all(any(r is member for member in chain) for name in inner for r in graph.readers(name))
+            fixed = all(graph.constants[n].is_fixed for member in chain for n in member.inputs if n in graph.constants)
             return chain if within and fixed and not inner & set(graph.outputs) else []
     return []
 

@@ -62,11 +62,11 @@ def _weights_first(array: np.ndarray) -> np.ndarray:
 
 def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | None) -> dict[str, GivenValues]:
     first, inner, *kernel = weights.shape
-    initial = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
+    initial = {"w": build.initial(weights, _weights_first, (first, *kernel, inner))}
     if weights.lengths is not None:
-        initial["g"] = build.given(weights.lengths, np.ravel, (first,))
+        initial["g"] = build.initial(weights.lengths, np.ravel, (first,))
     if bias is not None:
-        initial["b"] = build.given(bias, np.ravel, (math.prod(bias.shape),))
+        initial["b"] = build.initial(bias, np.ravel, (math.prod(bias.shape),))
     return initial
 
 
@@ -107,11 +107,11 @@ def _conv_of_vectors(
     if math.prod(weights.shape[2:]) > 1 or positions > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
-    initial = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
+    initial = {"w": build.initial(weights, lambda array: array.reshape(units, features), (units, features))}
     if weights.lengths is not None:
-        initial["g"] = build.given(weights.lengths, np.ravel, (units,))
+        initial["g"] = build.initial(weights.lengths, np.ravel, (units,))
     if bias is not None:
-        initial["b"] = build.given(bias, np.ravel, (units,))
+        initial["b"] = build.initial(bias, np.ravel, (units,))
     layer = Dense(units, bias=bias is not None, weight_norm=weights.lengths is not None).initialized(**initial)
     node = build.add(op, layer, value.node, weights=(weights, weights.lengths, bias))
     activation = activation_of(op)
@@ -141,27 +141,27 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     """Import a learned factor per channel as a 1 x 1 convolution with as many groups as channels."""
     value, scale, shift = build.value(op), build.constant(op, 1), build.constant(op, 2)
     assert scale is not None
-    for one in (scale, shift):
-        if one is not None and one.origin == "unknown":
-            raise build.refused_array(op.changed(kind="Mul" if one is scale else "Add"))
+    for constant in (scale, shift):
+        if constant is not None and constant.origin == "unknown":
+            raise build.refused_array(op.changed(kind="Mul" if constant is scale else "Add"))
     if value.spatial or op.attributes["axis"] != build.channels_at(op, value):
         value = along(build, op.changed(kind="Mul"), value, op.inputs[0], scale)
         return value if shift is None else along(build, op.changed(kind="Add"), value, op.inputs[0], shift)
     if value.pooled:
         value = build.with_positions(op)
     channels = math.prod(scale.shape)
-    frozen = build.frozen(op, [one for one in (scale, shift) if one is not None])
+    frozen = build.frozen(op, [constant for constant in (scale, shift) if constant is not None])
     if len(value.node.shape) == 1:
-        vector = {"gamma": build.given(scale, np.ravel, (channels,))}
+        vector = {"gamma": build.initial(scale, np.ravel, (channels,))}
         if shift is not None:
-            vector["beta"] = build.given(shift, np.ravel, (channels,))
+            vector["beta"] = build.initial(shift, np.ravel, (channels,))
         layer = Scale(bias=shift is not None).initialized(**vector)
         layer.frozen = frozen
         return value.of(build.add(_named_after(op, scale), layer, value.node))
     shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
-    initial = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
+    initial = {"w": build.initial(scale, lambda array: array.reshape(shape), shape)}
     if shift is not None:
-        initial["b"] = build.given(shift, np.ravel, (channels,))
+        initial["b"] = build.initial(shift, np.ravel, (channels,))
     conv = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**initial)
     conv.frozen = frozen
     return value.of(build.add(_named_after(op, scale), conv, value.node))

@@ -200,7 +200,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key, inner in zip(keys, value):
             yield from _tensors(inner, key)
     elif dataclasses.is_dataclass(value):
-        yield from _tensors({one.name: getattr(value, one.name) for one in dataclasses.fields(value)}, name)
+        yield from _tensors({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, name)
     elif value is not None:
         raise UserError(f"expected a forward() that returns tensors, got {type(value).__name__} as {name or 'output'}")
 
@@ -212,8 +212,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _traced(call: _Call) -> Iterator[None]:
     """Set a module to training mode with outputs in a plain tuple; restore all of it afterwards."""
     torch, module = library("torch"), call.module
-    modes = {one: one.training for one in module.modules()}
-    buffers = {one: dict(one._buffers) for one in module.modules()}
+    modes = {submodule: submodule.training for submodule in module.modules()}
+    buffers = {submodule: dict(submodule._buffers) for submodule in module.modules()}
     numbers = {id(b): b.clone() for own in buffers.values() for b in own.values() if b is not None}
     own = module.__dict__.get("forward")
     original = module.forward
@@ -231,26 +231,26 @@ def _traced(call: _Call) -> Iterator[None]:
         else:
             module.forward = own
         with torch.no_grad():
-            for one, there in buffers.items():
-                one._buffers.clear()
-                one._buffers.update(there)
+            for submodule, there in buffers.items():
+                submodule._buffers.clear()
+                submodule._buffers.update(there)
                 for buffer in there.values():
                     if buffer is not None and not torch.equal(buffer, numbers[id(buffer)]):
                         buffer.copy_(numbers[id(buffer)])
-        for one, mode in modes.items():
-            one.training = mode
+        for submodule, mode in modes.items():
+            submodule.training = mode
 
 
 def _check_modes(module: Any) -> None:
     """Raise UserError for a norm with running statistics that is in evaluation mode, or is no batch norm."""
     torch = library("torch")
-    for name, one in module.named_modules():
-        if isinstance(one, torch.nn.modules.instancenorm._InstanceNorm) and one.track_running_stats:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.nn.modules.instancenorm._InstanceNorm) and submodule.track_running_stats:
             raise UserError(
                 f"from_torch(): expected instance norms of the statistics of each sample, got {name!r} with "
                 "track_running_stats=True; make it without"
             )
-        if getattr(one, "running_mean", None) is not None and not one.training:
+        if getattr(submodule, "running_mean", None) is not None and not submodule.training:
             raise UserError(
                 f"from_torch(): expected norms in training mode, got {name!r} in evaluation mode; call train() on the "
                 "module, and freeze layers in halograd (training.freeze)"
@@ -261,17 +261,17 @@ def _check_modes(module: Any) -> None:
 def _quiet() -> Iterator[None]:
     """Silence the exporters, whose warnings concern other readers of their files."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [one.level for one in loggers]
+    levels = [logger.level for logger in loggers]
     try:
-        for one in loggers:
-            one.setLevel(logging.CRITICAL)
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         unread = io.StringIO()
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for one, level in zip(loggers, levels):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 # -- exporters ---------------------------------------------------------------------------------------------
@@ -393,8 +393,8 @@ def _first_names(module: Any, graph: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     both = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in both}
-    there = {one.name for one in graph.initializer}
-    return {name: one for name, one in names.items() if name in there and one not in there}
+    there = {tensor.name for tensor in graph.initializer}
+    return {name: first_name for name, first_name in names.items() if name in there and first_name not in there}
 
 
 def _values(graph: Any) -> set[str]:
@@ -405,8 +405,8 @@ def _rename(graph: Any, names: Mapping[str, str]) -> None:
     """Rename values of a graph."""
     if not names:
         return
-    for one in (*graph.initializer, *graph.value_info, *graph.output):
-        one.name = names.get(one.name, one.name)
+    for value in (*graph.initializer, *graph.value_info, *graph.output):
+        value.name = names.get(value.name, value.name)
     for node in graph.node:
         for ends in (node.input, node.output):
             ends[:] = [names.get(name, name) for name in ends]
@@ -421,7 +421,7 @@ def _store_buffers(graph: Any, buffers: Mapping[str, Any]) -> None:
     The old exporter runs the module, so the file has running statistics that include the example.
     """
     onnx = library("onnx")
-    known = {one.name for one in graph.value_info}
+    known = {info.name for info in graph.value_info}
     for tensor in graph.initializer:
         if tensor.name in known:
             continue
@@ -467,9 +467,9 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
     state: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if len(foreign) < len(specs):
         fresh = {name.rpartition("/")[0] for name in foreign}
-        for name, one in arrangements(network, fresh).items():
-            array = one.to_torch(np.asarray(arrays[name]))
-            state[one.names[0]] = array, np.ones(array.shape, bool)
+        for name, arrangement in arrangements(network, fresh).items():
+            array = arrangement.to_torch(np.asarray(arrays[name]))
+            state[arrangement.names[0]] = array, np.ones(array.shape, bool)
     for name, source in foreign.items():
         numbers, positions = np.asarray(arrays[name]).reshape(-1), source.positions().reshape(-1)
         empty = np.zeros(source.shape, numbers.dtype), np.zeros(source.shape, bool)

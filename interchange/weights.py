@@ -31,6 +31,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ import numpy as np
 from halograd.documents import one_line
 from halograd.errors import UserError
 
-from ..data.disk import atomic_path, reason_of, regular_size
+from ..data.disk import atomic_path, check_replaceable, reason_of, regular_size
 from ..layers import Dense, Embedding, GivenValues, Network, Node, Parameter, Scale, Token
 from ..layers.parameter import ForeignArray
 from .feature_order import Order, feature_orders, torch_of_ours
-from .files import check_place, finite, library
+from .files import finite, library
 
 __all__ = [
     "Arrangement",
@@ -117,15 +118,15 @@ def _resnet(layer: str) -> str | None:
 
 def _vgg(network: Network) -> Callable[[str], str | None]:
     """Return a function from names to torchvision's, which number the features with their ReLUs and poolings."""
-    places, number = {}, 0
+    modules, number = {}, 0
     for layer in network.layers:
         if re.fullmatch(r"conv\d+_\d+", layer):
-            places[layer] = f"features.{number}"
+            modules[layer] = f"features.{number}"
             number += 2
         elif re.fullmatch(r"pool\d+", layer):
             number += 1
-    places |= {f"dense{i}": f"classifier.{3 * (i - 1)}" for i in (1, 2, 3)}
-    return places.get
+    modules |= {f"dense{i}": f"classifier.{3 * (i - 1)}" for i in (1, 2, 3)}
+    return modules.get
 
 
 def _inception(layer: str) -> str | None:
@@ -311,13 +312,13 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             _check_features(network, calls[layer], every, mixed)
             keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
             keys = ("", *keys) if stored is not None and len(network.own_parameters(layer)) == 1 else keys
-            names = tuple(dict.fromkeys(f"{module}.{one}".rstrip(".") for one in keys for module in modules(layer)))
-            one = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
+            names = tuple(dict.fromkeys(f"{module}.{label}".rstrip(".") for label in keys for module in modules(layer)))
+            arrangement = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
             foreign = spec.init.foreign if isinstance(spec.init, GivenValues) else None
             fits = foreign is not None and math.prod(foreign.shape) == spec.size
-            if foreign is not None and fits and (stored is not None or foreign.shape != one.torch_shape):
-                one = replace(one, names=tuple(dict.fromkeys((foreign.name, *names))), foreign=foreign)
-            result[name] = one
+            if foreign is not None and fits and (stored is not None or foreign.shape != arrangement.torch_shape):
+                arrangement = replace(arrangement, names=tuple(dict.fromkeys((foreign.name, *names))), foreign=foreign)
+            result[name] = arrangement
     return result
 
 
@@ -339,7 +340,7 @@ def _stored_as(node: Node, spec: Parameter) -> tuple[tuple[int, ...], bool] | No
 
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:
-    return [one.shape for one in node.inputs]
+    return [source.shape for source in node.inputs]
 
 
 def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
@@ -347,7 +348,7 @@ def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
     if getattr(node.layer, "weight_norm", False) and key in _NORMED:
         return _NORMED[key]
     own = {**node.layer.parameters(*_shapes(node)), **node.layer.state(*_shapes(node))}
-    named = [one for one in own if _KEYS.get(one, one) == _KEYS.get(key, key)]
+    named = [own_key for own_key in own if _KEYS.get(own_key, own_key) == _KEYS.get(key, key)]
     return (_KEYS.get(key, key) if len(named) == 1 else key,)
 
 
@@ -371,7 +372,7 @@ def _check_features(
 ) -> None:
     """Raise UserError for a layer whose features have no order in torch, or different orders at its calls."""
     for call, order in zip(calls, orders):
-        reason = next((mixed[one] for one in (call, *call.inputs) if one in mixed), None)
+        reason = next((mixed[member] for member in (call, *call.inputs) if member in mixed), None)
         if reason is not None:
             raise _refused(network, call, f"features that {_titled(network, reason)} mixes by position")
         if order != orders[0]:
@@ -416,8 +417,8 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     if missing:
         raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
     parts: dict[str, list[np.ndarray]] = {}
-    for name, one in arranged.items():  # queries, keys, values in this order
-        parts.setdefault(one.names[0], []).append(one.to_torch(np.asarray(arrays[name])))
+    for name, arrangement in arranged.items():  # queries, keys, values in this order
+        parts.setdefault(arrangement.names[0], []).append(arrangement.to_torch(np.asarray(arrays[name])))
     tensors = {name: np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
     writer = library("safetensors.numpy")
     needed = sum(array.nbytes for array in tensors.values())
@@ -466,18 +467,18 @@ class WeightsFile:
         strange = sorted(set(fresh) - set(network.layers))
         if strange:
             raise UserError(f"init_fresh: expected layers of network {network.name!r}, got {strange[0]!r}")
-        self._wanted = arrangements(network, fresh)
+        self._arrangements = arrangements(network, fresh)
         self._shapes = self._read_shapes()
-        self._places = {name: self._place(name, one) for name, one in self._wanted.items()}
-        self.names = list(self._wanted)
+        self._keys = {name: self._key(name, arrangement) for name, arrangement in self._arrangements.items()}
+        self.names = list(self._arrangements)
 
     def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         try:
             regular_size(self.path)
             with self._open(self.path, framework="numpy") as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                self._types = {key: str(one.get_dtype()) for key, one in slices.items()}
-                return {key: tuple(one.get_shape()) for key, one in slices.items()}
+                self._types = {key: str(entry.get_dtype()) for key, entry in slices.items()}
+                return {key: tuple(entry.get_shape()) for key, entry in slices.items()}
         except OSError as error:
             raise UserError(
                 f"weights {self.path}: expected a safetensors file, got none: {reason_of(error)}"
@@ -488,18 +489,19 @@ class WeightsFile:
                 "state_dict by safetensors.torch.save_file"
             ) from error
 
-    def _place(self, name: str, one: Arrangement) -> str:
+    def _key(self, name: str, arrangement: Arrangement) -> str:
         """Return the name of a parameter in the file."""
-        key = next((key for key in one.names if key in self._shapes), None)
+        key = next((key for key in arrangement.names if key in self._shapes), None)
         if key is None:
             raise UserError(
-                f"weights {self.path}: expected {name} under the name {' or '.join(one.names)}, got none; the file is "
-                "of another network: list the layers that it lacks in training.init_fresh"
+                f"weights {self.path}: expected {name} under the name {' or '.join(arrangement.names)}, got none; the "
+                "file is of another network: list the layers that it lacks in training.init_fresh"
             )
-        if self._shapes[key] != one.torch_shape:
+        if self._shapes[key] != arrangement.torch_shape:
             raise UserError(
-                f"weights {self.path}: expected {name} as {key} of shape {one.torch_shape}, got {self._shapes[key]}; "
-                f"list the layer {name.rpartition('/')[0]!r} in training.init_fresh, or train another network"
+                f"weights {self.path}: expected {name} as {key} of shape {arrangement.torch_shape}, got "
+                f"{self._shapes[key]}; list the layer {name.rpartition('/')[0]!r} in training.init_fresh, or train "
+                "another network"
             )
         if self._types[key] not in _TYPES:
             raise UserError(
@@ -511,8 +513,8 @@ class WeightsFile:
     def read(self, name: str) -> np.ndarray:
         """Return a whole array, in our order. Raises UserError if an element is not finite."""
         with self._open(self.path, framework="numpy") as file:
-            array = self._wanted[name].from_torch(file.get_tensor(self._places[name]))
-        return finite(array, f"weights {self.path}: {self._places[name]}")
+            array = self._arrangements[name].from_torch(file.get_tensor(self._keys[name]))
+        return finite(array, f"weights {self.path}: {self._keys[name]}")
 
     def checksum(self) -> int:
         """Compute the CRC-32 of the bytes of the file."""
@@ -529,8 +531,10 @@ def check_weights_place(path: Path) -> None:
     """
     safe_open = library("safetensors").safe_open
 
-    def is_ours() -> bool:
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("written_by") == WRITTEN_BY["written_by"]
+    def is_own(file: Path) -> bool:
+        # The library's error type differs between versions.
+        with suppress(Exception), safe_open(file, framework="numpy") as weights:
+            return (weights.metadata() or {}).get("written_by") == WRITTEN_BY["written_by"]
+        return False
 
-    check_place(path, "weights of ours", is_ours)
+    check_replaceable(path, "weights of ours", is_own)

@@ -201,13 +201,13 @@ def probe_gpu() -> Iterator[Finding]:
     driver, devices = _driver()
     yield Finding("CUDA driver", "ok" if devices else "note", driver)
     cupy = _load("cupy")
-    yield _found("CuPy", cupy, devices, lambda: str(cupy.__version__))
+    yield _module_finding("CuPy", cupy, devices, lambda: str(cupy.__version__))
     if devices and not isinstance(cupy, str):
         yield from _numpy(np.__version__)
     cudnn = _load("cudnn")
-    yield _found("cuDNN", cudnn, devices, lambda: f"{cudnn.backend_version()} (frontend {cudnn.__version__})")
+    yield _module_finding("cuDNN", cudnn, devices, lambda: f"{cudnn.backend_version()} (frontend {cudnn.__version__})")
     nccl: Any = cupy if isinstance(cupy, str) else _load("cupy.cuda.nccl")
-    yield _found("NCCL", nccl, devices, lambda: str(nccl.get_version()))
+    yield _module_finding("NCCL", nccl, devices, lambda: str(nccl.get_version()))
     yield from _backend(devices)
 
 
@@ -229,7 +229,7 @@ def _load(name: str) -> Any:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _found(name: str, module: Any, devices: int, version: Any) -> Finding:
+def _module_finding(name: str, module: Any, devices: int, version: Any) -> Finding:
     if isinstance(module, str):
         return _missing(name, module, devices)
     try:

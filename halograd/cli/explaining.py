@@ -78,8 +78,8 @@ def explain(
     if program:
         print("\n".join(_program(plan, _plan_request(plan, path, cache), rank, layers or ())))
         return
-    with working("pricing every cut of every layer") as say:
-        explainer = Explainer(plan, _plan_request(plan, path, cache), say)
+    with working("pricing every cut of every layer") as report:
+        explainer = Explainer(plan, _plan_request(plan, path, cache), report)
         chosen = explainer.check_layers(layers or ())
         lines = explainer.text(chosen, bool(layers), rank)
     print("\n".join(lines))
@@ -164,17 +164,19 @@ class Explainer:
         Plan with its request.
     plan_request
         Network and machine of the plan.
-    say
+    report
         Called with a text about the current work.
     """
 
-    def __init__(self, plan: Plan, plan_request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, plan: Plan, plan_request: PlanRequest, report: Callable[[str], None] = lambda text: None
+    ) -> None:
         from ..perfmodel.cost import NetworkModel, Pricing, Training
         from ..perfmodel.cost.network_costs import network_costs
         from ..planning import AHEAD
 
         assert plan.request is not None
-        self.plan, self.plan_request, self.request, self._say = plan, plan_request, plan.request, say
+        self.plan, self.plan_request, self.request, self._report = plan, plan_request, plan.request, report
         self.pricing = plan_request.pricing(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, plan.request.slots, ahead=AHEAD)
         quick = Pricing(NetworkModel(plan_request.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
@@ -219,7 +221,7 @@ class Explainer:
             except NoneFits:
                 continue
             indices[v] = int(c)
-            strategy = self._alike(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
+            strategy = self._with_plan_options(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
             other_cuts.append(OtherCut(strategy.parts_of(layer), self._simulate(strategy)))
             if len(other_cuts) == count:
                 break
@@ -229,7 +231,7 @@ class Explainer:
         parts = tuple(self.plan.strategy.cuts_of(self.costs.names[v]).values())
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
-    def _alike(self, strategy: Strategy) -> Strategy:
+    def _with_plan_options(self, strategy: Strategy) -> Strategy:
         """Return the cuts and halo algorithms of a strategy with the plan's other options and reduction scheme.
 
         It replicates only layers that its cuts permit.
@@ -272,10 +274,10 @@ class Explainer:
         if plan.strategy.widens:
             lines.append(self._margins())
         if plan.strategy.recomputes:
-            self._say("compiling the step without recomputation")
+            self._report("compiling the step without recomputation")
             lines += ["", *self._recomputation(rank, frozenset(layers if details else plan.layers))]
         for name in layers:
-            self._say(f"planning around the cuts of {name}")
+            self._report(f"planning around the cuts of {name}")
             lines += ["", *self._of_layer(name, OTHER_CUTS if details else 1)]
         if not details:
             lines += [
@@ -321,9 +323,9 @@ class Explainer:
         other_cuts, choices = self.other_cuts(name, count)
         halo = f", halos: {record.halo_algorithm}" if record.halo_algorithm else ""
         share = record.seconds / self.chosen.step_seconds if self.chosen.step_seconds else 0.0
-        alike = sum(_likeness(r) == _likeness(record) for r in self.chosen.layers) - 1
-        more = f" and {alike} like it" if alike else ""
-        took = f"{time_text(record.seconds)}{' each' if alike else ''}, {share:.1%} of the step"
+        equal = sum(_likeness(r) == _likeness(record) for r in self.chosen.layers) - 1
+        more = f" and {equal} like it" if equal else ""
+        took = f"{time_text(record.seconds)}{' each' if equal else ''}, {share:.1%} of the step"
         sent = f", {record.messages} messages of {bytes_text(record.sent)} sent" if record.messages else ""
         lines = [
             f"{name}{more} ({record.kind}): {cut_text(record.parts)} on {record.ranks} ranks{halo}",
@@ -332,9 +334,7 @@ class Explainer:
         ]
         if not other_cuts:
             return [*lines, f"  no other cut of it fits (of {choices} examined)"]
-        lines += [
-            f"  {choices} cuts were examined; the rest of the network is planned for each of the next best:"
-        ]
+        lines += [f"  {choices} cuts were examined; the rest of the network is planned for each of the next best:"]
         lines += [f"    {line}" for line in self._comparison(other_cuts)]
         if other_cuts[0].prediction.step_seconds < self.chosen.step_seconds:
             lines.append(

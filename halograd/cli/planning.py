@@ -233,23 +233,27 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     with working(f"trying {what.model} on {tried.cores} cores") as now:
         begin = lambda ranks, threads: now(f"trying {split_text(ranks, threads)}")  # noqa: E731
         splits = try_splits(tried.cores, tables, lambda line: print(line, file=sys.stderr), begin)
-    print(json.dumps([vars(one) for one in splits]) if as_json else "\n".join(_cores_text(what.model, batch, splits)))
+    print(
+        json.dumps([vars(split) for split in splits]) if as_json else "\n".join(_cores_text(what.model, batch, splits))
+    )
 
 
 def _cores_text(model: str, batch: int, splits: Sequence[CoreSplit]) -> list[str]:
     """Return lines with the time of every split, in which the best split is marked."""
-    best = min(splits, key=lambda one: one.seconds)
+    best = min(splits, key=lambda split: split.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
-    for one in splits:
-        times = [milliseconds(t) for t in (one.predicted, one.seconds)]
-        uniform = milliseconds(one.uniform) if one.ranks > 1 else "-"
-        rows.append([split_text(one.ranks, one.threads), *times, one.by, uniform, "the best" if one is best else ""])
+    for split in splits:
+        times = [milliseconds(t) for t in (split.predicted, split.seconds)]
+        uniform = milliseconds(split.uniform) if split.ranks > 1 else "-"
+        rows.append(
+            [split_text(split.ranks, split.threads), *times, split.by, uniform, "the best" if split is best else ""]
+        )
     heading = ["cores as", "predicted", "step", "cut by", "one cut for all", ""]
     lines = [f"{model}, batch {batch}, tried on this machine", "", *table(heading, rows, left=1)]
     lines += ["", f"best: {split_text(best.ranks, best.threads)}, {time_text(best.seconds)} a step"]
-    cut = [one for one in splits if one.ranks > 1]
+    cut = [split for split in splits if split.ranks > 1]
     if best.ranks == 1 and cut:
-        least = min(cut, key=lambda one: one.uniform)
+        least = min(cut, key=lambda split: split.uniform)
         more = least.uniform / best.seconds - 1
         lines.append(f"cutting every layer over {least.ranks} ranks would take {more:.0%} longer")
     return lines

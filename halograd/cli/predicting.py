@@ -65,9 +65,9 @@ def predict(
         check_output(plot, "--plot", ".png")
     predictor = Predictor(what.plan_request(), what.training(), cut, planner, limit)
     if len(counts) == 1:
-        _one(predictor, counts[0], batch, as_json, plot)
+        _single(predictor, counts[0], batch, as_json, plot)
         return
-    with working("predicting") as predictor.say:
+    with working("predicting") as predictor.report:
         series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
     if plot is not None:
         from .pictures import draw_scaling
@@ -84,7 +84,7 @@ def predict(
         print(f"{plot}: written")
 
 
-def _one(predictor: Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
+def _single(predictor: Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
     """Print the prediction for one number of ranks, with the parts of the step."""
     if plot is not None:
         raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")

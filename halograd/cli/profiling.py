@@ -133,7 +133,9 @@ def _as_text(profile: Profile, layers: Coverage, out: Path, path: Path, seconds:
     fits += [(f"  behind computation, {n} ranks", fit) for n, fit in profile.reduction_behind.items()]
     fits += [(f"  exposed part of it, {n} ranks", fit) for n, fit in profile.reduction_exposed.items()]
     for what, fit in fits:
-        line = " or ".join(f"{_us(one.alpha)} + {one.beta * 1e9:.3f} ns/B" for one in (fit.short, fit) if one)
+        line = " or ".join(
+            f"{_us(line_fit.alpha)} + {line_fit.beta * 1e9:.3f} ns/B" for line_fit in (fit.short, fit) if line_fit
+        )
         lines.append(f"  {what:<34} {line}, fit within {fit.error:.0%}")
     lines.append(f"  update {profile.update * 1e9:.3f} ns/B of parameters; per layer {_us(profile.layer_overhead)}")
     counts = f"{layers.measured} layer shapes measured, {layers.known} known before"

@@ -82,7 +82,7 @@ class Predictor:
             limit,
         )
         self.source = ""
-        self.say: Callable[[str], None] = lambda text: None
+        self.report: Callable[[str], None] = lambda text: None
         self._known: dict[tuple[int, int], Point] = {}
 
     def title(self) -> str:
@@ -108,7 +108,7 @@ class Predictor:
         """Return the prediction for this number of ranks and this batch; its time is None if nothing fits."""
         key = (ranks, batch)
         if key not in self._known:
-            self.say(f"predicting {ranks} ranks, batch {batch}")
+            self.report(f"predicting {ranks} ranks, batch {batch}")
             self._known[key] = self._planned(*key) if self.grid is None else self._cut(*key)
         return self._known[key]
 

@@ -241,12 +241,12 @@ def _check(
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:
     """Raise UserError unless the data are one file or folder that all tasks read, because only that would be copied."""
-    one = paths[0]
-    name = one if isinstance(one, str) else one[0] if len(one) == 1 else ""
-    if any(path != one for path in paths):
+    single = paths[0]
+    name = single if isinstance(single, str) else single[0] if len(single) == 1 else ""
+    if any(path != single for path in paths):
         got = "one that the sweep changes"
     elif not name:
-        got = f"{len(one)} of them"
+        got = f"{len(single)} of them"
     elif any(sign in name for sign in "*?[") and not os.path.exists(name):
         got = f"a pattern, {name!a}"
     else:
@@ -279,7 +279,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
     if software.container is not None:  # what lies outside of its folder, it shows as well
         every = [loaded.data.path] if isinstance(loaded.data.path, str) else loaded.data.path
         shown = [*software.binds, *map(_folder_of, every), str(Path(software.folder, loaded.output.directory))]
-        software = replace(software, binds=tuple(os.path.normpath(Path(software.folder, one)) for one in shown))
+        software = replace(software, binds=tuple(os.path.normpath(Path(software.folder, bind)) for bind in shown))
     named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if job.job_name is None else job.job_name
     return Job(
         named,

@@ -248,13 +248,13 @@ def make_dataset(path: Path, settings: DemoSettings, progress: Callable[[int, in
     UserError
         `path` is a foreign file, which is not replaced.
     """
-    if path.exists() and _is_wanted(path, settings):
+    if path.exists() and _has_settings(path, settings):
         return False
     generate(path, settings.resolution, settings.samples, settings.seed, progress=progress)
     return True
 
 
-def _is_wanted(path: Path, settings: DemoSettings) -> bool:
+def _has_settings(path: Path, settings: DemoSettings) -> bool:
     expected = asdict(Settings(settings.resolution, settings.samples, settings.seed))
     expected["format_version"] = FORMAT_VERSION
     try:

@@ -148,8 +148,8 @@ def _logits(files: Files) -> np.ndarray:
 
 def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
     n, scores = len(dataset), []
-    for name, one in dataset.fields.items():
-        scores.append(np.empty((n, *one.shape), np.float32))
+    for name, own_field in dataset.fields.items():
+        scores.append(np.empty((n, *own_field.shape), np.float32))
         dataset.read(name, range(n), Box.of_shape(scores[-1].shape), scores[-1])
     inputs, masks = scores
     return inputs, masks[..., 0]

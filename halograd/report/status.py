@@ -64,8 +64,8 @@ class Record:
     @property
     def since_begin(self) -> list[Entry]:
         """Lines of the latest job, without steps."""
-        places = [i for i, entry in enumerate(self.events) if entry["event"] == "begin"]
-        return self.events[places[-1] :] if places else self.events
+        begins = [i for i, entry in enumerate(self.events) if entry["event"] == "begin"]
+        return self.events[begins[-1] :] if begins else self.events
 
     @property
     def step(self) -> int:
@@ -244,19 +244,19 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
             return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more
             return ("stopped" if "code" in entry else "failed"), str(entry["reason"])
-    places = read_places(record.directory / STALLS)
-    since = max((place.since for place in places.values()), default=0.0)
+    positions = read_places(record.directory / STALLS)
+    since = max((position.since for position in positions.values()), default=0.0)
     stalled = ""
-    if any(place.line for place in places.values()):
-        rank, where = describe_stall(places)
+    if any(position.line for position in positions.values()):
+        rank, where = describe_stall(positions)
         stalled = f"no progress for {duration_text(max(0.0, now - since))}: " if since else ""
-        stalled += f"rank {rank} on {places[rank].host}: {where}"
+        stalled += f"rank {rank} on {positions[rank].host}: {where}"
     every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
     gone = _is_gone(record.directory)
     if gone or age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
         text = f"nothing was logged for {duration_text(age)}: it was killed, hangs, or is in a long validation"
         text = "the process of rank 0 is gone: the run was killed" if gone else text
-        if len(places) > 1:  # launchers name the process that was killed
+        if len(positions) > 1:  # launchers name the process that was killed
             text += f"; {STALLS} lists the process of each rank"
         return "quiet", stalled or text
     return "running", stalled
