@@ -70,9 +70,9 @@ def test_everything_of_a_run(trained, tmp_path):
     assert [line.partition(":")[0] for line in left_out] == ["predicted against measured"]
     assert "Quality by class" in text and "Expected calibration error" in text
     assert text.count("<img ") == 6  # loss, speed, timeline, confusion, reliability, masks
-    for part in ("<b>finished</b>, step 9 of 9, epoch 3 of 3", "mesh, ", "What happened", "<td>finished</td>"):
+    for part in ("<b>finished</b>, step 9 of 9, epoch 3 of 3", "mesh, ", "<h2>Events</h2>", "<td>finished</td>"):
         assert part in text
-    assert "Nothing travelled." in text and "warmup_epochs = 1" in text  # on one rank
+    assert "No messages." in text and "warmup_epochs = 1" in text  # on one rank
 
 
 def test_predicted_and_measured(trained, tmp_path):
@@ -278,4 +278,4 @@ def test_many_classes(trained, tmp_path):
     path = tmp_path / "evaluation.json"
     path.write_text(json.dumps(found))
     text, _ = page_of(trained, tmp_path / "page.html", details=path)
-    assert "And 10 more classes." in text and text.count("<img ") == 5
+    assert "10 more classes are not shown." in text and text.count("<img ") == 5
