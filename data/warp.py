@@ -322,7 +322,7 @@ class _AxisElements:
 
 
 def _folded(positions: NDArray[np.intp], extent: int, border: Border) -> NDArray[np.intp]:
-    """Return the elements of a sample that positions outside of it stand for."""
+    """Map positions outside of a sample to elements inside, by the rule of the border."""
     if border == "wrap":
         return positions % extent
     if border == "reflect":

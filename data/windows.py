@@ -471,7 +471,7 @@ class SlidingWindows(SampleWindows):
         return math.prod(map(len, self._starts_in_units(index)))
 
     def place_of(self, index: int, number: int) -> tuple[int, ...]:
-        """Return the place of a window among the starts of each axis."""
+        """Return the index of a window along each axis, of the starts there."""
         first = self.longest(index)
         counts = [len(starts) for starts in self._starts_in_units(index)]
         order = [first, *(axis for axis in range(len(counts)) if axis != first)]

@@ -136,7 +136,7 @@ _SCALES = ("DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST")
 
 
 def join(out: Path) -> bool:
-    """Make a file of predictions hold all its numbers, and remove the parts. Local. Return whether it had parts.
+    """Copy the parts of a file of predictions into it, and remove them. Local. Return whether it had parts.
 
     Raises
     ------

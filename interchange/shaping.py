@@ -116,7 +116,7 @@ _PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wra
 
 
 def _pad(build: Builder, op: OnnxNode) -> Activation:
-    """Import rows around the spatial axes, for any place of the channels."""
+    """Import rows around the spatial axes, for any axis of the channels."""
     value = build.value(op)
     if not value.last:
         value = build.with_positions(op)
@@ -537,7 +537,7 @@ def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
 
 
 def _computed(graph: Graph, chain: Sequence[OnnxNode], x: str, array: np.ndarray) -> np.ndarray:
-    """Return the last value of the operations for an array in the place of `x`."""
+    """Return the last value of the operations if `x` is this array."""
     values = {x: array}
     for op in chain:
         inputs = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]

@@ -263,7 +263,7 @@ def _path(path: str) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    """Make the environment in which ``{{ value }}`` is a quoted word of the shell."""
+    """Return the jinja2 environment that quotes every ``{{ value }}`` for the shell."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("halograd.jobs"),
         finalize=word,

@@ -247,7 +247,7 @@ class _FusedSums:
         return writer if self._program.target.fuses_sums(conv) else "no kernel computes both, or it saves nothing"
 
     def _split(self, runs: Sequence[Run], over: SumsOver, fused: bool) -> None:
-        """Let operations that compute sums and read them do one of both, or only read them."""
+        """Split a run that computes sums and reads them into two; if `fused`, keep only the part that reads them."""
         first, last = runs[0], runs[-1]
         timing: Timing | None = next((o.timing for o in runs if o.timing is not None), None)
         if not fused:
@@ -263,7 +263,7 @@ class _FusedSums:
         self._changed[last] = [replace(last, method=over.rest, timing=less)]
 
     def _sum_up(self, writer: Run, kernel: KernelSpec, norm: NormSums, over: SumsOver) -> None:
-        """Let the kernel that writes an array compute its sums too."""
+        """Replace the kernel that writes an array by one that computes its sums, too."""
         summing = writer.kernel.summing
         assert summing is not None
         more = {name: kernel.views[name] for name in over.arrays if name in kernel.views}

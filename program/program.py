@@ -201,7 +201,7 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers that always occupy the arena without `Buffer.kept`: outputs, inputs, probed gradients."""
+        """Buffers that occupy the arena for the whole step without `Buffer.kept`: outputs, inputs, probed gradients."""
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]

@@ -123,7 +123,7 @@ class NcclLink:
         self._watchdog.raise_fault()
 
     def forget(self, passage: Passage) -> None:
-        """Let the watchdog ignore an operation."""
+        """Remove an operation from those that the watchdog observes."""
         self._watchdog.forget(passage)
 
     def check(self) -> None:
