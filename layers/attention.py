@@ -264,7 +264,7 @@ class Attention(Layer):
     def read(self, i: int, shapes: Sequence[Shape], output: Layout) -> Blocks:
         """Return, per rank, the box of input `i` that its output box depends on, with whole heads."""
         heads = _Heads(self.heads, shapes)
-        along = [reach.keys_of if i else _same for reach in self.reaches(shapes[0], shapes[1])]
+        along = [reach.keys_of if i else None for reach in self.reaches(shapes[0], shapes[1])]
         return output.boxes.map(None, *along, partial(heads.channels, i))
 
     def lower(self, context: Context) -> Lowered:
@@ -272,10 +272,6 @@ class Attention(Layer):
         travel = context.options.get("attention", "auto")
         rings = travel == "ring" or (travel == "auto" and context.overlaps_halo)
         return (_Ring if self.everywhere and split and rings else _Gathering)(self, context).lower()
-
-
-def _same(low: int, high: int) -> Interval:
-    return low, high
 
 
 class _Heads:

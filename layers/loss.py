@@ -38,9 +38,11 @@ __all__ = [
     "LossTerm",
     "WindowLoss",
     "check_counts",
+    "check_equal_shapes",
     "check_normalization",
     "is_weighing",
     "loss_timing",
+    "rows_along",
     "weights_view",
 ]
 
@@ -372,6 +374,12 @@ def check_counts(option: str, counts: Sequence[int], ignored: int | None = None)
     return tuple(counts)
 
 
+def check_equal_shapes(kind: str, prediction: Shape, target: Shape) -> None:
+    """Raise ValueError, naming the kind of loss, unless a target has the shape of its prediction."""
+    if prediction != target:
+        raise ValueError(f"{kind}: expected a target of the prediction's shape {prediction}, got {target}")
+
+
 def check_normalization(name: str) -> str:
     """Return the name of a normalization. Raises ValueError for an unknown name."""
     if name not in NORMALIZATIONS:
@@ -669,18 +677,18 @@ class WindowLoss(LocalLoss):
         for axis, (taps, n) in enumerate(zip(self.taps, self.fits), 1):
             shape = (*weights.shape[:axis], n, *weights.shape[axis + 1 :])
             least = self.work_arrays[axis % 2].reshape(-1)[: math.prod(shape)].reshape(shape)
-            np.copyto(least, _along(weights, axis, 0, n))
+            np.copyto(least, rows_along(weights, axis, 0, n))
             for tap in taps[1:]:
-                np.minimum(least, _along(weights, axis, tap, n), out=least)
+                np.minimum(least, rows_along(weights, axis, tap, n), out=least)
             weights = least
         # The product, not the minimum: a window has the weight of its middle, or 0.
         np.sign(weights, out=weights)
         middle = self.weights[:count]
         for axis, (first, n) in enumerate(zip(self.before, self.fits), 1):
-            middle = _along(middle, axis, first, n)
+            middle = rows_along(middle, axis, first, n)
         return np.multiply(weights, middle, out=weights)
 
 
-def _along(array: Any, axis: int, first: int, count: int) -> Any:
+def rows_along(array: Any, axis: int, first: int, count: int) -> Any:
     """Return `count` rows of an axis from `first` on."""
     return array[(slice(None),) * axis + (slice(first, first + count),)]

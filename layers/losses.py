@@ -22,6 +22,7 @@ from .loss import (
     LossOfKernel,
     LossPosition,
     check_counts,
+    check_equal_shapes,
     check_normalization,
 )
 from .targets import MetricSpec
@@ -52,9 +53,7 @@ class _ElementwiseLoss(Loss):
         self.normalization = check_normalization(normalization)
 
     def check(self, *shapes: Shape) -> None:
-        prediction, target = shapes
-        if prediction != target:
-            raise ValueError(f"{self.kind}: expected a target of the prediction's shape {prediction}, got {target}")
+        check_equal_shapes(self.kind, *shapes)
 
     def block_type(self) -> type[LossBlock]:
         return LossOfKernel

@@ -274,10 +274,7 @@ def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
     def of_one(low: int, high: int) -> Interval:
         return (0, min(1, high - low))  # nothing for an empty interval
 
-    def same(low: int, high: int) -> Interval:
-        return low, high
-
-    return boxes.map(same, *(of_one if n == 1 else same for n in shape[1:]))
+    return boxes.map(None, *(of_one if n == 1 else None for n in shape[1:]))
 
 
 def with_axes(view: View, axes: int) -> View:

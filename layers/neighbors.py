@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.memory import CHUNK, total
 from .layer import Passes, Shape
-from .loss import Loss, check_normalization
+from .loss import Loss, check_equal_shapes, check_normalization, rows_along
 from .needs import Stencil
 
 __all__ = ["GradientError", "StructuralSimilarity"]
@@ -32,9 +32,7 @@ class _Neighbors(Loss):
         self.normalization = check_normalization(normalization)
 
     def check(self, *shapes: Shape) -> None:
-        prediction, target = shapes
-        if prediction != target:
-            raise ValueError(f"{self.kind}: expected a target of the prediction's shape {prediction}, got {target}")
+        check_equal_shapes(self.kind, *shapes)
 
     def work_size(self, *shape: int) -> int:
         return self.arrays * self._rows(shape[1:])[1] * math.prod(shape[2:])
@@ -87,10 +85,6 @@ def _fitting(array: Any, shape: Sequence[int]) -> Any:
     return array.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _part(array: Any, axis: int, first: int, count: int) -> Any:
-    return array[(slice(None),) * axis + (slice(first, first + count),)]
-
-
 def _filtered(source: Any, taps: _Taps, out: Any, others: Sequence[Any]) -> Any:
     """Return the sums of the windows of `source` ``(*spatial, C)``, in `out`; `others` are three packed work arrays."""
     last, term = len(taps) - 1, others[2]
@@ -98,7 +92,8 @@ def _filtered(source: Any, taps: _Taps, out: Any, others: Sequence[Any]) -> Any:
         n = source.shape[axis] - len(factors) + 1
         shape = (*source.shape[:axis], n, *source.shape[axis + 1 :])
         target = _fitting(out if axis == last else others[axis % 2], shape)
-        _combine(target, [(f, _part(source, axis, k, n)) for k, f in enumerate(factors) if f], _fitting(term, shape))
+        terms = [(factor, rows_along(source, axis, k, n)) for k, factor in enumerate(factors) if factor]
+        _combine(target, terms, _fitting(term, shape))
         source = target
     return source
 
@@ -121,7 +116,7 @@ def _spread_back(gradient: Any, taps: _Taps, others: Sequence[Any]) -> Any:
         for k, factor in enumerate(factors):
             if factor:
                 np.multiply(gradient, factor, out=term)
-                part = _part(target, axis, k, n)
+                part = rows_along(target, axis, k, n)
                 part += term
         gradient = target
     return gradient
