@@ -160,7 +160,10 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
         return comm
     groups_of_comm = _groups.setdefault(comm, {})
     if groups not in groups_of_comm:
-        groups_of_comm[groups] = comm.split(groups.color(comm.rank))
+        group = comm.split(groups.color(comm.rank))
+        if groups.members_each > 1:
+            comm.share_devices(group)
+        groups_of_comm[groups] = group
     return groups_of_comm[groups]
 
 

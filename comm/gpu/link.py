@@ -52,6 +52,12 @@ class DeviceTransport(Protocol):
         """
         ...
 
+    def split(self, group: TransportContext | None) -> DeviceTransport | None:
+        """Return the transport of this rank's group if it shares resources with this one. None without a group (`group`
+        is None then), or if the group creates its own at first use. Collective over the communicator.
+        """
+        ...
+
     def close(self) -> None:
         """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
 
@@ -131,6 +137,23 @@ class DeviceLinks:
             context.agree(None)
             self._transports[context] = opened.make(context)
         return self._transports[context]
+
+    def split(self, context: TransportContext, group: TransportContext | None) -> None:
+        """Let a group share the resources of the communicator that it was split from. Collective over that one.
+
+        Parameters
+        ----------
+        context
+            The communicator.
+        group
+            This rank's group; None if it has none.
+        """
+        if self._opened is not None:
+            whole = self.transport(context, self._opened.cuda.device)
+            assert whole is not None
+            part = whole.split(group)
+            if group is not None and part is not None:
+                self._transports[group] = part
 
     def launched(self, label: str) -> Callable[[], None]:
         """Return the function to call after each launch of a graph that contains messages.

@@ -90,6 +90,9 @@ class MpiCudaTransport:
     def __init__(self, cuda: Cuda, comm_stream: CommStream, context: TransportContext) -> None:
         self._cuda, self._comm_stream, self._context = cuda, comm_stream, context
 
+    def split(self, group: TransportContext | None) -> None:
+        """Return None: groups share nothing with the communicator that they were split from."""
+
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
 

@@ -33,6 +33,8 @@ SUMMABLE = {
 }
 #: Sums up to this size are needed at once, like messages, and do not queue after large sums [B].
 URGENT = 64 * 1024
+#: Color of a rank that is in no group, ``NCCL_SPLIT_NOCOLOR``; CuPy has no name for it.
+NO_COLOR = -1
 
 
 def load_nccl() -> Any:
@@ -61,25 +63,65 @@ class NcclLink:
     `context.mpi`.
 
     NCCL runs the calls of a communicator one after the other, so urgent calls have a link of their own.
+
+    Parameters
+    ----------
+    comm
+        Communicator of these ranks that another one was split into. By default one is created: its ranks exchange
+        their addresses and explore the machine anew, which takes longer than a split.
     """
 
-    def __init__(self, nccl: Any, comm_stream: CommStream, context: TransportContext, watchdog: DeviceWatchdog) -> None:
-        self.nccl, self.comm_stream, self._watchdog = nccl, comm_stream, watchdog
+    def __init__(
+        self, nccl: Any, comm_stream: CommStream, context: TransportContext, watchdog: DeviceWatchdog, comm: Any = None
+    ) -> None:
+        self.nccl, self.comm_stream, self._context, self._watchdog = nccl, comm_stream, context, watchdog
         self.rank, self.size = context.mpi.rank, context.mpi.size
-        self._comm: Any = None
         self._taking = threading.Lock()
-        unique, fault = None, None
-        comm_stream.cuda.device.use()
+        self._comm: Any = self._created() if comm is None else comm
+        watchdog.add(self)
+
+    def _created(self) -> Any:
+        nccl, unique, fault = self.nccl, None, None
+        self.comm_stream.cuda.device.use()
         if self.rank == 0:
             unique, fault = _tried(nccl.get_unique_id, "to begin a communicator")
-        context.agree(fault)
-        unique = context.mpi.bcast(unique, root=0)
-        with watchdog.watching("the start of NCCL"):
-            self._comm, fault = _tried(
-                lambda: nccl.NcclCommunicator(self.size, unique, self.rank), "to join a communicator"
+        self._context.agree(fault)
+        unique = self._context.mpi.bcast(unique, root=0)
+        # The first communicator of a family decides whether those split from it share its connections and buffers.
+        shares = (nccl.NcclConfig(split_share=1),) if hasattr(nccl, "NcclConfig") else ()
+        with self._watchdog.watching("the start of NCCL"):
+            comm, fault = _tried(
+                lambda: nccl.NcclCommunicator(self.size, unique, self.rank, *shares), "to join a communicator"
             )
-        context.agree(fault)
-        watchdog.add(self)
+        self._context.agree(fault)
+        return comm
+
+    def split(self, group: TransportContext | None) -> NcclLink | None:
+        """Return the link of this rank's group, on the same stream; None without a group. Collective over this link.
+
+        The communicator of the group shares connections and buffers with this one. That is safe because all their calls
+        are on one stream, so none runs beside another. Close it before this one.
+
+        Parameters
+        ----------
+        group
+            The group of this rank, disjoint from all others; None for a rank in no group.
+        """
+        cuda = self.comm_stream.cuda
+        cuda.device.use()
+        # NCCL splits only an idle communicator. Messages in graphs run on the kernels' stream.
+        cuda.device.synchronize()
+        self.comm_stream.stream.synchronize()
+        color, key = (NO_COLOR, 0) if group is None else (group.ranks[0], group.mpi.rank)
+        with self._watchdog.watching("the split of NCCL"):
+            comm, fault = _tried(lambda: self._comm.commSplit(color, key), "to split a communicator")
+        try:
+            self._context.agree(fault)
+        except Exception:
+            if comm is not None:
+                comm.abort()  # other ranks of the group may have none
+            raise
+        return None if group is None else NcclLink(self.nccl, self.comm_stream, group, self._watchdog, comm)
 
     @contextmanager
     def group(self) -> Iterator[Any]:
@@ -202,6 +244,24 @@ class NcclTransport:
         if which not in self._links:
             self._links[which] = NcclLink(self._nccl, self._comm_streams[which], self._context, self._watchdog)
         return self._links[which]
+
+    def split(self, group: TransportContext | None) -> NcclTransport | None:
+        """Return the transport of this rank's group, with both links split from those of this transport; None for a
+        rank without a group. Collective over this transport's communicator.
+
+        Whether a group needs its second link depends on the sizes of its sums, which differ between groups and which
+        ranks without a group do not know. So both are split: sharing makes them cheap. Without support by CuPy on every
+        rank, the group creates its links at their first use.
+        """
+        context = self._context
+        part = NcclTransport(self._comm_streams, group, self._watchdog, self._nccl, self._spans) if group else None
+        supported = context.mpi.allgather(hasattr(self._nccl, "NcclConfig"))
+        if all(supported):
+            for which, urgent in enumerate((True, False)):
+                link = self.link(urgent).split(group)
+                if part is not None and link is not None:
+                    part._links[which] = link
+        return part
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]

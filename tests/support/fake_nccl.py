@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -73,8 +74,11 @@ class FakeNccl:
     def get_unique_id(self) -> bytes:
         return os.urandom(128)
 
-    def NcclCommunicator(self, size: int, unique: bytes, rank: int) -> FakeCommunicator:
+    NcclConfig = SimpleNamespace
+
+    def NcclCommunicator(self, size: int, unique: bytes, rank: int, config: Any = None) -> FakeCommunicator:
         made = FakeCommunicator(self, size, unique, rank)
+        made.shares = config is not None and config.split_share == 1
         self.communicators.append(made)
         return made
 
@@ -95,6 +99,8 @@ class FakeNccl:
     ) -> None:
         assert stream in self.device.cuda.streams and stream != self.device.compute.ptr, "no stream of its own"
         assert not comm.dead, "a communicator that was destroyed or aborted"
+        comm.family.add(stream)
+        assert len(comm.family) == 1, "calls that share buffers, and may run at once"
         if self.device.recording is not None:
             comm.graphs.add(self.device.recording)
         if what[0] in ("send", "recv"):
@@ -128,6 +134,11 @@ class FakeCommunicator:
         self.error: Exception | None = None
         self.graphs: WeakSet[Any] = WeakSet()
         self.name = hashlib.sha1(unique).hexdigest()[:12]
+        self.shares, self.parent, self.color = False, None, -1
+        self.parts: list[FakeCommunicator] = []
+        #: Streams of the calls of this communicator and of all that share its resources.
+        self.family: set[int] = set()
+        self.splits = 0
         members = self._meet()
         world = nccl.mpi.Get_group()
         group = world.Incl(members)
@@ -143,6 +154,29 @@ class FakeCommunicator:
         while not all(path.exists() and path.read_text() for path in paths):
             time.sleep(1e-3)
         return [int(path.read_text()) for path in paths]
+
+    def commSplit(self, color: int, key: int, config: Any = None) -> FakeCommunicator | None:
+        """Split the communicator; blocks until all its members have called it equally often."""
+        assert not self.dead and not self.nccl._depth and self.nccl.device.recording is None
+        streams = [self.nccl.device.compute, *(self.nccl.device.cuda.streams[ptr] for ptr in self.family)]
+        assert not any(stream._todo for stream in streams), "calls are outstanding"
+        self.splits += 1
+        told = self._mpi.allgather((self.splits, color, key))
+        assert {number for number, *_ in told} == {self.splits}, "ranks split in another order"
+        keys = sorted(k for _, c, k in told if c == color)
+        assert color == -1 or keys == list(range(len(keys))), "ranks of a group by other numbers than its own"
+        part_mpi = self._mpi.Split(MPI.UNDEFINED if color < 0 else color, key)
+        if color < 0:
+            return None
+        part = FakeCommunicator.__new__(FakeCommunicator)
+        part.__dict__.update(nccl=self.nccl, size=part_mpi.size, rank=part_mpi.rank, count=0, dead="", error=None)
+        part.__dict__.update(graphs=WeakSet(), _mpi=part_mpi, parent=self, color=color, parts=[], splits=0)
+        part.family = self.family if self.shares else set()
+        part.shares = self.shares if config is None else config.split_share == 1
+        part.name = hashlib.sha1(f"{self.name} {self.splits} {color}".encode()).hexdigest()[:12]
+        self.parts.append(part)
+        self.nccl.communicators.append(part)
+        return part
 
     # -- calls ----------------------------------------------------------------------------------
     def send(self, ptr: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -255,6 +289,7 @@ class FakeCommunicator:
 
     def destroy(self) -> None:
         assert not self.dead and not self.graphs, "NCCL waits for the end of graphs with calls of it, for ever"
+        assert all(part.dead for part in self.parts), "the parent before its parts"
         self.dead = "destroyed"
         self._mpi.Free()
 

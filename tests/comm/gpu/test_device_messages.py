@@ -9,9 +9,11 @@ from halograd.comm import CommError, Communicator
 from halograd.comm.codec import UNCHANGED, BFloat16
 from halograd.comm.gpu import streams
 from halograd.comm.sums import shards
+from halograd.dtensor import Groups, group_of
 from tests.support import fake_cuda
 from tests.support.clock import TICK, DrivenClock
 from tests.support.fake_device import FakeDevice
+from tests.support.fake_nccl import FakeCommunicator
 from tests.support.gpu_ranks import gpu_ranks
 
 TRANSPORTS = ["nccl", "mpi-cuda", "mpi-staged"]
@@ -165,6 +167,78 @@ def test_communicators_that_were_split_have_links_of_their_own(transport, monkey
             assert pair.split(None) is None
         else:
             pair.split(None)
+
+
+LARGE = 40000  # elements of a sum that has the second link
+
+
+def sums_in_groups(r, groups):
+    """Check a small and a large sum over all ranks and over the groups of each grouping, all started together."""
+    comms = [(r.comm, range(r.comm.size))]
+    for grouping in groups:
+        color, group = grouping.color(r.comm.rank), group_of(r.comm, grouping)
+        if color is not None:
+            comms.append((group, grouping.members(color)))
+    for _ in range(2):
+        sums = [(c.reduction(r.device.zeros((n,), "float32")), ranks) for n in (70, LARGE) for c, ranks in comms]
+        for total, _ in sums:
+            total.buffer.fill(r.comm.rank + 1)
+            total.start()
+        for total, ranks in sums[::-1]:
+            total.finish()
+            assert set(total.buffer.get()) == {sum(rank + 1 for rank in ranks)}
+
+
+# On 4 ranks: pairs of neighbors, pairs across, the first pair only, and every rank for itself.
+GROUPS = [
+    Groups.agreeing((2, 2), (0,), 4),
+    Groups.agreeing((2, 2), (1,), 4),
+    Groups.agreeing((2, 2), (), 4, first=(0,)),
+    Groups.agreeing((4,), (0,), 4),
+]
+
+
+@pytest.mark.ranks(4)
+def test_groups_share_the_communicators_of_nccl(monkeypatch):
+    """One bootstrap per link; groups are split from both, in one order on all ranks, and closed before them.
+
+    The double checks that no two streams have calls which share buffers, and the order of splits and of closing.
+    """
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        sums_in_groups(r, GROUPS)
+        made = r.nccl.communicators
+        urgent, large = (c for c in made if c.parent is None)
+        assert urgent.shares and large.shares and not urgent.family & large.family
+        # The color of a group is its first rank.
+        colors = [r.comm.rank // 2 * 2, r.comm.rank % 2, *([0] if r.comm.rank < 2 else [])]
+        expected = [(link, color, 2) for color in colors for link in (urgent, large)]
+        assert [(c.parent, c.color, c.size) for c in made if c.parent is not None] == expected
+        assert (urgent.splits, large.splits) == (3, 3), "also on ranks without a group; none for groups of one rank"
+    assert {c.dead for c in made} == {"destroyed"}
+
+
+@pytest.mark.ranks(4)
+def test_groups_without_splits_of_nccl(monkeypatch):
+    """If CuPy cannot split on one rank, all ranks create the communicators of groups anew."""
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        if r.comm.rank == 1:
+            monkeypatch.delattr(type(r.nccl), "NcclConfig")
+        sums_in_groups(r, GROUPS[:1])
+        assert [c.parent for c in r.nccl.communicators] == [None] * 4
+
+
+@pytest.mark.ranks(4)
+def test_a_split_that_nccl_refuses_is_raised_everywhere(monkeypatch):
+    def refused(comm, *args):
+        split(comm, *args).abort()
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        split = FakeCommunicator.commSplit
+        if r.comm.rank == 2:
+            monkeypatch.setattr(FakeCommunicator, "commSplit", refused)
+        with pytest.raises(CommError, match=r"rank 2.*to split a communicator.*NCCL_ERROR_SYSTEM_ERROR"):
+            group_of(r.comm, GROUPS[0])
 
 
 @pytest.mark.ranks(2)

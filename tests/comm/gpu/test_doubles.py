@@ -28,7 +28,7 @@ def arguments(doc):
 CALLS = ["send", "recv", "allReduce", "reduceScatter", "reduce", "allGather", "broadcast"]
 
 
-@pytest.mark.parametrize("name", [*CALLS, "abort", "destroy", "check_async_error"])
+@pytest.mark.parametrize("name", [*CALLS, "commSplit", "abort", "destroy", "check_async_error"])
 def test_calls_of_nccl(name, nccl):
     real = getattr(nccl.NcclCommunicator, name).__doc__
     ours = inspect.signature(getattr(FakeCommunicator, name)).parameters
@@ -41,6 +41,7 @@ def test_constants_of_nccl(nccl):
     assert nccl.NCCL_SUM == FakeNccl.NCCL_SUM
     for name in ("groupStart", "groupEnd", "get_unique_id", "get_version"):
         assert callable(getattr(nccl, name)) and callable(getattr(FakeNccl, name))
+    assert nccl.NcclConfig(split_share=1).split_share == FakeNccl.NcclConfig(split_share=1).split_share
     assert len(nccl.get_unique_id()) == 128 and isinstance(nccl.get_unique_id(), bytes)
 
 
