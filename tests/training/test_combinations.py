@@ -7,7 +7,8 @@ from halograd.comm import Communicator
 from halograd.layers.strategy import Strategy
 from tests.training.combinations import Case, differences, trained
 
-CASES = 12
+#: The oracle of batches in parts, averages, factors, schemes and weights of losses under other cuts.
+CASES = 18
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -237,13 +237,6 @@ def test_a_folder_of_checkpoints_that_is_none(run, tmp_path, make):
     assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
-def test_a_lock_that_is_a_folder(run, tmp_path):
-    """A folder in place of the lock is an error that names the path."""
-    (tmp_path / "out" / "run.lock").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"got \S+/out/run\.lock: no regular file.*remove it"):
-        alone(run)
-
-
 def test_a_finished_run_is_resumed(run, capsys):
     alone(run, ["output.progress=true"])
     capsys.readouterr()

@@ -58,9 +58,7 @@ def test_ten_steps_are_those_of_one_process(turn, name, dtype, scheme):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("scheme", "transport"), over(CHUNKS + SHARDS, "mpi") + over(BY_NODES + SHARDS + WITH_DENSE, NODES_OF_TWO)
-)
+@pytest.mark.parametrize(("scheme", "transport"), over(CHUNKS + SHARDS, "mpi") + over(WITH_DENSE, NODES_OF_TWO))
 def test_other_transports_give_the_same(scheme, transport):
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         check_strategy("lenet", comm, strategy_of(comm.size, scheme), "float64")
