@@ -31,7 +31,7 @@ from halograd.schema import Below1, NotNegative, Table, Text
 from ..dtensor.box import Box
 from .disk import DataError
 from .sampler import Batch
-from .source import sample_shape
+from .source import overlap, sample_shape
 from .structure import Field
 from .targets import TargetRange
 from .warp import Border, Displacement, GridMap, Interpolation, SmoothMap, linear_map, sample_block
@@ -506,10 +506,9 @@ class StandardAugmentation(Augmentation):
         """Read a box as :meth:`SampleWindows.read_batch` does, with the samples of the batch augmented."""
         if name not in self._moved or not batch.augmented:
             return self.windows.read_batch(name, batch, box, out)
-        part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(batch.indices), *self.fields[name].shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         for k in range(*part.ranges[0]):
             at: Any = (k - box.start[0], *filled[1:])
             smooth = self._smooth(batch, k) if max(self.fields[name].shape[:-1]) > 1 else None

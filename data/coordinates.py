@@ -60,7 +60,7 @@ SOURCES = ("source_file", "source_sample")
 #: Scale of an axis of times that are predicted from one sample.
 STEP = "step"
 
-_AHEAD = -2  # number of the axis of STEP, beside those of `Axes`
+_AHEAD = -2  # number of the axis of STEP, in addition to those of `Axes`
 _SPATIAL = ("depth", "height", "width")
 #: Attributes that change the meaning of a number.
 _MEANING = ("units", "calendar", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
@@ -412,8 +412,8 @@ def _axes_of_output(shape: tuple[int, ...], spatial: tuple[int, ...]) -> Axes:
     >>> _axes_of_output((64, 32, 3), (64, 64)), _axes_of_output((10,), (64, 64))
     ((-1, 0, None, None), (-1, None))
     """
-    alike = len(shape) == len(spatial) + 1
-    return (SAMPLE, *(k if alike and n == spatial[k] else None for k, n in enumerate(shape[:-1])), None)
+    same_rank = len(shape) == len(spatial) + 1
+    return (SAMPLE, *(k if same_rank and n == spatial[k] else None for k, n in enumerate(shape[:-1])), None)
 
 
 def _texts(items: Sequence[object]) -> str:

@@ -29,6 +29,7 @@ from .chunks import CACHE, SLOW, Chunks
 from .disk import DataError
 from .formats import AND, StoredArray, StoredFile, open_stored
 from .sampler import Unit, belonging_to
+from .source import checked_index, overlap
 from .storage import check_files
 from .structure import Field, Kind, Structure, examine, looking_into, shape_of, static_shape
 from .targets import LabelMap, TargetRange, check_read, kept_labels
@@ -273,7 +274,7 @@ class Hdf5Dataset:
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""
-        return str(self.path), self._index(index)
+        return str(self.path), checked_index(self, index)
 
     def _dataset(self, name: str) -> StoredArray:
         """Return one of the datasets; open all of them at the first call."""
@@ -316,16 +317,15 @@ class Hdf5Dataset:
                 f"{self.path}: expected a box of {whole.ndim} axes within {whole.shape} and an array of its shape, "
                 f"got {box} and {out.shape}"
             )
-        part = box & whole
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, whole.shape)
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         source, kept = self._dataset(name), kept_labels(name, self.ranges, self.labels)
         if field.static:
             out[filled] = self._read_shared(name, source, Box.of_ranges(part.ranges[1:]), out.dtype, kept)
             return filled
         for k in range(*part.ranges[0]):
-            where = _selection(field.kind, self._index(indices[k]), part.slices()[1:])
+            where = _selection(field.kind, checked_index(self, indices[k]), part.slices()[1:])
             at: Any = (k - box.start[0], *filled[1:])
             self._read_sample(source, field, where, out[at], kept)
         return filled
@@ -391,11 +391,6 @@ class Hdf5Dataset:
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype).reshape(extent)
-
-    def _index(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
-        return int(index)
 
 
 def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:

@@ -38,7 +38,7 @@ _LOCK = re.compile(r"unable to lock file, errno = (\d+)")
 _OPEN_WITHOUT = "flag values don't match"
 # flock errors if another process holds the lock; any other error means that the file system has no locks.
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
-_told = False
+_warned = False
 
 
 class DataError(UserError):
@@ -130,23 +130,23 @@ def open_to_read(path: Path) -> h5py.File:
         if match is not None and int(match[1]) in _HELD:
             raise BeingWritten(int(match[1]), "another process is writing to it") from error
         if match is not None:
-            _tell(path, int(match[1]))
+            _warn_of_locks(path, int(match[1]))
         elif _OPEN_WITHOUT not in str(error):
             raise
     return h5py.File(path, "r", locking=False)
 
 
-def _tell(path: Path, number: int) -> None:
+def _warn_of_locks(path: Path, number: int) -> None:
     """Log a warning, once per process, that the file system has no locks; only messages of rank 0 are shown."""
-    global _told
-    if not _told:
+    global _warned
+    if not _warned:
         _log.warning(
             "%s: this file system has no file locks (%s); reading without locks: no program may write to it meanwhile "
             "(HDF5_USE_FILE_LOCKING=FALSE: without this message)",
             path,
             errno.errorcode.get(number, number),
         )
-    _told = True
+    _warned = True
 
 
 def reason_of(error: BaseException) -> str:
@@ -185,9 +185,9 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
         The folder is missing or not writable, the disk is or becomes full, or another disk error.
     """
     final = Path(path)
-    with _made(final.parent) if parents else contextlib.nullcontext():
+    with _new_folder(final.parent) if parents else contextlib.nullcontext():
         try:
-            _check_place(final, needed)
+            _check_location(final, needed)
             with replacing(final) as partial:
                 yield partial
         except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
@@ -198,7 +198,7 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
 
 
 @contextlib.contextmanager
-def _made(folder: Path, keep: bool = True) -> Iterator[None]:
+def _new_folder(folder: Path, keep: bool = True) -> Iterator[None]:
     """Create a folder for the block. Remove the new folders if the block fails, or if ``keep=False``."""
     new = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
@@ -262,8 +262,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
-        with _made(final.parent, keep=False):
-            _check_place(final, 0)
+        with _new_folder(final.parent, keep=False):
+            _check_location(final, 0)
             partial.touch()
             partial.unlink()
     except (OSError, ValueError) as error:
@@ -272,7 +272,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise DataError(f"cannot write {final}: {reason_of(error)}; give another path") from error
 
 
-def _check_place(final: Path, needed: int) -> None:
+def _check_location(final: Path, needed: int) -> None:
     if final.is_dir():
         raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
     if not final.parent.is_dir():

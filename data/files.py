@@ -26,10 +26,11 @@ from .dataset import Hdf5Dataset, Names, named
 from .disk import DataError, regular_size
 from .formats import AND, FORMATS, Channels, FileGroup, StoredArray, StoredFile, format_of, open_stored
 from .sampler import Unit
+from .source import checked_index, overlap
 from .structure import Field, Structure
 from .targets import LabelMap
 
-__all__ = ["FileSet", "SampleFiles", "check_alike", "find_files", "locate", "natural", "open_dataset"]
+__all__ = ["FileSet", "SampleFiles", "check_same_fields", "find_files", "locate", "natural", "open_dataset"]
 
 _WILD = "*?["
 _ONE_SIZE = "set data.patches, which reads windows of samples of any size (docs/data.md, Samples of different size)"
@@ -101,7 +102,8 @@ def _is_plain_folder(path: str, kind: str | None) -> bool:
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
     """Return the files of a format in a folder, and a text on what was expected."""
-    paths = [entry.path for entry in os.scandir(folder)]
+    # Hidden files, as macOS adds them to archives (._a.nii), are no samples; patterns do not match them either.
+    paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
     for name in formats:
         found = [path for path in paths if path.lower().endswith(FORMATS[name].suffixes)]
@@ -111,7 +113,7 @@ def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
     return [], f"a folder with files of {endings}"
 
 
-def check_alike(paths: Sequence[Path], structures: Sequence[Structure], several_sizes: bool = False) -> None:
+def check_same_fields(paths: Sequence[Path], structures: Sequence[Structure], several_sizes: bool = False) -> None:
     """Check that the samples of all files have the same fields. Local.
 
     With `several_sizes`, their extents may differ, but not the factors between the grids of the fields.
@@ -161,7 +163,7 @@ class FileSet:
     Parameters
     ----------
     parts
-        The files, opened or not. Their samples have the same fields (:func:`check_alike`).
+        The files, opened or not. Their samples have the same fields (:func:`check_same_fields`).
     most_open
         Largest number of files that this process keeps open; the least recently read one is closed.
 
@@ -266,7 +268,7 @@ class FileSet:
 
     def place(self, index: int) -> str:
         """Return the file and number of a sample, for messages."""
-        file, local = self._place(index)
+        file, local = self._locate(index)
         return self.parts[file].place(local)
 
     def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
@@ -275,7 +277,7 @@ class FileSet:
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""
-        file, local = self._place(index)
+        file, local = self._locate(index)
         return self.parts[file].source(local)
 
     @property
@@ -297,22 +299,19 @@ class FileSet:
                 f"{self.path}: expected a box of {len(shape) + 1} axes and an array of its shape, got {box} and "
                 f"{out.shape}"
             )
-        part = box & Box.of_shape((len(indices), *shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(indices), *shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         first, last = part.ranges[0]
         for k in range(first, last):
-            file, local = self._place(int(indices[k]))
+            file, local = self._locate(int(indices[k]))
             at = k - box.start[0]
             self._opened(file).read(name, [local], box.replace(0, 0, 1), out[at : at + 1])
         return filled
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """Return the number of the file of a sample, and the sample's index in it."""
-        if not 0 <= index < len(self):
-            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
-        file = int(self.file_of[index])
+        file = int(self.file_of[checked_index(self, index)])
         return file, index - int(self._starts[file])
 
     def _opened(self, file: int) -> Hdf5Dataset:
@@ -432,13 +431,13 @@ def open_dataset(
 ) -> Hdf5Dataset | FileSet:
     """Open the samples of all files of `given`, and check each file. Local.
 
-    With `several_sizes`, files may have samples of different size (:func:`check_alike`). Other arguments are those of
-    :class:`Hdf5Dataset`.
+    With `several_sizes`, files may have samples of different size (:func:`check_same_fields`). Other arguments are
+    those of :class:`Hdf5Dataset`.
 
     Raises
     ------
     DataError
-        As in :func:`locate`, :class:`Hdf5Dataset` and :func:`check_alike`.
+        As in :func:`locate`, :class:`Hdf5Dataset` and :func:`check_same_fields`.
     """
     options["format"] = format
     paths = locate(given, format, {**named(inputs, "x"), **named(targets, "target")})
@@ -447,7 +446,7 @@ def open_dataset(
         return parts[0]
     for part in parts:
         part.close()
-    check_alike([part.path for part in parts], [part.structure for part in parts], several_sizes)
+    check_same_fields([part.path for part in parts], [part.structure for part in parts], several_sizes)
     return FileSet(parts)
 
 
@@ -488,10 +487,10 @@ def _matches(folder: Path, pattern: str) -> Iterator[tuple[str, str]]:
     """Yield the files below a folder that match a pattern, relative to it, and the names of their samples."""
     first, *others = [re.escape(text) for text in pattern.split(SAMPLE)]
     expression = re.compile(f"{first}(?P<sample>[^/]+)" + "(?P=sample)".join(others))
-    for path in folder.glob("/".join("*" if SAMPLE in word else word for word in pattern.split("/"))):
+    for path in folder.glob("/".join("*" if SAMPLE in word else glob.escape(word) for word in pattern.split("/"))):
         file = path.relative_to(folder).as_posix()
         match = expression.fullmatch(file)
-        if match is not None:
+        if match is not None and not match["sample"].startswith("."):  # hidden files are no samples
             yield file, match["sample"]
 
 
@@ -537,7 +536,7 @@ class _SampleFile(StoredFile):
         names = [name] if name else [file.main] if file.main else list(file.names())
         if len(names) > 1:
             raise DataError(
-                f"{file.path}: expected one array, or its name behind the file name, as in "
+                f"{file.path}: expected one array, or its name after the file name, as in "
                 f'"{SAMPLE}{file.path.suffix}:{names[0]}", got {", ".join(names)}'
             )
         return file.find(names[0] if names else "data")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
-from .source import DatasetView
+from .source import DatasetView, overlap
 from .structure import Field
 from .targets import TargetRange
 
@@ -109,10 +109,9 @@ class Masked(DatasetView):
                 values = out[filled]
                 values[~self._limits[name].allows(values)] = 0
             return filled
-        part = box & Box.of_shape((len(indices), *self.fields[name].shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(indices), *self.fields[name].shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         weights = out[filled]
         weights[...] = self._stored(name, indices, part, out.dtype)
         for target in self._targets[name]:

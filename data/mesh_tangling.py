@@ -91,8 +91,8 @@ class Settings:
         _check(0 < self.limit < 1, "limit", "between 0 and 1", self.limit)
         _check(0 < self.time_step <= 0.1, "time_step", "above 0 and at most 0.1 s", self.time_step)
         _check(self.interval_steps >= 1, "interval_steps", "at least 1", self.interval_steps)
-        room = self.interval_steps + self.samples_per_simulation + 1
-        _check(self.most_steps >= room, "most_steps", f"at least {room}", self.most_steps)
+        least = self.interval_steps + self.samples_per_simulation + 1
+        _check(self.most_steps >= least, "most_steps", f"at least {least}", self.most_steps)
         masked = (self.least_masked, self.most_masked)
         _check(0 <= masked[0] < masked[1] <= 1, "least_masked < most_masked", "within [0, 1]", masked)
 

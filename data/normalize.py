@@ -3,7 +3,7 @@
 A channel is first transformed by a named rule. Then its mean is subtracted, and it is divided by its standard
 deviation. The mean of values that spread over orders of magnitude has little meaning, so densities and pressures take
 the rule ``log`` by default. Quality metrics become huge where a cell tangles (Verdict clamps them to 1e30); they take
-``metric``. A small file beside the data keeps the statistics for other runs on the same samples.
+``metric``. A small file next to the data keeps the statistics for other runs on the same samples.
 """
 
 from __future__ import annotations
@@ -338,9 +338,6 @@ class SampleRows:
             mark_absent(block)
         transform(block, self._rules)
         return block
-
-
-_logger = logging.getLogger(__name__)
 
 
 class KeptStatistics:

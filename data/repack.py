@@ -10,9 +10,10 @@ import h5py
 import numpy as np
 
 from .disk import DataError, atomic_path, open_file
+from .storage import Storage
 from .structure import looking_into
 
-__all__ = ["repack"]
+__all__ = ["SLAB", "repack", "slabs"]
 
 SLAB = 1 << 25
 """Bytes that are copied at once, or a row of the samples of a chunk."""
@@ -39,7 +40,7 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
     """
     if path.exists():
         raise DataError(f"cannot write {path}: it exists; give another name")
-    open_file(source).close()  # its errors tell a missing file from a damaged one
+    open_file(source).close()  # its errors name the reason
     with looking_into(source), h5py.File(source, "r", locking=False, rdcc_nbytes=_CACHE) as old:
         chunks_by_name = {}
         for name, shape in chunks.items():
@@ -51,6 +52,8 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
                     f"{source}: {name!r}: expected a chunk within {'x'.join(map(str, dataset.shape))}, got "
                     f"{'x'.join(map(str, shape))}"
                 )
+            if dataset.is_virtual:  # HDF5 would read zeros for sources that are missing
+                Storage(source, allow_external=True, texts=True).check(old, name)
             chunks_by_name[dataset.name] = tuple(shape)
         with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as new:
             _copy(old, new, chunks_by_name)
@@ -80,12 +83,12 @@ def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, 
     for key in old.attrs.keys() - set(_REFERENCES):
         new.attrs[key] = old.attrs[key]
     samples = max(chunk[0], old.chunks[0] if old.chunks else 1)
-    for slab in _slabs(old.shape, samples, chunk[1] if len(chunk) > 1 else 1, old.dtype.itemsize):
+    for slab in slabs(old.shape, samples, chunk[1] if len(chunk) > 1 else 1, old.dtype.itemsize):
         new[slab] = old[slab]
 
 
-def _slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of some samples and of multiples of `rows` rows, of about :data:`SLAB` bytes."""
+def slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of some samples and of multiples of `rows` rows, of about :data:`SLAB` bytes. Local."""
     height = shape[1] if len(shape) > 1 else 1
     most = max(1, SLAB // max(1, samples * math.prod(shape[2:]) * itemsize) // rows) * rows
     for first in range(0, shape[0], samples):

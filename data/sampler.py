@@ -421,7 +421,7 @@ def belonging_to(kind: Unit, name: str, texts: Sequence[str], structure: Any) ->
 
 
 def years(times: NDArray[np.float64], units: str, calendar: str = "standard") -> NDArray[np.int64] | None:
-    """Return the year of each time; None for units or calendars other than those of CF. Local.
+    """Return the year of each time; None for other units, days or calendars than those of CF. Local.
 
     >>> years(np.array([0.0, 364.5, 365.0]), "days since 2001-01-01").tolist()
     [2001, 2001, 2002]
@@ -435,10 +435,13 @@ def years(times: NDArray[np.float64], units: str, calendar: str = "standard") ->
     year, month, day, *clock = (int(text or 0) for text in match.groups()[1:])
     first = clock[0] * 3600 + clock[1] * 60 + clock[2] + np.rint(times * seconds)
     if calendar in _GREGORIAN:
-        begin = np.datetime64(f"{year:04}-{month:02}-{day:02}", "s")
+        try:
+            begin = np.datetime64(f"{year:04}-{month:02}-{day:02}", "s")
+        except ValueError:  # no such day, as in "days since 0000-00-00"
+            return None
         return (begin + first.astype("timedelta64[s]")).astype("datetime64[Y]").astype(np.int64) + 1970
-    if calendar not in _MONTHS:
+    months = _MONTHS.get(calendar)
+    if months is None or not 1 <= month <= 12:
         return None
-    months = _MONTHS[calendar]
     days = sum(months[: month - 1]) + day - 1 + np.floor(first / 86400)
     return year + np.floor_divide(days, sum(months)).astype(np.int64)

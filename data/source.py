@@ -25,6 +25,8 @@ __all__ = [
     "Dataset",
     "DatasetView",
     "OneSize",
+    "checked_index",
+    "overlap",
     "sample_shape",
 ]
 
@@ -79,6 +81,22 @@ class Dataset(Protocol):
 
     def close(self) -> None:
         """Close open files; a later read opens them again."""
+
+
+def overlap(box: Box, shape: Sequence[int]) -> tuple[Box, tuple[slice, ...]]:
+    """Return the part of a box within an array of this shape, and its slices in an array of the box. Local.
+
+    The slices of an empty part are empty.
+    """
+    part = box & Box.of_shape(shape)
+    return part, part.slices(origin=box.start) if part.size else (slice(0, 0),) * box.ndim
+
+
+def checked_index(dataset: Any, index: int) -> int:
+    """Return the number of a sample. Raises DataError if the data set has no such sample. Local."""
+    if not 0 <= index < len(dataset):
+        raise DataError(f"{dataset.path}: expected a sample of 0 .. {len(dataset) - 1}, got {index}")
+    return int(index)
 
 
 def sample_shape(dataset: Any, name: str, index: int) -> tuple[int, ...]:
@@ -247,13 +265,13 @@ class ArrayDataset:
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box of an array, as in :meth:`Dataset.read`."""
         array, field = self.arrays[name], self.fields[name]
-        part = box & Box.of_shape((len(indices), *field.shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(indices), *field.shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         where: tuple[slice, ...] = part.slices()[1:] if len(array.shape) > 1 else ()
         for k in range(*part.ranges[0]):
-            values = array[(int(indices[k]), *where)]
+            # Arrays of NumPy would count a negative number from the end.
+            values = array[(checked_index(self, indices[k]), *where)]
             stored = np.asarray(values)
             at: Any = (k - box.start[0], *filled[1:])
             self.bytes_read += stored.nbytes

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..dtensor.box import Box
 from .disk import DataError
 from .sampler import Unit
-from .source import DatasetView
+from .source import DatasetView, checked_index, overlap
 from .structure import Field
 
 __all__ = ["TimeSteps", "simulations"]
@@ -157,10 +157,9 @@ class TimeSteps(DatasetView):
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box as :meth:`Dataset.read` does."""
-        part = box & Box.of_shape((len(indices), *self.fields[name].shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(indices), *self.fields[name].shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         target, channels = out[filled], self.dataset.fields[name].shape[-1]
         first, last = part.ranges[-1]
         for number, step in enumerate(self._steps(name)):
@@ -172,6 +171,4 @@ class TimeSteps(DatasetView):
         return filled
 
     def _row(self, index: int, step: int = 0) -> int:
-        if not 0 <= index < len(self):
-            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
-        return int(self._order[self._chosen[index] + step])
+        return int(self._order[self._chosen[checked_index(self, index)] + step])

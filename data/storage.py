@@ -226,13 +226,15 @@ class Storage:
                 "write the numbers themselves"
             )
         self._under_way.append(key)
-        if dataset.is_virtual:
-            self._check_virtual(dataset, checked)
-        elif dataset.external:
-            self._check_external(dataset)
-        else:
-            self._check_written(dataset)
-        self._under_way.pop()
+        try:
+            if dataset.is_virtual:
+                self._check_virtual(dataset, checked)
+            elif dataset.external:
+                self._check_external(dataset)
+            else:
+                self._check_written(dataset)
+        finally:  # callers leave out coordinates that raise, and check others
+            self._under_way.pop()
         self._checked[key] = checked
 
     def _check_written(self, dataset: h5py.Dataset) -> None:
@@ -344,8 +346,8 @@ class Storage:
 
     def _open(self, file: h5py.File, name: str, variable: str, what: str) -> h5py.File:
         """Open another file that `file` refers to, found as HDF5 finds it."""
-        places = list(_places(file.filename, name, variable))
-        path = next((place for place in places if os.path.exists(place)), places[0])
+        candidates = list(_candidates(file.filename, name, variable))
+        path = next(filter(os.path.exists, candidates), candidates[0])
         self._admit(path, f"{file.filename}: {what} {name}, which")
         return open_file(Path(path))
 
@@ -420,7 +422,7 @@ def _numbered(pattern: str, block: int | None = None) -> str:
     return "%".join(part.replace("%b", number) for part in pattern.split("%%"))
 
 
-def _places(own: str, name: str, variable: str) -> Iterator[str]:
+def _candidates(own: str, name: str, variable: str) -> Iterator[str]:
     """Yield the paths at which HDF5 looks for a file that another one names, in order; `variable` may add folders."""
     if os.path.isabs(name):
         yield name

@@ -226,8 +226,10 @@ def _majority(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDAr
 
 
 def _fraction(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
-    # Absent cells are summed as zeros, so that the order of a sum does not depend on other patches.
-    total = np.where(there, cells, 0).sum(axis=axes, dtype=np.float64)
+    # NumPy orders a sum over several axes by all extents of the array, and thus by the cut: the cells of a patch become
+    # one contiguous row, and absent ones zeros, so that the order of its sum depends on its own extents only.
+    values = np.moveaxis(np.where(there, cells, 0), axes, range(-len(axes), 0)).astype(np.float64, "C")
+    total = values.reshape(*values.shape[: -len(axes)], -1).sum(axis=-1)
     return total / np.maximum(np.sum(there, axis=axes), 1)
 
 

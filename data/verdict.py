@@ -83,7 +83,7 @@ class Quads:
 
     @cached_property
     def cross(self) -> list[Array]:
-        """z component of the cross product of the edges that meet at corner k, ``e[k-1] x e[k]`` [m^2]."""
+        """z component of the cross product of the two edges at corner k, ``e[k-1] x e[k]`` [m^2]."""
         return [self.ex[k - 1] * self.ey[k] - self.ey[k - 1] * self.ex[k] for k in range(4)]
 
     @cached_property

@@ -113,10 +113,10 @@ def linear_map(
     matrix = np.eye(rank)
     for number, angle in enumerate(angles):
         a, b = [axis for axis in range(rank) if rank < 3 or axis != number]
-        turn = np.eye(rank)
-        turn[a, a] = turn[b, b] = math.cos(angle)
-        turn[a, b], turn[b, a] = -math.sin(angle), math.sin(angle)
-        matrix = matrix @ turn
+        rotation = np.eye(rank)
+        rotation[a, a] = rotation[b, b] = math.cos(angle)
+        rotation[a, b], rotation[b, a] = -math.sin(angle), math.sin(angle)
+        matrix = matrix @ rotation
     matrix = matrix @ np.diag([1 / factor for factor in factors])
     if shears is not None:
         matrix = matrix @ np.where(np.eye(rank, dtype=bool), 1.0, np.array(shears, float))

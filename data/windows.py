@@ -40,7 +40,7 @@ from halograd.errors import UserError
 from ..dtensor.box import Box
 from .disk import DataError
 from .sampler import Batch
-from .source import Dataset, sample_shape
+from .source import Dataset, overlap, sample_shape
 from .survey import PART, read_box
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
-_PLACE, _CENTER = 3, 8  # separate the random streams from others of a run
+_POSITION, _CENTER = 3, 8  # separate the random streams from others of a run
 
 Range = tuple[int, int]
 
@@ -81,7 +81,7 @@ class SampleWindows:
     fields : dict of Field
         Fields of the data set with the extents of the window.
     moved : list of str
-        Names of the fields with spatial axes. A window has the same place in all of them, each on its own grid.
+        Names of the fields with spatial axes. A window has the same position in all of them, each on its own grid.
     foreground : Foreground or None
         Positions in the middle of the windows of samples that are :attr:`Batch.centered`, as far as the sample goes.
     outside : dict of float
@@ -235,11 +235,11 @@ class SampleWindows:
     def _extents(self, index: int) -> list[int]:
         return [n * max(1, step) for n, step in zip(self._units_of(index), self._steps[self.moved[0]])]
 
-    # -- places ----------------------------------------------------------------------------------------
+    # -- positions -------------------------------------------------------------------------------------
 
     def random(self, batch: Batch, k: int) -> np.random.Generator:
         """Return the random generator that draws the window of sample `k` of a batch."""
-        return np.random.default_rng([self.seed, _PLACE, *batch.key(k)])
+        return np.random.default_rng([self.seed, _POSITION, *batch.key(k)])
 
     def start(self, batch: Batch, k: int) -> tuple[int, ...]:
         """Return the start of the window in sample `k` of a batch, per axis in units of all grids.
@@ -293,10 +293,9 @@ class SampleWindows:
         """Read a box of the windows of a batch, in the way of :meth:`Dataset.read`. Local."""
         if name not in self.moved or not (self.cut or (self._shifted and batch.augmented)):
             return self.dataset.read(name, batch.indices, box, out)
-        part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
-        filled = part.slices(origin=box.start)
+        part, filled = overlap(box, (len(batch.indices), *self.fields[name].shape))
         if part.size == 0:
-            return tuple(slice(0, 0) for _ in filled)
+            return filled
         for k in range(*part.ranges[0]):
             at: Any = (k - box.start[0], *filled[1:])
             self.read(name, batch, k, Box.of_ranges(part.ranges[1:]), out[at])
@@ -328,7 +327,7 @@ class SampleWindows:
 
 
 def _pieces(low: int, high: int, extent: int, periodic: bool) -> Iterator[tuple[Range, Range]]:
-    """Yield the contiguous parts within a sample of an interval along an axis, each with its place in the interval."""
+    """Yield the contiguous parts within a sample of an interval along an axis, with their positions in the interval."""
     if not periodic:
         first, last = max(low, 0), min(high, extent)
         if first < last:
@@ -373,7 +372,7 @@ def weights_along(window: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Slide:
-    """Sliding windows that a user asks for.
+    """Settings of sliding windows.
 
     Attributes
     ----------
@@ -428,7 +427,7 @@ class SlidingWindows(SampleWindows):
         self, dataset: Dataset, extents: Mapping[str, tuple[int, ...]], overlap: float, multiples: Sequence[int]
     ) -> None:
         super().__init__(dataset, extents, key=KEY)
-        self._wanted, self._overlap, self._plan_request = dict(extents), overlap, tuple(multiples)
+        self._inputs, self._overlap, self._multiple = dict(extents), overlap, tuple(multiples)
         steps = [max(1, step) for step in self._steps[self.moved[0]]]
         self._multiples = [math.lcm(step, n) // step for step, n in zip(steps, multiples)]
         wrong = np.flatnonzero((self._units % self._multiples != 0).any(axis=1))
@@ -441,7 +440,7 @@ class SlidingWindows(SampleWindows):
 
     def over(self, dataset: Dataset) -> SlidingWindows:
         """Return the windows of the samples of another data set."""
-        return SlidingWindows(dataset, self._wanted, self._overlap, self._plan_request)
+        return SlidingWindows(dataset, self._inputs, self._overlap, self._multiple)
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -470,8 +469,8 @@ class SlidingWindows(SampleWindows):
         """Return the number of windows of a sample."""
         return math.prod(map(len, self._starts_in_units(index)))
 
-    def place_of(self, index: int, number: int) -> tuple[int, ...]:
-        """Return the index of a window along each axis, of the starts there."""
+    def position_of(self, index: int, number: int) -> tuple[int, ...]:
+        """Return the position of a window among the starts of each axis."""
         first = self.longest(index)
         counts = [len(starts) for starts in self._starts_in_units(index)]
         order = [first, *(axis for axis in range(len(counts)) if axis != first)]
@@ -480,17 +479,17 @@ class SlidingWindows(SampleWindows):
 
     def _draw(self, batch: Batch, k: int) -> tuple[int, ...]:
         index: Any = batch.indices[k]
-        places = self.place_of(index, batch.patches[k])
-        return tuple(starts[at] for starts, at in zip(self._starts_in_units(index), places))
+        position = self.position_of(index, batch.patches[k])
+        return tuple(starts[at] for starts, at in zip(self._starts_in_units(index), position))
 
 
 POSITIONS = 10_000
 """Largest number of positions of a class that a sample keeps."""
 _TABLE = 1 << 26  # about the largest number of positions of all samples together
-_FOUND = 9  # separates the random stream from others of a run
+_FOREGROUND = 9  # separates the random stream from others of a run
 
 #: Positions of each class of a sample: indices of its elements, in order.
-Found = dict[int, NDArray[Any]]
+Positions = dict[int, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -509,7 +508,7 @@ class Foreground:
 
     name: str
     shapes: Mapping[int, tuple[int, ...]]
-    positions: Mapping[int, Found]
+    positions: Mapping[int, Positions]
 
     def draw(self, sample: int, draw: np.random.Generator) -> tuple[int, ...] | None:
         """Return a position of a sample, with equal probability for its classes; None if it has none."""
@@ -534,7 +533,7 @@ def find_foreground(
     seed: int = 0,
     most: int = POSITIONS,
     ignored: float | None = None,
-) -> dict[int, Found]:
+) -> dict[int, Positions]:
     """Find positions of foreground in a target of these samples, by blocks of rows. Local; reads all of them.
 
     Parameters
@@ -572,12 +571,12 @@ def most_positions(samples: int, classes: int) -> int:
 
 def _of_sample(
     dataset: Dataset, name: str, index: int, classes: Sequence[int], seed: int, most: int, ignored: float | None
-) -> Found:
+) -> Positions:
     shape = sample_shape(dataset, name, index)
     count = int(np.prod(shape[:-1]))
     dtype = np.uint32 if count <= 2**32 else np.int64
     # A position has a random number of its own, and those with the smallest numbers are kept: the same for all blocks.
-    draws = {one: np.random.default_rng([seed, _FOUND, index, one]) for one in classes}
+    draws = {one: np.random.default_rng([seed, _FOREGROUND, index, one]) for one in classes}
     kept = {one: (np.empty(0, dtype), np.empty(0)) for one in classes}
     row = count // shape[0]
     rows = max(1, PART // (row * shape[-1]))

@@ -9,11 +9,10 @@ A file in one piece is made by copying the numbers of virtual datasets, in the p
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +24,7 @@ from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
 from .disk import DataError, atomic_path, check_replaceable, open_file, open_to_read
+from .repack import slabs
 
 __all__ = ["WRITERS", "WRITTEN_BY", "Hdf5", "Predictions", "Writer", "check_result", "copy_whole", "join"]
 
@@ -129,8 +129,6 @@ def check_result(writer: Writer, out: Path) -> None:
     check_replaceable(out, "one of an earlier job", writer.is_own)
 
 
-#: Bytes that are copied at once.
-SLAB = 1 << 25
 #: Attributes that HDF5 keeps for dimension scales.
 _SCALES = ("DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST")
 
@@ -157,7 +155,7 @@ def join(out: Path) -> bool:
 def copy_whole(source: Path, path: Path) -> None:
     """Copy a file of predictions to `path`, with the numbers of its virtual datasets. Local.
 
-    Holds :data:`SLAB` bytes at once, or a row of a sample.
+    Holds 32 MiB at once, or a row of a sample.
 
     Raises
     ------
@@ -173,7 +171,7 @@ def copy_whole(source: Path, path: Path) -> None:
             before, joined = new[name], new.create_dataset(f"{name} joined", old[name].shape, old[name].dtype)
             for key in before.attrs.keys() - set(_SCALES):
                 joined.attrs[key] = before.attrs[key]
-            for slab in _slabs(joined):
+            for slab in slabs(joined.shape, 1, 1, joined.dtype.itemsize):
                 joined[slab] = old[name][slab]
             for own, axis in zip(joined.dims, before.dims):
                 own.label = axis.label
@@ -183,14 +181,3 @@ def copy_whole(source: Path, path: Path) -> None:
             del new[name]
             new.move(joined.name, name)
         new.attrs.pop("needs", None)
-
-
-def _slabs(dataset: h5py.Dataset) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of the first two axes that have at most `SLAB` bytes, if a row has not more."""
-    count, *shape = dataset.shape
-    row = max(1, math.prod(shape[1:]) * dataset.dtype.itemsize)
-    rows = max(1, SLAB // row)
-    high = shape[0] if shape else 1
-    for sample in range(count):
-        for first in range(0, high, rows):
-            yield (slice(sample, sample + 1), slice(first, first + rows)) if shape else (slice(sample, sample + 1),)

@@ -35,7 +35,7 @@ from ..data import (
     check_transforms,
     split,
 )
-from ..data.files import check_alike, locate
+from ..data.files import check_same_fields, locate
 from ..data.masked import Masked
 from ..data.normalize import KeptStatistics
 from ..data.sampler import held_out
@@ -460,7 +460,7 @@ def _open_dataset(
     gathered = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for of_rank in gathered for number, structure in of_rank.items()}
     ordered = [structures[number] for number in range(len(paths))]
-    check_alike([Path(path) for path in paths], ordered, several_sizes)
+    check_same_fields([Path(path) for path in paths], ordered, several_sizes)
     parts = [opened.get(number) or open_(number, structure) for number, structure in enumerate(ordered)]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 

@@ -132,11 +132,11 @@ class _Sums:
 
     def _row(self, batch: Batch, k: int) -> tuple[int, int]:
         """Return what windows share that lie in the same slabs: the sample, and the place along the cut axis."""
-        return batch.indices[k], self._windows.place_of(0, batch.patches[k])[self._cut]
+        return batch.indices[k], self._windows.position_of(0, batch.patches[k])[self._cut]
 
     def _add(self, batch: Batch, rows: Sequence[int], sums: Sequence[NDArray]) -> None:
         """Add windows of a batch to the sums. Collective."""
-        places = [self._windows.place_of(0, batch.patches[k]) for k in rows]
+        places = [self._windows.position_of(0, batch.patches[k]) for k in rows]
         for v, (value, window) in enumerate(zip(self._values, sums)):
             starts, extents = self._starts[v], value.layout.shape[1:-1]
             along = starts[self._cut][places[0][self._cut]]

@@ -71,6 +71,7 @@ def test_any_box_of_any_batch_is_that_of_one_array(written, indices, data, most)
 def test_what_a_path_stands_for(tmp_path):
     write(tmp_path)
     (tmp_path / "notes.txt").write_text("no data")
+    (tmp_path / "._run0.h5").write_text("hidden, by macOS")
     names = [tmp_path / f"run{i}.h5" for i in range(4)]
     assert find_files(tmp_path) == names == find_files(str(tmp_path / "run*.h5")) == find_files([tmp_path])
     assert find_files([names[2], names[0]]) == [names[2], names[0]]

@@ -70,3 +70,5 @@ def test_years_of_other_calendars():
     assert years(days, "days since 2000-03-01", "noleap").tolist() == [2000] * 4 + [2001, 2001, 2001]
     assert years(days, "days since 2000-01-01", "366_day").tolist() == [1999] + [2000] * 5 + [2001]
     assert years(days, "days since 2000-01-01", "julian") is None and years(days, "months since 2000-01-01") is None
+    for units in ("days since 0000-00-00", "days since 2001-13-01"):
+        assert years(days, units) is None and years(days, units, "noleap") is None

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data import DataError, writers
+from halograd.data import DataError, repack
 from halograd.data.writers import join
 
 
@@ -29,7 +29,7 @@ def write(folder):
 
 
 def test_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "SLAB", 40)
+    monkeypatch.setattr(repack, "SLAB", 40)
     out, x = write(tmp_path)
     assert join(out) and not join(out)
     assert [path.name for path in tmp_path.iterdir()] == ["p.h5"]

@@ -66,5 +66,24 @@ def test_refused(tmp_path, chunks, message):
     with pytest.raises(DataError, match=message):
         repack(write(tmp_path / "a.h5"), tmp_path / "b.h5", chunks)
     assert not (tmp_path / "b.h5").exists()
+    with pytest.raises(DataError, match=r"missing\.h5: no such file"):
+        repack(tmp_path / "missing.h5", tmp_path / "b.h5", chunks)
     with pytest.raises(DataError, match="it exists; give another name"):
         repack(tmp_path / "a.h5", tmp_path / "a.h5", {"mask": (1, 6, 5)})
+
+
+def test_a_virtual_dataset(tmp_path):
+    """It becomes a dataset of its own; without its source, which HDF5 would read as zeros, it is refused."""
+    write(tmp_path / "a.h5")
+    layout = h5py.VirtualLayout(X.shape, X.dtype)
+    layout[:] = h5py.VirtualSource("a.h5", "run/x", X.shape)
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    repack(tmp_path / "virtual.h5", tmp_path / "b.h5", {"x": (1, 3, 5, 2)})
+    with h5py.File(tmp_path / "b.h5") as new:
+        assert not new["x"].is_virtual
+        np.testing.assert_array_equal(new["x"][()], X)
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(DataError, match=r"a\.h5"):
+        repack(tmp_path / "virtual.h5", tmp_path / "c.h5", {"x": (1, 3, 5, 2)})
+    assert not (tmp_path / "c.h5").exists()

@@ -33,6 +33,8 @@ def test_samples_are_found_by_patterns(tmp_path):
     assert found(tmp_path / "b", "{sample}/{sample}_t1.nii", "{sample}/{sample}_seg.nii") == ["p1", "p2"]
     touch(tmp_path / "c", "p1.nii", "p1_seg.nii", "p2.nii")
     assert found(tmp_path / "c", "{sample}.nii", None, "{sample}_seg.nii") == ["p1", "p2"]
+    touch(tmp_path / "d", "[1]/p1.nii", "[1]/._p1.nii")  # a name that is no pattern, and a hidden file of macOS
+    assert found(tmp_path / "d", "[1]/{sample}.nii") == ["p1"]
 
 
 def test_a_sample_without_all_files_is_named(tmp_path):

@@ -84,3 +84,6 @@ def test_refusals():
     ):
         with pytest.raises(DataError, match=message):
             ArrayDataset(*arguments, **options)
+    for index in (-1, len(x)):
+        with pytest.raises(DataError, match=f"expected a sample of 0 .. 3, got {index}"):
+            ArrayDataset({"x": x}, []).read("x", [index], Box.of_shape(x[:1].shape), np.empty(x[:1].shape))

@@ -340,6 +340,18 @@ def test_a_dataset_that_was_never_written(folder: Path, chunks: tuple | None, ca
     assert "'/filled': " in message and "never written; missing numbers read as its fill value 3.5" in message
 
 
+def test_faulty_datasets_do_not_count_as_nested(folder: Path) -> None:
+    """Coordinates that cannot be used are left out; the others of the file are checked by the same object."""
+    path = write(folder, VALUES)
+    with h5py.File(path, "a") as file:
+        checker = storage.Storage(path)
+        for k in range(storage.DEEPEST + 1):
+            file.create_dataset(f"gap{k}", (2,), "f4")
+            with pytest.raises(DataError, match="never written"):
+                checker.check(file, f"gap{k}")
+        assert checker.check(file, "inputs")
+
+
 def test_chunks_that_were_never_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(folder)
     with h5py.File(path, "a") as file:

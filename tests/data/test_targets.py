@@ -39,6 +39,18 @@ def test_rules_against_a_loop(rule: str, factors: tuple[int, ...]) -> None:
         assert out[at] == pytest.approx(brute_force(rule, patch)), (rule, at)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_patch_does_not_depend_on_the_cut(rule: str) -> None:
+    """A rank with one patch along an axis gets the same bits as a rank with all of them."""
+    cells = np.random.default_rng(0).random((2, 20, 28, 1))
+    reduction, whole = TargetReduction(rule, (5, 7)), np.empty((2, 4, 4, 1))
+    reduction.apply(cells, whole)
+    for column in range(4):
+        part = np.empty((2, 4, 1, 1))
+        reduction.apply(np.ascontiguousarray(cells[:, :, 7 * column : 7 * column + 7]), part)
+        np.testing.assert_array_equal(part[:, :, 0], whole[:, :, column])
+
+
 def test_boxes_and_shapes() -> None:
     reduction = TargetReduction("any", (4, 2))
     assert reduction.coarse_shape((8, 6, 1)) == (2, 3, 1)
