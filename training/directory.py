@@ -33,7 +33,7 @@ from types import TracebackType
 
 from halograd.errors import UserError
 
-__all__ = ["Owner", "RunLock", "checkpoint_of", "job_id", "make_folder"]
+__all__ = ["Owner", "RunLock", "checkpoint_of", "job_id", "make_folder", "process_scope"]
 
 BEAT = 10.0  # time between two touches of an owner [s]
 POLL = 0.5  # time between two readings of the lock of another run [s]
@@ -107,9 +107,9 @@ class Owner:
     def this(cls) -> Owner:
         """Return the owner for this process."""
         pid = os.getpid()
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+        restarts, started = os.environ.get("SLURM_RESTART_COUNT", ""), _started(pid) or ""
         requeued = int(restarts) if restarts.isdecimal() else 0
-        return cls(uuid.uuid4().hex, platform.node(), _place(), pid, _started(pid) or "", job_id() or "", requeued)
+        return cls(uuid.uuid4().hex, platform.node(), process_scope(), pid, started, job_id() or "", requeued)
 
     @classmethod
     def parse(cls, text: str) -> Owner:
@@ -338,7 +338,8 @@ class RunLock:
         self.release()
 
 
-def _place() -> str:
+def process_scope() -> str:
+    """Return a text for the scope of process numbers: boot of the kernel, and namespace; empty if unknown. Local."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -11,7 +11,8 @@ none for the time limit   the first rank that can do so reads these files, print
 ========================= ==========================================================================================
 
 Nothing is sent over a network, and no file is written while ranks make progress. A rank that is stopped, killed or
-locked writes no position: the others, which wait for it, end. The launcher then ends what is left.
+locked writes no position: the others, which wait for it, end. The launcher then ends what is left. A rank that is
+killed or crashes is reported at once by a process per node (:mod:`halograd.training.process_monitor`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,7 +40,9 @@ from halograd.errors import UserError
 from .. import comm as comm_package
 from ..comm.boot import on_interrupt
 from ..comm.errors import is_agreed, mark_agreed
+from .directory import process_scope
 from .log import Entry, parse_line
+from .process_monitor import TAIL, MonitoredRanks, append_line, start_monitor
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -57,7 +61,7 @@ LOCKED = 4.0
 ABORT = 4.5
 LAST = 6.0
 SUSPENDING = 5.0  # time after SIGTSTP within which Slurm stops a job [s]
-TAIL = 1 << 16  # size of the end of a log that holds the lines of all ranks that end at the same time [B]
+BLANK = b" " * 8191 + b"\n"  # holds a position and some stacks
 _NAME = re.compile(r"rank-(\d+)\.(.*)\.(\d+)\.txt")  # rank, host and process: launchers name the process
 _COMM = str(Path(comm_package.__file__).parent)
 
@@ -185,12 +189,17 @@ def _read_place(path: Path, silent: Place) -> Place:
 
 
 class _StallFile:
-    """File of one rank: empty while the rank makes progress, else a line with its position, then stacks. Local."""
+    """File of one rank: blank while the rank makes progress, else a line with its position, then stacks. Local.
+
+    Its disk space is allocated first, so that the position can be written on a full disk: a rank without a position
+    would be reported as the one that does not respond.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.descriptor, self.written = path, 2, False
+        self.path, self.descriptor, self.written = path, 2, False
         with contextlib.suppress(OSError):  # the folder is not shared with this node: stacks go to stderr
             self.descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+        self.clear()
         self._catches = self.shared and not faulthandler.is_enabled()
         if self._catches:  # a crash (SIGSEGV, SIGBUS, SIGABRT, ...) leaves its stacks here
             faulthandler.enable(self.descriptor)
@@ -213,8 +222,9 @@ class _StallFile:
         self.written = False
         if self.shared:
             with contextlib.suppress(OSError):
-                os.ftruncate(self.descriptor, 0)
+                os.pwrite(self.descriptor, BLANK, 0)
                 os.lseek(self.descriptor, 0, os.SEEK_SET)
+                os.ftruncate(self.descriptor, len(BLANK))
 
     def remove(self) -> None:
         """Remove the file, and the folder if it is the last one."""
@@ -223,8 +233,8 @@ class _StallFile:
                 faulthandler.disable()
             os.close(self.descriptor)
             with contextlib.suppress(OSError):
-                self._path.unlink()
-                self._path.parent.rmdir()
+                self.path.unlink()
+                self.path.parent.rmdir()
 
 
 class Watchdog:
@@ -251,6 +261,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._closing, self._arming, self._quiet_until = threading.Event(), threading.RLock(), 0.0
         self._handler: Any = None  # handler of SIGTSTP before
+        self._monitor: subprocess.Popen[bytes] | None = None
         self._reporting = on_interrupt(self.interrupted)
 
     def follow(self, heartbeat: Heartbeat) -> None:
@@ -263,9 +274,16 @@ class Watchdog:
             if comm.rank == 0:
                 _clear(folder)
                 folder.mkdir(exist_ok=True)
-        self._hosts = comm.allgather_objects(platform.node())
-        self._file = _StallFile(folder / f"rank-{comm.rank:05d}.{platform.node()}.{os.getpid()}.txt")
+        # A rank creates its file after rank 0 has removed those of the job before: the first exchange orders them.
+        ranks = comm.allgather_objects((platform.node(), process_scope(), os.getpid()))
+        names = [f"rank-{rank:05d}.{host}.{process}.txt" for rank, (host, _, process) in enumerate(ranks)]
+        self._hosts = [host for host, *_ in ranks]
+        self._file = _StallFile(folder / names[comm.rank])
         self._seen = [rank for rank, shared in enumerate(comm.allgather_objects(self._file.shared)) if shared]
+        mine = ranks[comm.rank][:2]
+        node = {rank: (ranks[rank][2], str(folder / names[rank])) for rank in self._seen if ranks[rank][:2] == mine}
+        if comm.size > 1 and mine[1] and comm.rank == min(node, default=None):
+            self._monitor = start_monitor(MonitoredRanks(str(self._log), mine[0], comm.size, len(self._seen), node))
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             self._handler = signal.signal(signal.SIGTSTP, self._suspend)
         self._arm(self._patience + LOCKED)
@@ -282,6 +300,10 @@ class Watchdog:
                 signal.signal(signal.SIGTSTP, self._handler)
             faulthandler.cancel_dump_traceback_later()
             self._file.remove()
+        if self._monitor is not None:
+            self._monitor.terminate()
+            self._monitor.wait()
+            self._monitor = None
 
     def __enter__(self) -> Watchdog:
         self._reporting.__enter__()
@@ -399,7 +421,7 @@ class Watchdog:
         by, step = self._comm.rank, 0 if self._heartbeat is None else self._heartbeat.step
         try:
             if not _latest(self._log, event):
-                _append(self._log, {"event": event, **values, "at_step": step, "by": by})
+                append_line(self._log, {"event": event, **values, "at_step": step, "by": by})
             return bool(_latest(self._log, event)[0]["by"] == by)
         except (OSError, LookupError):  # no log yet, or no disk: messages from two ranks are better than none
             return True
@@ -420,15 +442,6 @@ def _in_comm(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(_COMM):
         frame = frame.f_back
     return frame is not None
-
-
-def _append(log: Path, entry: Entry) -> None:
-    """Append a line to an existing log in one write, so that lines of several ranks do not mix."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(descriptor, (json.dumps({**entry, "time": round(time.time(), 3)}) + "\n").encode())
-    finally:
-        os.close(descriptor)
 
 
 def _latest(log: Path, event: str) -> list[Entry]:

@@ -240,8 +240,9 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
             if diverged is None or diverged["step"] != entry.get("step"):
                 return "finished", ""
             return "finished", f"but diverged: {diverged['reason']}"
-        if entry["event"] == "failed":
-            return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
+        if entry["event"] == "failed":  # processes that end with the job may have reported further ranks
+            first = next(line for line in record.since_begin if line["event"] == "failed")
+            return "failed", f"rank {first['rank']} on {first['host']}: {first['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more
             return ("stopped" if "code" in entry else "failed"), str(entry["reason"])
     positions = read_places(record.directory / STALLS)

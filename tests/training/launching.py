@@ -86,7 +86,7 @@ def rank_processes(mark: str) -> list[int]:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # it has just ended
             continue
-        if words[0].decode() == sys.executable:
+        if words[0].decode() == sys.executable and words[1] != b"-I":  # not the monitor of the ranks
             variables = dict(v.split(b"=", 1) for v in environment.split(b"\0") if b"=" in v)
             found[int(next(variables[n] for n in (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK") if n in variables))] = pid
     return [found[rank] for rank in sorted(found)]

@@ -19,9 +19,10 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
 from halograd.training.log import read_log
+from halograd.training.process_monitor import append_line
 from halograd.training.run import TrainingRun, train
 from halograd.training.session import Session
-from halograd.training.watchdog import Heartbeat, Watchdog, _append
+from halograd.training.watchdog import Heartbeat, Watchdog
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
@@ -206,7 +207,7 @@ def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
     first = "interrupted at step 1; there is no checkpoint to go on from"
     assert words() == [first, None, None]
     assert [entry["reason"] for entry in read_log(log)] == ["SIGINT to rank 2 of 3"]
-    _append(log, {"event": "begin"})  # the next job of the run
+    append_line(log, {"event": "begin"})  # the next job of the run
     assert words() == [first, None, None]
     log.unlink()
     assert words() == [first] * 3

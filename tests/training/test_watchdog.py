@@ -4,19 +4,23 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
 from halograd.training import watchdog as module
+from halograd.training.log import read_log
+from halograd.training.process_monitor import MonitoredRanks, cause_of, start_monitor
 from halograd.training.watchdog import STALLS, Heartbeat, Place, Watchdog, describe_stall, read_places
 from tests.harness import jobs
-from tests.harness.limits import wait_until
+from tests.harness.limits import LIMIT, wait_until
 
 
 def place(step=4, waiting="", ranks=(), since=60.0, layer="conv1"):
@@ -95,6 +99,75 @@ def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_pa
         comm.Barrier()
     comm.Barrier()
     assert not folder.exists() and log.read_text() == ""
+
+
+def test_a_position_is_written_on_a_full_disk(tmp_path):
+    """A file of a rank has its disk space from the start: it does not grow when the rank writes its position."""
+    file = module._StallFile(tmp_path / f"rank-00000.n0.{os.getpid()}.txt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = file.path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        for here in (place(), place(step=5)):
+            file.write(here)
+            assert read_places(tmp_path)[0] == here
+            file.clear()
+            assert not read_places(tmp_path)[0].phase and file.path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        file.remove()
+
+
+DEAD = "its process was killed, or ended without a message"
+
+
+@pytest.mark.parametrize(
+    ("text", "logged", "left", "cause"),
+    [
+        ("", "begin", False, DEAD),
+        ("x\nFatal Python error: Bus error\n", "begin", False, "Fatal Python error: Bus error"),
+        ("{}\nTimeout (0:00:19)!\n", "begin", False, "no progress for run.stall_minutes, and no other rank could"),
+        ("", "interrupted", False, None),
+        ("", "begin", True, None),
+    ],
+    ids=["killed", "crashed", "locked", "interrupted", "left"],
+)
+def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause):
+    """A launcher kills the other ranks too; nothing is logged if the end has a cause, or if a rank has left the run."""
+    log = tmp_path / "log.jsonl"
+    before = {"event": "failed", "rank": 0, "host": "n9", "cause": "that of an earlier job"}
+    log.write_text("".join(f"{json.dumps(entry)}\n" for entry in (before, {"event": "begin"}, {"event": logged})))
+    ranks = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(3)]
+    try:
+        files = {
+            rank: (ranks[rank].pid, str(tmp_path / f"rank-{rank:05d}.n0.{ranks[rank].pid}.txt")) for rank in (2, 1)
+        }
+        for _, path in files.values():
+            Path(path).write_text(text)
+        process = start_monitor(MonitoredRanks(str(log), "n0", 3, 2, files))
+        assert process is not None
+        if left:
+            Path(files[1][1]).unlink()
+        descriptors = Path(f"/proc/{process.pid}/fd")
+        waits = lambda: sum("pidfd" in os.readlink(one) for one in descriptors.iterdir()) == 2  # noqa: E731
+        wait_until(waits, "the monitor to wait")
+        for rank in (1, 2):
+            ranks[rank].kill()
+            ranks[rank].wait()
+        process.wait(LIMIT)
+        assert ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    new = read_log(log, "failed")[1:]
+    assert [(one["rank"], one["host"]) for one in new] == ([] if cause is None else [(1, "n0")])
+    assert all(one["cause"].startswith(cause) for one in new)
+
+
+def test_a_process_that_the_kernel_kills_for_lack_of_memory():
+    assert cause_of("", False) == DEAD
+    assert cause_of("", True).startswith(f"{DEAD}; the node is out of memory")
 
 
 CRASHES = """
