@@ -68,16 +68,16 @@ def compare(
     with Communicator(MPI.COMM_SELF) as comm, ExitStack() as stack:
         both = []
         for inside in (True, False):
-            made = Executor(network(block, kind, inside, *sizes), comm, backend, batch, Strategy({}))
-            both.append(stack.enter_context(made))
-            for name in made.network.inputs:
-                array = made.input(name).array
+            fused_or_separate = Executor(network(block, kind, inside, *sizes), comm, backend, batch, Strategy({}))
+            both.append(stack.enter_context(fused_or_separate))
+            for name in fused_or_separate.network.inputs:
+                array = fused_or_separate.input(name).array
                 array[...] = np.random.default_rng(0).standard_normal(array.shape)
         clock = time.perf_counter if backend.threads > 1 else time.process_time
         times = [[step(executor, clock) for executor in both] for _ in range(rounds + 1)][1:]
-        fused, apart = zip(*times)
+        fused, separate = zip(*times)
         memory = [sum(executor.predicted_bytes.values()) for executor in both]
-        return [min(fused) / min(apart), median(fused) / median(apart), memory[0] / memory[1]]
+        return [min(fused) / min(separate), median(fused) / median(separate), memory[0] / memory[1]]
 
 
 def main(
@@ -96,8 +96,8 @@ def main(
         for name in only.split(","):
             for kind in kinds.split(","):
                 block = BLOCKS[name.replace("+", ", ")]
-                found = compare(block, kind, backend, batch, rounds, (blocks, extent, channels))
-                typer.echo(f"{name:16}{kind:12}" + "".join(f"{100 * value:8.0f}" for value in found))
+                ratios = compare(block, kind, backend, batch, rounds, (blocks, extent, channels))
+                typer.echo(f"{name:16}{kind:12}" + "".join(f"{100 * value:8.0f}" for value in ratios))
 
 
 if __name__ == "__main__":

@@ -100,14 +100,14 @@ def main(
         with get_backend(backend, threads=threads) as kernels:
             (mine, got), (other, want) = ours(kernels, arrays, window, heads), theirs(arrays, window, heads)
             times: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
-            for turn in range(rounds + 1):
+            for number in range(rounds + 1):
                 for side, run in (("ours", mine), ("torch", other)):
                     begin = time.perf_counter(), time.process_time()
                     run()
-                    if turn:  # the first round prepares
+                    if number:  # the first round prepares
                         times[side].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
             error = max(float(np.abs(a - b.numpy()).max()) for a, b in zip(got, want))
-        wall, cpu = ({side: [t[i] for t in some] for side, some in times.items()} for i in (0, 1))
+        wall, cpu = ({side: [pair[i] for pair in pairs] for side, pairs in times.items()} for i in (0, 1))
         print(
             f"{name:20s} ours {min(wall['ours']) * 1e3:7.1f} ms, torch {min(wall['torch']) * 1e3:7.1f} ms: wall "
             f"{min(wall['ours']) / min(wall['torch']):.2f} (median "

@@ -84,7 +84,7 @@ def run(
     problem: str,
     entries: Sequence[Entry],
     settings: Settings,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     spec: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Time the entries on one problem.
@@ -98,8 +98,8 @@ def run(
         contestants = [stack.enter_context(Contestant(e, problem, spec)) for e in entries]
         for contestant in contestants:
             contestant.ready()
-            say(f"  ready: {contestant.about}")
-        losses = {c.entry.name: c.ask("losses", CHECKED)[0]["losses"] for c in contestants}
+            report(f"  ready: {contestant.about}")
+        losses = {c.entry.name: c.command("losses", CHECKED)[0]["losses"] for c in contestants}
         check_losses(losses, {e.name: e.tolerance for e in entries})
         outcome = Outcome(problem, {c.entry.name: Times(c.entry.title, c.about) for c in contestants}, losses)
         _time(contestants, settings, outcome)
@@ -120,13 +120,13 @@ def check_losses(losses: Mapping[str, Sequence[float]], tolerances: Mapping[str,
         raise EntryError(f"{reference}: expected finite losses, got {expected}")
     if abs(expected[-1] - expected[0]) < 3 * TOLERANCE * abs(expected[0]):
         raise EntryError(f"{reference}: the losses {expected} hardly change; choose a larger learning rate")
-    for name, found in others:
-        errors = [abs(a - b) / abs(b) for a, b in zip(found, expected)]
+    for name, own_losses in others:
+        errors = [abs(a - b) / abs(b) for a, b in zip(own_losses, expected)]
         allowed = (tolerances or {}).get(name, TOLERANCE)
         if not all(e <= allowed for e in errors):  # false for NaN
             raise EntryError(
-                f"{name}: losses of the first steps {found} differ from {reference}'s {expected} by {max(errors):.1e} "
-                f"(allowed are {allowed:.0e}): they do not train the same network, so nothing is timed"
+                f"{name}: losses of the first steps {own_losses} differ from {reference}'s {expected} by "
+                f"{max(errors):.1e} (allowed are {allowed:.0e}): they do not train one network, so nothing is timed"
             )
 
 
@@ -143,9 +143,9 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
 
 def _count(contestant: Contestant, block: float) -> int:
     """Return the number of steps that fill a block. Steps are warm already, after the comparison of losses."""
-    seconds = min(_seconds(contestant.ask("measure", 1)))
+    seconds = min(_seconds(contestant.command("measure", 1)))
     if seconds < block:
-        seconds = min(_seconds(contestant.ask("measure", 3)))
+        seconds = min(_seconds(contestant.command("measure", 3)))
     return max(1, min(200, round(block / max(seconds, 1e-6))))
 
 
@@ -159,7 +159,7 @@ def _block(contestant: Contestant, everybody: Sequence[Contestant], count: int, 
     load = Load()
     before = [c.cpu_seconds() for c in idle], contestant.cpu_seconds(), _own()
     start = _wall()
-    replies = contestant.ask("measure", count)
+    replies = contestant.command("measure", count)
     seconds = _wall() - start
     busy, stolen = load.since()
     idle_used = sum(c.cpu_seconds() - b for c, b in zip(idle, before[0]))

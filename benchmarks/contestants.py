@@ -21,7 +21,7 @@ from benchmarks.problems import PLAIN
 __all__ = ["CONTESTANTS", "INSTRUCTION_SETS", "Contestant", "Entry", "EntryError", "launcher"]
 
 _WORKER = Path(__file__).resolve().parent / "worker.py"
-#: Time limit for a contestant to build or compile its step, and to answer a command [s].
+#: Time limit for a contestant to build or compile its step, and to reply to a command [s].
 PATIENCE = 300.0
 
 #: Allocator settings for all contestants. Freed memory stays in the process and large arrays come from the heap: with
@@ -142,13 +142,13 @@ class Contestant:
         self._commands = [self._pipe(rank, "in") for rank in range(entry.ranks)]
         self._replies = [self._pipe(rank, "out") for rank in range(entry.ranks)]
         self._pending = [b""] * entry.ranks
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "name": entry.name,
             "kind": entry.kind,
             "problem": problem,
             "pipes": str(self._directory),
         }
-        given |= {
+        settings |= {
             "ranks": entry.ranks,
             "threads": entry.threads,
             "devices": entry.devices,
@@ -157,7 +157,7 @@ class Contestant:
         }
         self._log = (self._directory / "log").open("w+")
         self._process = subprocess.Popen(
-            [*launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(given)],
+            [*launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(settings)],
             env=_inherited() | entry.environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -182,7 +182,7 @@ class Contestant:
         self.about = self._read()[0]["about"]
         self.pids = tree(self._process.pid)
 
-    def ask(self, do: str, count: int) -> list[dict[str, Any]]:
+    def command(self, do: str, count: int) -> list[dict[str, Any]]:
         """Send a command to all ranks and return their replies."""
         for pipe in self._commands:
             os.write(pipe, json.dumps({"do": do, "count": count}).encode() + b"\n")
@@ -203,7 +203,7 @@ class Contestant:
             elif self._process.poll() is not None:
                 raise EntryError(f"{self.entry.name}: ended with exit code {self._process.returncode}\n{self._tail()}")
             elif time.monotonic() > deadline:
-                raise EntryError(f"{self.entry.name}: no answer within {PATIENCE:.0f} s\n{self._tail()}")
+                raise EntryError(f"{self.entry.name}: no reply within {PATIENCE:.0f} s\n{self._tail()}")
         line, _, self._pending[rank] = self._pending[rank].partition(b"\n")
         return line
 
@@ -242,8 +242,8 @@ def launcher(ranks: int) -> Sequence[str]:
     """Return the command that starts a program on `ranks` ranks; empty for one rank."""
     if ranks == 1:
         return []
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    neighbor = Path(sys.executable).with_name("mpiexec")
+    program = str(neighbor) if neighbor.exists() else shutil.which("mpiexec")
+    if program is None:
         raise EntryError("expected mpiexec next to this Python or on PATH, got none; pip install '.[mpich]'")
-    return [found, "-n", str(ranks)]
+    return [program, "-n", str(ranks)]

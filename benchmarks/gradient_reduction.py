@@ -20,7 +20,7 @@ of steps count. Times in the tables are those of the paper's machine: measured t
 ``R``        overlap ratio of Lee et al., Eq. 11: ``100 * sum(T_c - T_b) / sum(T_c)``, with `T_c` from the start of a
              communication to its arrival, and `T_b` the time of the waits for it;
 ``bytes``    what the rank that sends most sends of the whole network per step, all kinds together, as the counters
-             book it (``!``: the counters of this run, of the narrow network, were not those of the cost model).
+             count it (``!``: the counters of this run, of the narrow network, were not those of the cost model).
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ FEW_SIZES = (1, 3, 9, 20, 60)
 
 def schemes_of(network: str) -> list[dict[str, Any]]:
     """Return the measured cases of a network: scheme, and ranks per node."""
-    found = list(COMMON)
+    schemes = list(COMMON)
     if network == "vgg_a":
         two = {"name": "two_chunks", "replicated_dense": 2}
-        found += [{**two, "first_layers": k} for k in (3, 6, 9, 12)]
-        found += [{**two, "first_layers": 9, "replicated_dense": f} for f in (0, 1, 3)]
-        found += [{"name": "sharded", "replicated_dense": 1}]
+        schemes += [{**two, "first_layers": k} for k in (3, 6, 9, 12)]
+        schemes += [{**two, "first_layers": 9, "replicated_dense": f} for f in (0, 1, 3)]
+        schemes += [{"name": "sharded", "replicated_dense": 1}]
     else:
-        found.append({"name": "two_chunks", "first_layers": FIRST[network]})
-    return [{"scheme": s, "node": 1} for s in found] + [{"scheme": s, "node": 2} for s in NODES_OF_TWO]
+        schemes.append({"name": "two_chunks", "first_layers": FIRST[network]})
+    return [{"scheme": s, "node": 1} for s in schemes] + [{"scheme": s, "node": 2} for s in NODES_OF_TWO]
 
 
 def measure(network: str, ranks: int, seconds: float, quick: bool) -> dict[str, Any]:

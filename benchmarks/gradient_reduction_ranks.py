@@ -26,15 +26,15 @@ from halograd.training.auto_reduction import ChunkSearch
 from halograd.training.store import Bucket
 from halograd.training.timeline import Timeline, overlap_ratio
 
-__all__ = ["Place", "PlanCandidate", "main"]
+__all__ = ["EmulatedMachine", "PlanCandidate", "main"]
 
 #: Kinds of communication with gradients, or with data that replace them.
 KINDS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
 #: Further counters.
-BOOKED = (*KINDS, "node", "loss")
+COUNTED = (*KINDS, "node", "loss")
 
 
-class Place:
+class EmulatedMachine:
     """Executor on an emulated network, under one scheme at a time. Collective.
 
     Parameters
@@ -106,46 +106,46 @@ class Place:
 class PlanCandidate:
     """Scheme with its measurements. Collective."""
 
-    def __init__(self, place: Place, scheme: Scheme) -> None:
-        self.place, self.scheme = place, scheme
+    def __init__(self, machine: EmulatedMachine, scheme: Scheme) -> None:
+        self.machine, self.scheme = machine, scheme
         self.steps: list[float] = []
         self.communication = self.blocked = self.exposed = 0.0
 
     def run(self, count: int) -> None:
         """Run some steps, of which the first does not count."""
-        place = self.place
-        place.use(self.scheme)
-        self.steps += place.run(count)
-        self.communication += sum(place.timeline.seconds("communication", kind) for kind in KINDS)
-        self.blocked += sum(place.timeline.seconds("wait", kind) for kind in KINDS)
-        self.exposed += place.comm.exposed
+        machine = self.machine
+        machine.use(self.scheme)
+        self.steps += machine.run(count)
+        self.communication += sum(machine.timeline.seconds("communication", kind) for kind in KINDS)
+        self.blocked += sum(machine.timeline.seconds("wait", kind) for kind in KINDS)
+        self.exposed += machine.comm.exposed
 
     def count(self) -> dict[str, list[int]]:
         """Count messages and bytes of one more step, by kind [B]."""
-        place = self.place
-        place.use(self.scheme)
-        place.reducer.finish()
-        place.comm.counters.reset()
-        place.step()
-        place.reducer.finish()
-        found = place.comm.counters.snapshot()
-        return {k: [v.messages, v.bytes] for k, v in found.items() if k in BOOKED}
+        machine = self.machine
+        machine.use(self.scheme)
+        machine.reducer.finish()
+        machine.comm.counters.reset()
+        machine.step()
+        machine.reducer.finish()
+        traffic = machine.comm.counters.snapshot()
+        return {k: [v.messages, v.bytes] for k, v in traffic.items() if k in COUNTED}
 
     def counts_as_predicted(self, counted: dict[str, list[int]]) -> bool:
         """Return whether the cost model predicts the counted messages and bytes of every rank. Collective."""
-        part, comm = self.place.part, self.place.comm
+        part, comm = self.machine.part, self.machine.comm
         strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=self.scheme)
-        wanted = count_step(part.network, strategy, part.batch, comm.size, per_node=self.place.node)
-        numbers = {k: [int(t.messages[comm.rank]), int(t.bytes[comm.rank])] for k, t in wanted.items()}
-        own = {k: pair for k, pair in numbers.items() if pair[0] and k in BOOKED}
+        predicted = count_step(part.network, strategy, part.batch, comm.size, per_node=self.machine.node)
+        numbers = {k: [int(t.messages[comm.rank]), int(t.bytes[comm.rank])] for k, t in predicted.items()}
+        own = {k: pair for k, pair in numbers.items() if pair[0] and k in COUNTED}
         return all(comm.allgather_objects(own == counted))
 
     def record(self) -> dict[str, Any]:
         """Return measurements and predictions on rank 0; times in [s], bytes in [B]. Collective."""
-        part, node = self.place.part, self.place.node
+        part, node = self.machine.part, self.machine.node
         counted = self.count()
         as_predicted = self.counts_as_predicted(counted)
-        if self.place.comm.rank:
+        if self.machine.comm.rank:
             return {}
         model = part.simulation(node).with_reduction(self.scheme).prediction(account=False)
         return {
@@ -167,24 +167,24 @@ class PlanCandidate:
 
     def _bytes(self) -> int:
         """Return the bytes that the most loaded rank of the paper's machine sends per step of the whole network [B]."""
-        paper = self.place.part.paper
+        paper = self.machine.part.paper
         strategy = Strategy({"sample": paper.ranks}, bucket_bytes=16 << 20, reduction=self.scheme)
-        found = count_step(paper.network, strategy, paper.batch, per_node=self.place.node)
-        sent: Any = sum(t.bytes for kind, t in found.items() if kind in BOOKED)
+        traffic = count_step(paper.network, strategy, paper.batch, per_node=self.machine.node)
+        sent: Any = sum(t.bytes for kind, t in traffic.items() if kind in COUNTED)
         return int(sent.max())
 
 
-def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[PlanCandidate]:
+def candidates_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[PlanCandidate]:
     """Return one :class:`PlanCandidate` per scheme; compatible schemes share an executor. Collective."""
-    places: dict[tuple, Place] = {}
-    found = []
+    machines: dict[tuple, EmulatedMachine] = {}
+    candidates = []
     for entry in schemes:
         scheme, node = Scheme.of(entry["scheme"]), entry["node"]
         key = node, scheme.payload, scheme.replicated_dense
-        if key not in places:
-            places[key] = Place(part, scheme, node)
-        found.append(PlanCandidate(places[key], scheme))
-    return found
+        if key not in machines:
+            machines[key] = EmulatedMachine(part, scheme, node)
+        candidates.append(PlanCandidate(machines[key], scheme))
+    return candidates
 
 
 class Rounds:
@@ -201,33 +201,33 @@ class Rounds:
             done += 1
 
 
-def search(place: Place, layers: int, interval: int) -> ChunkSearch:
+def search(machine: EmulatedMachine, layers: int, interval: int) -> ChunkSearch:
     """Run Algorithm 1 of Le et al. on the emulated machine, with the times of the slowest rank. Collective."""
-    found = ChunkSearch(layers)
-    while not found.done:
-        place.use(Scheme("host_accumulate", chunk=found.chunk))
-        found.observe(statistics.median(place.run(interval)))
-    return found
+    chunk_search = ChunkSearch(layers)
+    while not chunk_search.done:
+        machine.use(Scheme("host_accumulate", chunk=chunk_search.chunk))
+        chunk_search.observe(statistics.median(machine.run(interval)))
+    return chunk_search
 
 
 def searched(part: Part, spec: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
     """Return the choice of the search, and times of all chunk sizes, measured in turn. Collective."""
     layers = sum("w" in n.layer.parameters(*(i.shape for i in n.inputs)) for n in part.network.layers.values())
-    place = Place(part, Scheme("host_accumulate"))
-    found = search(place, layers, spec["interval"])
-    sizes = sorted({n for n in spec["sizes"] if n < layers} | {found.chunk})
+    machine = EmulatedMachine(part, Scheme("host_accumulate"))
+    chunk_search = search(machine, layers, spec["interval"])
+    sizes = sorted({n for n in spec["sizes"] if n < layers} | {chunk_search.chunk})
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for size in rounds.of(sizes):
-        place.use(Scheme("host_accumulate", chunk=size))
-        times[size] += place.run(rounds.steps)
-    place.close()
+        machine.use(Scheme("host_accumulate", chunk=size))
+        times[size] += machine.run(rounds.steps)
+    machine.close()
     model = part.simulation()
     predicted = {n: model.with_reduction(Scheme("host_accumulate", chunk=n)).step_seconds for n in sizes}
     return {
         "layers": layers,
-        "intervals": len(found.times),
-        "chosen": found.chunk,
-        "tried": {str(k): v for k, v in found.times.items()},
+        "intervals": len(chunk_search.times),
+        "chosen": chunk_search.chunk,
+        "tried": {str(k): v for k, v in chunk_search.times.items()},
         "fixed": {str(k): statistics.median(v) for k, v in times.items()},
         "predicted": {str(k): v for k, v in predicted.items()},
     }
@@ -236,12 +236,12 @@ def searched(part: Part, spec: dict[str, Any], rounds: Rounds) -> dict[str, Any]
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Measure one network. Collective."""
     part, rounds = Part(PAPERS[spec["network"]], MPI.COMM_WORLD.size), Rounds(spec)
-    plan_candidates = contenders_of(part, spec["schemes"])
-    for plan_candidate in rounds.of(plan_candidates):
-        plan_candidate.run(rounds.steps)
-    rows = [plan_candidate.record() for plan_candidate in plan_candidates]
-    for place in {id(c.place): c.place for c in plan_candidates}.values():
-        place.close()
+    candidates = candidates_of(part, spec["schemes"])
+    for candidate in rounds.of(candidates):
+        candidate.run(rounds.steps)
+    rows = [candidate.record() for candidate in candidates]
+    for machine in {id(c.machine): c.machine for c in candidates}.values():
+        machine.close()
     own = sum(time.total for time in part.pace.values())
     result: dict[str, Any] = {"network": spec["network"], "setting": asdict(part.setting), "schemes": rows}
     result |= {"compute": own, "alone": part.alone, "ranks": part.ranks, "links": part.links, "narrow": part.shrunk}

@@ -65,7 +65,7 @@ def _lee(result: Mapping[str, Any]) -> list[str]:
     alone = result["alone"] * result["setting"]["slow"]
     lines = ["speedup over one node (Figures 6, 10 and 11; theirs is k = 9, f = 2, and without overlap)", ""]
     two = {"name": "two_chunks"}
-    wanted: list[tuple[str, dict[str, Any], str]] = [
+    lines_of: list[tuple[str, dict[str, Any], str]] = [
         ("no overlap", {"name": "blocking"}, f"{LEE['blocking']}"),
         *(
             (f"k = 9, f = {f}", {**two, "first_layers": 9, "replicated_dense": f}, f"{LEE['best']}" if f == 2 else "")
@@ -74,7 +74,7 @@ def _lee(result: Mapping[str, Any]) -> list[str]:
         *((f"k = {k}, f = 2", {**two, "first_layers": k, "replicated_dense": 2}, "") for k in (3, 6, 12)),
     ]
     rows = []
-    for label, settings, theirs in wanted:
+    for label, settings, theirs in lines_of:
         row = _row(result, **settings)
         if row is not None:
             own, model = alone / row["step"], alone / row["predicted"]
@@ -94,30 +94,30 @@ def _lee(result: Mapping[str, Any]) -> list[str]:
 def _le(result: Mapping[str, Any]) -> list[str]:
     """Return the table for Table 2 of Le et al.: one device, four without overlap, four with sums on the host."""
     rows, theirs = [], LE.get(result["network"], ("3.5 s / 10", "", ""))
-    found = [result["compute"]]
+    seconds = [result["compute"]]
     for settings in ({"name": "blocking"}, {"name": "host_accumulate", "chunk": 1}):
         row = _row(result, **settings)
-        found.append(float("nan") if row is None else row["step"])
+        seconds.append(float("nan") if row is None else row["step"])
     labels = ("one device", "four, blocking (typical data parallel)", "four, host_accumulate(1) (CGDP)")
-    for label, own, their in zip(labels, found, theirs):
+    for label, own, their in zip(labels, seconds, theirs):
         rows.append([label, _ms(own, result), str(their)])
     return [*table(["step [ms]", "here", "Le et al."], rows), ""]
 
 
 def _search(result: Mapping[str, Any]) -> list[str]:
     """Return the choice of Algorithm 1, compared with every fixed size."""
-    found = result["search"]
-    fixed: Mapping[str, float] = found["fixed"]
+    outcome = result["search"]
+    fixed: Mapping[str, float] = outcome["fixed"]
     best = min(fixed, key=lambda size: fixed[size])
-    chosen = fixed[str(found["chosen"])]
+    chosen = fixed[str(outcome["chosen"])]
     blocking = _row(result, name="blocking")
     lines = [
-        f"{found['layers']} layers: Algorithm 1 chose {found['chosen']} after {found['intervals']} intervals, "
+        f"{outcome['layers']} layers: Algorithm 1 chose {outcome['chosen']} after {outcome['intervals']} intervals, "
         f"{_ms(chosen, result)} ms, {100 * (chosen / fixed[best] - 1):.1f} % more than the best size, {best}"
     ]
     heading = ["chunk", *fixed]
     rows = [["step [ms]", *(_ms(t, result) for t in fixed.values())]]
-    rows.append(["predicted", *(_ms(t, result) for t in found["predicted"].values())])
+    rows.append(["predicted", *(_ms(t, result) for t in outcome["predicted"].values())])
     lines += table(heading, rows)
     if blocking is not None:
         lines.append(

@@ -78,15 +78,15 @@ def cost(device: CupyLauncher, name: str, calls: int) -> dict[str, float]:
     """Return the shortest mean time of a call over a few rounds, by column [s]."""
     launch = Launch(device, CudaProgram(KERNELS[name]), name, (1,))
     record, parameters = launch._record, np.array([launch._record.ctypes.data], np.uint64)
-    place, pointer, enqueue = int(parameters.ctypes.data), int(launch._function.ptr), device._cupy.cuda.driver
+    address, pointer, enqueue = int(parameters.ctypes.data), int(launch._function.ptr), device._cupy.cuda.driver
     stream = device._cupy.cuda.get_current_stream().ptr
     timed: dict[str, Callable[[], Any]] = {
         "fields": lambda: record.__array_interface__["data"][0],
-        "driver": lambda: enqueue.launchKernel(pointer, 1, 1, 1, 256, 1, 1, 0, stream, place, 0),
+        "driver": lambda: enqueue.launchKernel(pointer, 1, 1, 1, 256, 1, 1, 0, stream, address, 0),
         "launch": launch,
     }
-    found = {key: min(timeit.repeat(run, number=calls, repeat=5)) / calls for key, run in timed.items()}
-    return {**found, "arguments": found["launch"] - found["driver"]}
+    seconds = {key: min(timeit.repeat(run, number=calls, repeat=5)) / calls for key, run in timed.items()}
+    return {**seconds, "arguments": seconds["launch"] - seconds["driver"]}
 
 
 def main(calls: Annotated[int, typer.Option(help="Launches per round.")] = 20_000) -> None:
@@ -99,8 +99,8 @@ def main(calls: Annotated[int, typer.Option(help="Launches per round.")] = 20_00
         typer.echo(f"{device.name} [us]")
         typer.echo(f"{'kernel':18}" + "".join(f"{column:>12}" for column in COLUMNS))
         for name in KERNELS:
-            found = cost(device, name, calls)
-            typer.echo(f"{name:18}" + "".join(f"{1e6 * found[column]:12.2f}" for column in COLUMNS))
+            seconds = cost(device, name, calls)
+            typer.echo(f"{name:18}" + "".join(f"{1e6 * seconds[column]:12.2f}" for column in COLUMNS))
 
 
 if __name__ == "__main__":

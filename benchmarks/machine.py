@@ -47,10 +47,10 @@ def tree(root: int) -> list[int]:
             fields = _stat(int(entry.name))
             if fields:
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    pids = [root]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

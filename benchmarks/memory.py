@@ -71,11 +71,11 @@ def measure(ranks: int, resolution: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def row(found: list[dict[str, Any]], alone: float) -> str:
+def row(results: list[dict[str, Any]], alone: float) -> str:
     """Return one line of the table; `alone` is the peak of one rank [B]."""
-    ranks = len(found)
-    measured = max(f["measured"] for f in found)
-    predicted = max(sum(f["predicted"].values()) for f in found)
+    ranks = len(results)
+    measured = max(f["measured"] for f in results)
+    predicted = max(sum(f["predicted"].values()) for f in results)
     numbers = (f"{b / 2**20:>12.1f}" for b in (measured, predicted))
     return f"{ranks:>5}{''.join(numbers)}{100 * (measured / predicted - 1):>11.1f} %{measured * ranks / alone:>16.3f}"
 

@@ -43,8 +43,8 @@ MATCHED = "matched"
 
 def memory(network: Network) -> dict[str, tuple[int, int]]:
     """Return the memory of halograd and of torch, by rule [B]."""
-    own, beside = arenas(network, strategies(network)), 2 * parameters_of(network)
-    return {rule: (own[rule] + beside, peak_bytes(network, regions_of(network, rule))) for rule in RULES}
+    own, parameters = arenas(network, strategies(network)), 2 * parameters_of(network)
+    return {rule: (own[rule] + parameters, peak_bytes(network, regions_of(network, rule))) for rule in RULES}
 
 
 def parameters_of(network: Network) -> int:
@@ -93,9 +93,9 @@ def main(
     try:
         for problem in problems.split(","):
             for rule in (*RULES, MATCHED):
-                found = times(problem, rule, Settings(rounds=rounds, budget=budget)).times
-                best = [1e3 * found[name].best for name in ("halograd", "torch")]
-                line = row(problem, rule, *(1e3 * found[name].median for name in ("halograd", "torch")))
+                contest_times = times(problem, rule, Settings(rounds=rounds, budget=budget)).times
+                best = [1e3 * contest_times[name].best for name in ("halograd", "torch")]
+                line = row(problem, rule, *(1e3 * contest_times[name].median for name in ("halograd", "torch")))
                 print(f"{line}{best[0]:12,.0f}{best[1]:12,.0f}{best[0] / best[1]:8.2f}", flush=True)
     except EntryError as error:
         print(f"memory_peers: {error}", file=sys.stderr)

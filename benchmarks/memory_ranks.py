@@ -65,8 +65,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             executor.backward()
             executor.reducer.finish()
             kernels = f"{backend.name} {backend.version}, {backend.threads} thread(s)"
-            found = {"predicted": dict(executor.predicted_bytes), "loss": loss, "backend": kernels}
-            return found | {"measured": peak_bytes() - before, "before": before}
+            result = {"predicted": dict(executor.predicted_bytes), "loss": loss, "backend": kernels}
+            return result | {"measured": peak_bytes() - before, "before": before}
 
 
 def warm_up(backend: Any) -> None:

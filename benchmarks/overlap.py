@@ -108,7 +108,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(
-    share: Annotated[float, typer.Option(min=0.01, help="Communication as a share of the work beside it.")] = 0.4,
+    share: Annotated[float, typer.Option(min=0.01, help="Communication as a share of the work.")] = 0.4,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions, of which medians are taken.")] = 15,
     quick: Annotated[bool, typer.Option("--quick", help="Small and short: to see that it works.")] = False,
     out: Annotated[str, typer.Option(help="Write what was measured as JSON there.")] = "",

@@ -54,26 +54,26 @@ class CostedCommunicator(Communicator):
         super().__init__(mpi_comm, f"emulated:alpha={alpha:.9g},beta={beta:.9g}")
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Any]:
-        made = super().channels(specs)
-        longest = [max(one.recv_counts.values(), default=0) * one.dtype.itemsize for one in made]
+        channels = super().channels(specs)
+        longest = [max(channel.recv_counts.values(), default=0) * channel.dtype.itemsize for channel in channels]
         self.largest = max(self.largest, *longest)
         seconds = [self.alpha + self.beta * nbytes if nbytes else 0.0 for nbytes in longest]
-        return [self._priced(one, spec.kind, s) for one, spec, s in zip(made, specs, seconds)]
+        return [self._priced(channel, spec.kind, s) for channel, spec, s in zip(channels, specs, seconds)]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
         network = Emulated(self.alpha, self.beta)
         seconds = [network.collective(Method(), self.size, spec.buffer.nbytes) for spec in specs]
-        return [self._priced(*one) for one in zip(super().reductions(specs), (s.kind for s in specs), seconds)]
+        return [self._priced(total, spec.kind, s) for total, spec, s in zip(super().reductions(specs), specs, seconds)]
 
-    def _priced(self, made: Any, kind: str, seconds: float) -> Any:
-        start = made.start
+    def _priced(self, operation: Any, kind: str, seconds: float) -> Any:
+        start = operation.start
 
         def priced() -> None:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
             start()
 
-        made.start = priced
-        return made
+        operation.start = priced
+        return operation
 
 
 def chain(extent: int, channels: int, layers: int) -> Network:
@@ -118,11 +118,11 @@ class Case:
 
     def forward_and_backward(self) -> dict[str, tuple[float, dict[str, float]]]:
         """Run one step in two phases; the wait for the remaining sums of gradients comes after both."""
-        found = {"forward": self.phase(self.executor.forward)}
+        phases = {"forward": self.phase(self.executor.forward)}
         self.executor.loss_value()
-        found["backward"] = self.phase(self.executor.backward)
+        phases["backward"] = self.phase(self.executor.backward)
         self.reducer.finish()
-        return found
+        return phases
 
     def steps(self, count: int) -> dict[str, tuple[float, dict[str, float]]]:
         """Run `count` consecutive steps in the steady state: sums of one step end within the next."""
@@ -146,28 +146,28 @@ class Case:
 
 def speeds(case: Case, compute: float, spec: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Return alpha [s] and beta [s/B] with which communication takes the requested share of `compute` [s]."""
-    wanted = spec["share"] * compute
+    requested = spec["share"] * compute
     if kind == "halo":
         nbytes = case.comm.allreduce_scalar(case.comm.largest, "max")
-        return 0.5 * wanted, 0.5 * wanted / nbytes
+        return 0.5 * requested, 0.5 * requested / nbytes
     nbytes = sum(b.grads.nbytes for b in case.executor.store.buckets)
-    return 1e-5, wanted / Emulated(0.0, 1.0).collective(Method(), case.comm.size, nbytes)
+    return 1e-5, requested / Emulated(0.0, 1.0).collective(Method(), case.comm.size, nbytes)
 
 
 def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
     """Return medians over repeats, in each of which all cases run: seconds and costs by case and phase."""
-    found: dict[str, list[dict]] = {name: [] for name in cases}
+    measurements: dict[str, list[dict]] = {name: [] for name in cases}
     for repeat in range(-1, repeats):
         for name, case in cases.items():
             result = run(case)
             if repeat >= 0:
-                found[name].append(result)
+                measurements[name].append(result)
     return {
         name: {
             phase: {"seconds": statistics.median(r[phase][0] for r in results)} | results[0][phase][1]
             for phase in results[0]
         }
-        for name, results in found.items()
+        for name, results in measurements.items()
     }
 
 
@@ -195,14 +195,14 @@ def reductions(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def finish(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
     """Measure the cases, then close them."""
-    found = alternate(cases, run, repeats)
+    medians = alternate(cases, run, repeats)
     for case in cases.values():
         case.close()
-    return found
+    return medians
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    result = halos(given) if given["what"] == "halo" else reductions(given)
+    request = json.loads(sys.argv[1])
+    result = halos(request) if request["what"] == "halo" else reductions(request)
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(result))

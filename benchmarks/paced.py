@@ -30,14 +30,14 @@ class PacedBackend:
         self._backend, self._rate = backend, rate
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
-        if not inspect.ismethod(found) or name not in _OUTPUT_AND_WEIGHTS:
-            return found
+        attribute = getattr(self._backend, name)
+        if not inspect.ismethod(attribute) or name not in _OUTPUT_AND_WEIGHTS:
+            return attribute
         y, w = _OUTPUT_AND_WEIGHTS[name]
 
         def make(*args: Any, **kwargs: Any) -> Any:
             positions = args[y].size / max(1, args[y].shape[-1])
-            return _PacedKernel(found(*args, **kwargs), 2 * positions * args[w].size / self._rate)
+            return _PacedKernel(attribute(*args, **kwargs), 2 * positions * args[w].size / self._rate)
 
         return make
 

@@ -77,12 +77,12 @@ class PacedCommunicator(Communicator):
         super().__init__(mpi_comm, transport)
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
-        return [self._paced(one, spec.kind) for one, spec in zip(super().reductions(specs), specs)]
+        return [self._paced(reduction, spec.kind) for reduction, spec in zip(super().reductions(specs), specs)]
 
-    def _paced(self, made: Any, kind: str) -> Any:
+    def _paced(self, reduction: Any, kind: str) -> Any:
         if kind == "loss":
-            return made
-        start, finish = made.start, made.finish
+            return reduction
+        start, finish = reduction.start, reduction.finish
         # The gathers after a sum start when the device is idle.
         pauses = kind in ("allreduce", "reduce_scatter")
 
@@ -92,8 +92,8 @@ class PacedCommunicator(Communicator):
                 self.exposed += self.synchronize
             self._exposed(start)
 
-        made.start, made.finish = paced_start, lambda: self._exposed(finish)
-        return made
+        reduction.start, reduction.finish = paced_start, lambda: self._exposed(finish)
+        return reduction
 
     def _exposed(self, call: Callable[[], None]) -> None:
         begin = time.perf_counter()

@@ -142,40 +142,40 @@ class Part:
     def alone(self) -> float:
         """Time of a step of the whole batch on one device, at the paper's speed, by the cost model [s]."""
         s, paper = self.setting, self.paper
-        one = Simulation(paper.network, Strategy(), s.batch, paper.pricing, paper.training, 1)
-        return one.step_seconds * self.scale / s.slow
+        simulation = Simulation(paper.network, Strategy(), s.batch, paper.pricing, paper.training, 1)
+        return simulation.step_seconds * self.scale / s.slow
 
     @cached_property
     def pace(self) -> dict[str, LayerTime]:
         """Time of each layer on the emulated device [s]."""
-        costs, found = self.paper.costs, {}
+        costs, times = self.paper.costs, {}
         for name in self.paper.steps:
             forward, data, filters = (costs[name].terms.get(phase, 0.0) for phase in LayerTime._fields)
             if f"{name} (sum)" in costs:
                 data += costs[f"{name} (sum)"].seconds
-            found[name] = LayerTime(self.scale * forward, self.scale * data, self.scale * filters)
-        return found
+            times[name] = LayerTime(self.scale * forward, self.scale * data, self.scale * filters)
+        return times
 
     @cached_property
     def whole(self) -> dict[str, float]:
         """Time of each dense layer's gradient of the whole batch on the emulated device [s]."""
-        times, found = self.paper.pricing.times, {}
+        times, seconds = self.paper.pricing.times, {}
         for step in self.paper.steps.values():
             if step.layer.kind == "Dense":
                 rows = [(self.setting.batch, *step.inputs[0].layout.shape[1:])]
-                found[step.name] = self.scale * times.time(step.layer, rows).backward_filter
-        return found
+                seconds[step.name] = self.scale * times.time(step.layer, rows).backward_filter
+        return seconds
 
     @cached_property
     def links(self) -> tuple[float, float]:
         """Latency [s] and inverse bandwidth [s/B] of the emulated network, with which sums take the paper's time."""
-        s, ratio, some = self.setting, self.shrunk, self.ranks
+        s, ratio, few = self.setting, self.shrunk, self.ranks
         network_model, members = self.paper.pricing.network_model, range(s.nodes)
         small, large = 1 << 20, 1 << 29
         beta = (network_model.sum(large, members) - network_model.sum(small, members)) / (large - small)
         alpha = max(0.0, network_model.sum(small, members) - beta * small)
         beta = beta if s.beta is None else s.beta
-        return s.slow * alpha / (2 * (some - 1)), s.slow * beta / ratio / (2 * (some - 1) / some)
+        return s.slow * alpha / (2 * (few - 1)), s.slow * beta / ratio / (2 * (few - 1) / few)
 
     @cached_property
     def shrunk(self) -> float:

@@ -195,7 +195,7 @@ def dense_configurations() -> dict[str, Dense]:
     them by a collective.
     """
     machine, network = Machine.load("k80-node"), build("alexnet")
-    bus, parallel = (_dense(network, one) for one in (machine, replace(machine, topology=None)))
+    bus, parallel = (_dense(network, topology) for topology in (machine, replace(machine, topology=None)))
     return {label: Dense(parallel[label], bus[label]) for label in bus}
 
 
@@ -203,7 +203,7 @@ def _dense(network: Network, machine: Machine) -> dict[str, tuple[float, float, 
     """Return times of transfer, computation and update [s], by configuration."""
     pricing = Pricing(NetworkModel(machine), RooflineTimes(machine))
     name = next(name for name, node in network.layers.items() if node.layer.kind == "Dense")
-    found = {}
+    seconds = {}
     for label, parts in {"n=16": {"sample": 16}, **{f"c={c}": {"channel": c} for c in (16, 4, 2, 1)}}.items():
         strategy = Strategy({"sample": 16}, {name: parts})
         simulation = Simulation(network, strategy, 512, pricing, Training(), 16)
@@ -215,8 +215,8 @@ def _dense(network: Network, machine: Machine) -> dict[str, tuple[float, float, 
         each = replace(strategy, bucket_bytes=1)
         own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), each, 4) if name in b.layers]
         update = sum(pricing.network_model.sum(*GroupSum.of("allreduce", b.sharing, b.nbytes).largest) for b in own)
-        found[label] = (transfer, compute, update)
-    return found
+        seconds[label] = (transfer, compute, update)
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,13 @@ DISTURBED = 0.1
 Row = dict[str, Any]
 
 
-def _place(row: Row) -> tuple[str, int, str]:
+def _setting(row: Row) -> tuple[str, int, str]:
     return row["network"], row["ranks"], row["transport"]
 
 
-def emulated(some: tuple[tuple[float, float], ...]) -> list[str]:
+def emulated(speeds: tuple[tuple[float, float], ...]) -> list[str]:
     """Return names of emulated transports with these alpha [s] and beta [s/B]."""
-    return [f"emulated:alpha={alpha:g},beta={beta:g}" for alpha, beta in some]
+    return [f"emulated:alpha={alpha:g},beta={beta:g}" for alpha, beta in speeds]
 
 
 def job(ranks: int, networks: dict[str, list[str]], kind: str, seconds: float, until: float) -> Iterator[list[Row]]:
@@ -81,7 +81,7 @@ def errors(rows: list[Row]) -> list[float]:
 def misranked(rows: list[Row]) -> tuple[int, int]:
     """Return the number of pairs of strategies ranked wrongly, and of pairs that differ by more than `NEAR`."""
     wrong = total = 0
-    for _, group in itertools.groupby(rows, key=_place):
+    for _, group in itertools.groupby(rows, key=_setting):
         for a, b in itertools.combinations(list(group), 2):
             low, high = sorted((a, b), key=lambda row: row["measured"])
             if high["measured"] > (1 + NEAR) * low["measured"]:
@@ -94,13 +94,13 @@ def summary(rows: list[Row], cores: int) -> str:
     """Return a line on errors and ranking per number of ranks, and where they run: on the node, or emulated."""
     lines = []
     for ranks, net in sorted({(row["ranks"], row["transport"] != "auto") for row in rows}):
-        some = [row for row in rows if (row["ranks"], row["transport"] != "auto") == (ranks, net)]
-        found, (wrong, total) = errors(some), misranked(some)
+        selected = [row for row in rows if (row["ranks"], row["transport"] != "auto") == (ranks, net)]
+        deviations, (wrong, total) = errors(selected), misranked(selected)
         where = "emulated networks" if net else "the node"
         shared = f" ({ranks} ranks share {cores} cores)" if ranks > cores else ""
         lines.append(
-            f"{ranks} ranks, {where}{shared}: {len(some)} steps, error median {median(found):.1%}, worst "
-            f"{found[-1]:.1%}, {sum(one > FAR for one in found)} above {FAR:.0%}; "
+            f"{ranks} ranks, {where}{shared}: {len(selected)} steps, error median {median(deviations):.1%}, worst "
+            f"{deviations[-1]:.1%}, {sum(deviation > FAR for deviation in deviations)} above {FAR:.0%}; "
             f"{wrong} of {total} pairs that differ by more than {NEAR:.0%} ranked wrongly"
         )
     return "\n".join(lines)
@@ -109,7 +109,7 @@ def summary(rows: list[Row], cores: int) -> str:
 def gains(rows: list[Row]) -> str:
     """Return a table of the plan's speed-up over the best baseline, per network, ranks and transport."""
     lines = [f"{'network':>14} {'ranks':>5}  {'transport':<34} {'plan ms':>9} {'best baseline':>22} {'speed-up':>9}"]
-    for key, group in itertools.groupby(rows, key=_place):
+    for key, group in itertools.groupby(rows, key=_setting):
         by = {row["strategy"]: row["measured"] for row in group}
         plan = by.pop("plan")
         best = min(by, key=lambda name: by[name])
@@ -134,7 +134,7 @@ def main(
         raise typer.BadParameter("expected --out with the file to continue", param_hint="--resume")
     rows: list[Row] = json.loads(Path(out).read_text())["rows"] if resume and Path(out).exists() else []
     rows = [row for row in rows if row["others"] <= DISTURBED]
-    done, until = set(map(_place, rows)), time.time() + 60 * minutes
+    done, until = set(map(_setting, rows)), time.time() + 60 * minutes
     counts = [int(count) for count in ranks.split(",")]
     jobs = [(count, ["auto"]) for count in counts] + [(count, emulated(EMULATED)) for count in counts if count == 2]
     if kind == "plans":
@@ -144,8 +144,8 @@ def main(
             missing = {t: [n for n in networks.split(",") if (n, count, t) not in done] for t in transports}
             if not any(missing.values()) or time.time() > until:
                 continue
-            for found in job(count, missing, kind, seconds, until):
-                rows += found
+            for job_rows in job(count, missing, kind, seconds, until):
+                rows += job_rows
                 if out:
                     Path(out).write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
     except EntryError as error:

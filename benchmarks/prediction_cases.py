@@ -50,13 +50,13 @@ CASES: dict[str, Case] = {
 
 def grids(ranks: int) -> list[dict[str, int]]:
     """Return every grid of `ranks` parts along sample, height and width."""
-    found = []
+    cuts = []
     for sample in range(1, ranks + 1):
         for height in range(1, ranks // sample + 1):
             width, rest = divmod(ranks, sample * height)
             if not rest:
-                found.append({"sample": sample, "height": height, "width": width})
-    return found
+                cuts.append({"sample": sample, "height": height, "width": width})
+    return cuts
 
 
 def strategies(

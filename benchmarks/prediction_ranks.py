@@ -91,26 +91,26 @@ class Predictor:
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))
 
     def _measure(self, timer: LayerTimer, conditions: Conditions, work: LayerWork) -> LayerTime:
-        found = timer.measure(work)
-        self._works[conditions, work.key] = (timer, work, [found])
-        return found
+        layer_time = timer.measure(work)
+        self._works[conditions, work.key] = (timer, work, [layer_time])
+        return layer_time
 
     def sweep(self) -> None:
         """Measure all layers once more, and store the means."""
-        for one in self._works:
-            self._again(one)
+        for key in self._works:
+            self._again(key)
 
     def again(self, keys: Iterable[str]) -> None:
         """Measure the layers with these keys once more."""
         texts = set(keys)
-        for one in self._works:
-            if one[1] in texts:
-                self._again(one)
+        for key in self._works:
+            if key[1] in texts:
+                self._again(key)
 
-    def _again(self, one: tuple[Conditions, str]) -> None:
-        timer, work, found = self._works[one]
-        found.append(timer.measure(work))
-        self.cache.put(*one, tuple(fmean(values) for values in zip(*found)))
+    def _again(self, key: tuple[Conditions, str]) -> None:
+        timer, work, samples = self._works[key]
+        samples.append(timer.measure(work))
+        self.cache.put(*key, tuple(fmean(values) for values in zip(*samples)))
 
     def close_sweeps(self) -> None:
         """Clear the list of layers, before the next network."""
@@ -118,15 +118,15 @@ class Predictor:
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
         """Return the step time and its parts [s]."""
-        found = simulate(
+        simulation = simulate(
             case.make(), strategy, case.batch, Pricing(NetworkModel(self.machine), times), Training(slots=1)
         )
         terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
-        parts = {term: found.total(term) for term in terms}
+        parts = {term: simulation.total(term) for term in terms}
         return parts | {
-            "step": found.step_seconds,
-            "allreduce_exposed": found.allreduce_exposed,
-            "update": found.update_seconds,
+            "step": simulation.step_seconds,
+            "allreduce_exposed": simulation.allreduce_exposed,
+            "update": simulation.update_seconds,
         }
 
 
@@ -178,21 +178,23 @@ def run(spec: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     backend.close()
 
 
-def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Strategy]) -> dict[str, float]:
+def try_steps(case: Case, comm: Communicator, backend: Any, candidates: dict[str, Strategy]) -> dict[str, float]:
     """Return step times, measured like the trial steps of `halograd train` [s]. Collective."""
-    found = measure_steps(comm, some, partial(stepping, case, comm, backend))
+    seconds = measure_steps(comm, candidates, partial(stepping, case, comm, backend))
     if comm.rank == 0:
-        times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
+        times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
         print(f"tried: {times}", file=sys.stderr, flush=True)
-    return found
+    return seconds
 
 
 @contextmanager
 def stepping(case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> Iterator[Callable[[], object]]:
     """Yield a function that runs one step under a strategy. Collective."""
-    one = Run(case, comm, backend, strategy)
-    yield partial(one.steps, 0)
-    one.close()
+    run = Run(case, comm, backend, strategy)
+    try:
+        yield partial(run.steps, 0)
+    finally:
+        run.close()
 
 
 def measure(
@@ -209,22 +211,22 @@ def measure(
     disturbances of the machine.
     """
     runs = {label: Run(case, comm, backend, strategy) for label, strategy in chosen.items()}
-    for one in runs.values():
-        one.steps(2)
+    for trained in runs.values():
+        trained.steps(2)
     counts = {}
-    for label, one in runs.items():
-        each = float(comm.allreduce_scalar(median(one.seconds), "max"))
+    for label, trained in runs.items():
+        each = float(comm.allreduce_scalar(median(trained.seconds), "max"))
         counts[label] = max(2, min(40, int(seconds / ROUNDS / max(each, 1e-6))))
-        one.seconds.clear()
+        trained.seconds.clear()
     for _ in range(ROUNDS):
         between()
-        for label, one in runs.items():
+        for label, trained in runs.items():
             comm.barrier()
-            one.steps(counts[label])
-    found = {label: float(comm.allreduce_scalar(median(one.seconds), "max")) for label, one in runs.items()}
-    for one in reversed(list(runs.values())):
-        one.close()
-    return found
+            trained.steps(counts[label])
+    medians = {label: float(comm.allreduce_scalar(median(trained.seconds), "max")) for label, trained in runs.items()}
+    for trained in reversed(list(runs.values())):
+        trained.close()
+    return medians
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -237,6 +239,6 @@ def _line(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for found in run(json.loads(sys.argv[1])):
+    for rows in run(json.loads(sys.argv[1])):
         if MPI.COMM_WORLD.rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(rows), flush=True)

@@ -63,8 +63,8 @@ def ratio(path: Path, dtype: str, samples: int, resolution: int, rounds: int) ->
                 plain.readinto(raw.reshape(-1).view(np.uint8))
                 np.copyto(out[0], raw, casting="unsafe")
 
-        found = seconds({"raw": cast, "read": read}, rounds)
-    return found["read"] / samples, found["read"] / found["raw"]
+        times = seconds({"raw": cast, "read": read}, rounds)
+    return times["read"] / samples, times["read"] / times["raw"]
 
 
 def chunks(path: Path, at_once: int, ranks: int, rounds: int) -> float:

@@ -6,7 +6,7 @@
 One sample, float32, one rank, SGD with momentum. Per network one executor per rule (``strategy.recompute``) is made in
 one process; then they run a step each in turn. After two rounds to warm up, every round gives the wall time and the
 processor time of each rule. ``best`` and ``median`` are over all rounds. ``more`` is the median over rounds of a rule's
-time divided by that of the rule ``none`` in the same round, minus 1; the number beside it compares the best times. All
+time divided by that of the rule ``none`` in the same round, minus 1; the number after it compares the best times. All
 rules have the same losses, which is checked. ``arena`` is the memory of the arrays of a step; the second table contains
 it for the full sizes, which compiling computes without running.
 
@@ -53,13 +53,13 @@ SIZES = ",".join(f"{name}={resolution}" for name, resolution in FULL.items())
 
 def strategies(network: Network) -> dict[str, Strategy]:
     """Return the strategy of each rule, for one sample on one rank."""
-    found = {rule: Strategy({}, options={"recompute": rule} if rule != "none" else {}) for rule in RULES[:2]}
-    return found | {"block": keep_few(network, Strategy({}), Target(1))}
+    by_rule = {rule: Strategy({}, options={"recompute": rule} if rule != "none" else {}) for rule in RULES[:2]}
+    return by_rule | {"block": keep_few(network, Strategy({}), Target(1))}
 
 
 def arenas(network: Network, by_rule: Mapping[str, Strategy]) -> dict[str, int]:
     """Return the memory of the arrays of a step, by rule [B]."""
-    return {rule: compile_program(network, one, Target(1)).placement.size for rule, one in by_rule.items()}
+    return {rule: compile_program(network, strategy, Target(1)).placement.size for rule, strategy in by_rule.items()}
 
 
 class Subject:
@@ -122,34 +122,34 @@ def subjects(network: Network, threads: int) -> Iterator[dict[str, Subject]]:
         )
     with ExitStack() as opened:
         backend = opened.enter_context(get_backend("auto", threads=threads))
-        yield {rule: Subject(network, one, backend, opened) for rule, one in by_rule.items()}
+        yield {rule: Subject(network, strategy, backend, opened) for rule, strategy in by_rule.items()}
 
 
-def rows(found: Mapping[str, Subject]) -> Iterator[str]:
+def rows(trainings: Mapping[str, Subject]) -> Iterator[str]:
     """Yield a line per rule."""
-    first = found["none"]
-    for rule, one in found.items():
-        size = one.executor.program.placement.size
+    first = trainings["none"]
+    for rule, subject in trainings.items():
+        size = subject.executor.program.placement.size
         saved = size / first.executor.program.placement.size - 1
         line = f"{rule:12}{size / 2**20:10.0f}{100 * saved:8.0f} %"
-        for own, base in ((one.wall, first.wall), (one.processor, first.processor)):
+        for own, base in ((subject.wall, first.wall), (subject.processor, first.processor)):
             more = median(a / b for a, b in zip(own, base)) - 1
             line += f"{min(own):10.3f}{median(own):10.3f}{100 * more:8.1f} %{100 * (min(own) / min(base) - 1):8.1f} %"
         yield line
 
 
-def repeated(network: Network, found: Mapping[str, Subject]) -> Iterator[str]:
+def repeated(network: Network, trainings: Mapping[str, Subject]) -> Iterator[str]:
     """Yield, by rule and kind of layer, the time per step of repeated layers, and that of their first run [ms]."""
-    steps = len(found["none"].wall)
-    for rule, one in found.items():
+    steps = len(trainings["none"].wall)
+    for rule, subject in trainings.items():
         kinds: dict[str, list[float]] = {}
-        for (name, category), phase in one.timeline.phases.items():
+        for (name, category), phase in subject.timeline.phases.items():
             if category == "again":
                 layer = name.removesuffix(" (again)")
                 sums = kinds.setdefault(network.layers[layer].layer.kind, [0.0, 0.0, 0.0])
                 sums[0] += 1
                 sums[1] += phase.seconds
-                sums[2] += one.timeline.phases[layer, "forward"].seconds
+                sums[2] += subject.timeline.phases[layer, "forward"].seconds
         for kind, (count, again, forward) in kinds.items():
             yield f"{rule:12}{kind:20}{count:6.0f}{1e3 * again / steps:12.2f}{1e3 * forward / steps:12.2f}"
 
@@ -157,24 +157,24 @@ def repeated(network: Network, found: Mapping[str, Subject]) -> Iterator[str]:
 def compare(name: str, resolution: int, steps: int, threads: int, layers: bool) -> None:
     """Print the table of one network."""
     network = build(name, resolution=resolution)
-    with subjects(network, threads) as found:
+    with subjects(network, threads) as trainings:
         for number in range(2 + steps):
             if number == 2:
-                for one in found.values():
-                    one.reset()
-            for one in found.values():
-                one.step()
-        if len({tuple(one.losses) for one in found.values()}) > 1:
+                for subject in trainings.values():
+                    subject.reset()
+            for subject in trainings.values():
+                subject.step()
+        if len({tuple(subject.losses) for subject in trainings.values()}) > 1:
             raise SystemExit(f"recompute: {name}: expected the same losses of all rules, got others; report it")
-        backend = found["none"].executor.kernels
+        backend = trainings["none"].executor.kernels
         print(f"\n{name} at {resolution}, {steps} steps, {backend.describe()}")
         columns = "".join(f"{text:>10}" for text in ("best s", "median s", "more", "best"))
         print(f"{'':12}{'arena MiB':>10}{'':10}{columns}{columns}   (wall time, processor time)")
-        for line in rows(found):
+        for line in rows(trainings):
             print(line)
         if layers:
             print(f"{'':12}{'kind':20}{'layers':>6}{'again ms':>12}{'first ms':>12}")
-            for line in repeated(network, found):
+            for line in repeated(network, trainings):
                 print(line)
     sys.stdout.flush()
 

@@ -42,8 +42,8 @@ def ratios(outcome: Outcome) -> dict[str, float]:
 
 def worst(outcomes: Sequence[Outcome]) -> float | None:
     """Return the largest ratio to the best peer over all networks."""
-    found = [r["ratio to best peer"] for r in map(ratios, outcomes) if "ratio to best peer" in r]
-    return max(found, default=None)
+    values = [r["ratio to best peer"] for r in map(ratios, outcomes) if "ratio to best peer" in r]
+    return max(values, default=None)
 
 
 def table(outcome: Outcome) -> str:
@@ -72,7 +72,7 @@ def _machine(outcome: Outcome) -> str:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return the last line of the output: the worst ratio to the best peer."""
-    found = worst(outcomes)
-    if found is None:
+    largest = worst(outcomes)
+    if largest is None:
         return "no peers took part: no ratio to the best peer"
-    return f"worst ratio to best peer: {found:.3f}"
+    return f"worst ratio to best peer: {largest:.3f}"

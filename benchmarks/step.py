@@ -20,7 +20,7 @@ network::
     ratio to JAX sharded = (median, two ranks x 1 thread) / (median of JAX with the image sharded over 2 devices)
     two ranks to one     = (median, two ranks x 1 thread) / (median, one rank x 2 threads)
 
-``--isa avx2`` limits the instruction set of all contestants alike. Each says which one it has: halograd the one of
+``--isa avx2`` limits the instruction set of all contestants. Each reports its own: halograd the one of
 oneDNN, torch its CPU capability, JAX the limit. A contestant in bfloat16 is left out where the processor emulates it.
 The last line is ``worst ratio to best peer: R`` with R the largest `ratio to best peer` of the networks. The raw sum
 leaves out the loss, copies, messages, the update, and the library around the kernels.
@@ -147,8 +147,8 @@ def main(
         outcomes = []
         for name in names:
             print(f"\n{name}", flush=True)
-            some = [e for e in entries if e.takes_part(name)]
-            outcomes.append(run(name, some, settings, lambda line: print(line, flush=True)))
+            participants = [e for e in entries if e.takes_part(name)]
+            outcomes.append(run(name, participants, settings, lambda line: print(line, flush=True)))
             print(report.table(outcomes[-1]), flush=True)
     except (UsageError, ValueError) as error:
         print(f"step: {error}", file=sys.stderr)

@@ -76,11 +76,11 @@ def swap(above: torch.Tensor | None, below: torch.Tensor | None, into: list[torc
     for rows, peer in zip(into, (rank - 1, rank + 1)):
         if rows is not None:
             work.append(dist.irecv(rows, peer))
-    for given, peer in ((above, rank - 1), (below, rank + 1)):
-        if given is not None:
-            work.append(dist.isend(given.contiguous(), peer))
-    for one in work:
-        one.wait()
+    for own, peer in ((above, rank - 1), (below, rank + 1)):
+        if own is not None:
+            work.append(dist.isend(own.contiguous(), peer))
+    for request in work:
+        request.wait()
 
 
 class WithHalo(torch.autograd.Function):
@@ -92,7 +92,7 @@ class WithHalo(torch.autograd.Function):
         rows = x.permute(0, 2, 3, 1)
         n, h, w, c = rows.shape
         into = [rows.new_empty((n, k, w, c)) if k > 0 else None for k in (halo.above, halo.below)]
-        swap(_some(rows, 0, halo.give_above), _some(rows, h - halo.give_below, halo.give_below), into)
+        swap(_rows(rows, 0, halo.give_above), _rows(rows, h - halo.give_below, halo.give_below), into)
         own = rows[:, max(0, -halo.above) : h - max(0, -halo.below)]
         pads = [rows.new_full((n, k, w, c), fill) if k else None for k in (halo.pad_above, halo.pad_below)]
         parts = [part for part in (pads[0], into[0], own, into[1], pads[1]) if part is not None]
@@ -106,7 +106,7 @@ class WithHalo(torch.autograd.Function):
         rows = rows[:, halo.pad_above : rows.shape[1] - halo.pad_below]
         above, below = max(0, halo.above), max(0, halo.below)
         into = [rows.new_empty((n, k, w, c)) if k else None for k in (halo.give_above, halo.give_below)]
-        swap(_some(rows, 0, above), _some(rows, rows.shape[1] - below, below), into)
+        swap(_rows(rows, 0, above), _rows(rows, rows.shape[1] - below, below), into)
         dx = rows.new_zeros((n, h, w, c))
         dx[:, max(0, -halo.above) : h - max(0, -halo.below)] = rows[:, above : rows.shape[1] - below]
         if into[0] is not None:
@@ -116,7 +116,7 @@ class WithHalo(torch.autograd.Function):
         return dx.permute(0, 3, 1, 2), None, None
 
 
-def _some(rows: torch.Tensor, first: int, count: int) -> torch.Tensor | None:
+def _rows(rows: torch.Tensor, first: int, count: int) -> torch.Tensor | None:
     return rows[:, first : first + count] if count else None
 
 
@@ -140,8 +140,8 @@ class SummedNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, gamma = ctx.saved_tensors
         inverse = torch.rsqrt(var + ctx.eps)
-        some = (gradient, x, gamma, mean, var, mean, inverse, False, ctx.eps, [True, True, True])
-        dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(*some)
+        arguments = (gradient, x, gamma, mean, var, mean, inverse, False, ctx.eps, [True, True, True])
+        dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(*arguments)
         sums = torch.stack((dgamma, dbeta))
         dist.all_reduce(sums)
         scale = gamma * inverse / ctx.count
@@ -275,7 +275,7 @@ class GlooSubject:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:

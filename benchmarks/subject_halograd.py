@@ -72,7 +72,7 @@ class HalogradSubject:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.trainer.settle()
 
     def close(self) -> None:
@@ -108,17 +108,17 @@ class TimedBackend:
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
-        if not inspect.ismethod(found):
-            return found
-        return lambda *args, **kwargs: self._timed(found(*args, **kwargs))
+        attribute = getattr(self._backend, name)
+        if not inspect.ismethod(attribute):
+            return attribute
+        return lambda *args, **kwargs: self._timed(attribute(*args, **kwargs))
 
-    def _timed(self, made: Any) -> Any:
-        if isinstance(made, Kernel):
-            return _TimedKernel(made, self)
-        if isinstance(made, BatchNormKernels):
-            return replace(made, **{f.name: self._timed(getattr(made, f.name)) for f in fields(made)})
-        return tuple(self._timed(k) for k in made) if isinstance(made, tuple) else made
+    def _timed(self, result: Any) -> Any:
+        if isinstance(result, Kernel):
+            return _TimedKernel(result, self)
+        if isinstance(result, BatchNormKernels):
+            return replace(result, **{f.name: self._timed(getattr(result, f.name)) for f in fields(result)})
+        return tuple(self._timed(k) for k in result) if isinstance(result, tuple) else result
 
 
 class _TimedKernel:

@@ -63,7 +63,7 @@ class JaxSubject:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:

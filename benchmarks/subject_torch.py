@@ -72,21 +72,23 @@ class TorchNetwork:
         for region in self._regions:
             later = {i for _, inputs, _ in self.steps[region.stop :] for i in inputs} | {self._loss}
             read = sorted({i for step in region for i in self.steps[step][1]} & values.keys())
-            made = [name for step in region if (name := self.steps[step][0]) in later]
-            run = partial(self._run, region, read, made)
+            results = [name for step in region if (name := self.steps[step][0]) in later]
+            run = partial(self._run, region, read, results)
             if region is not self._regions[-1]:
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            values |= zip(made, run(*(values[name] for name in read)))
+            values |= zip(results, run(*(values[name] for name in read)))
             values = {name: value for name, value in values.items() if name in later}
         return values[self._loss]
 
-    def _run(self, region: range, read: Sequence[str], made: Sequence[str], *given: torch.Tensor) -> list[torch.Tensor]:
-        """Return the results `made` of the layers of a region, from the values `read`."""
-        values = dict(zip(read, given))
+    def _run(
+        self, region: range, read: Sequence[str], results: Sequence[str], *arrays: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the named results of the layers of a region, from the values `read`."""
+        values = dict(zip(read, arrays))
         for step in region:
             name, inputs, function = self.steps[step]
             values[name] = function(*(values[i] for i in inputs))
-        return [values[name] for name in made]
+        return [values[name] for name in results]
 
 
 class TorchSubject:
@@ -122,7 +124,7 @@ class TorchSubject:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:

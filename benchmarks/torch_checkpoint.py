@@ -58,11 +58,11 @@ class LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
-        return found
+        return result
 
 
 def peak_bytes(network: Network, regions: Sequence[int], batch: int = 1, device: str = "meta") -> int:
@@ -72,10 +72,10 @@ def peak_bytes(network: Network, regions: Sequence[int], batch: int = 1, device:
         name: np.zeros((batch, *node.shape), np.float32 if node.dtype == "compute" else node.dtype)
         for name, node in network.inputs.items()
     }
-    made = TorchNetwork(network, weights, inputs, device, regions)
-    optimizer = torch.optim.SGD(list(made.params.values()), lr=1e-3)
-    with LiveBytes(*made.params.values(), *made.inputs.values()) as tally:
-        made.loss().backward()
+    subject = TorchNetwork(network, weights, inputs, device, regions)
+    optimizer = torch.optim.SGD(list(subject.params.values()), lr=1e-3)
+    with LiveBytes(*subject.params.values(), *subject.inputs.values()) as tally:
+        subject.loss().backward()
         optimizer.step()
     return tally.peak
 

@@ -46,7 +46,7 @@ def parse_cut(text: str) -> dict[str, int]:
     >>> parse_cut("height=2,width=2")
     {'height': 2, 'width': 2}
     """
-    return {axis: int(parts) for axis, _, parts in (one.partition("=") for one in text.split(","))}
+    return {axis: int(parts) for axis, _, parts in (item.partition("=") for item in text.split(","))}
 
 
 def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,20 +70,19 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
             times, network = predictor.times(case), case.make()
             pricing = Pricing(NetworkModel(predictor.machine), times, best_halo=True)
 
-            def predict(strategy: Strategy, some: tuple[Any, ...] = (network, case.batch, pricing)) -> Prediction:
-                shape, batch, how = some
-                return simulate(shape, strategy, batch, how, Training(slots=1), account=False)
+            def predict(strategy: Strategy, network: Any = network, pricing: Pricing = pricing) -> Prediction:
+                return simulate(network, strategy, case.batch, pricing, Training(slots=1), account=False)
 
             for cut in map(parse_cut, spec["cuts"]):
                 plain = predict(Strategy(cut))
                 halos = {layer.name: layer.halo_algorithm for layer in plain.layers}
                 base = Strategy(cut, {name: {"halo": kind} for name, kind in halos.items() if kind})
-                found = wider(base, plain, predict, -math.inf)
+                widened = wider(base, plain, predict, -math.inf)
                 chosen = bool(wider(base, plain, predict))
-                predicted = [plain, predict(found[0])]
-                seconds = [one.step_seconds for one in predicted]
-                parts = {term: [one.total(term) for one in predicted] for term in TERMS}
-                runs = [Run(case, comm, backend, strategy) for strategy in (base, found[0])]
+                predicted = [plain, predict(widened[0])]
+                seconds = [prediction.step_seconds for prediction in predicted]
+                parts = {term: [prediction.total(term) for prediction in predicted] for term in TERMS}
+                runs = [Run(case, comm, backend, strategy) for strategy in (base, widened[0])]
                 for run in runs:
                     run.steps(3)
                     run.seconds.clear()
@@ -91,12 +90,12 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
                     for run in runs:
                         comm.barrier()
                         run.steps(-(-spec["steps"] // ROUNDS))
-                steps = [[comm.allreduce_scalar(one, "max") for one in run.seconds] for run in runs]
+                steps = [[comm.allreduce_scalar(taken, "max") for taken in run.seconds] for run in runs]
                 for run in reversed(runs):
                     run.close()
-                wide = [name for name, options in found[0].layers.items() if options.get("wide")]
+                wide = [name for name, options in widened[0].layers.items() if options.get("wide")]
                 row = {"cut": cut, "alpha": alpha, "predicted": seconds, "parts": parts, "chosen": chosen, "wide": wide}
-                rows.append(row | {"median": [median(some) for some in steps], "best": [min(some) for some in steps]})
+                rows.append(row | {"median": [*map(median, steps)], "best": [*map(min, steps)]})
                 if comm.rank == 0:
                     print(line(rows[-1]), file=sys.stderr, flush=True)
     backend.close()
@@ -128,7 +127,7 @@ def main(
 ) -> None:
     """Measure and print one row per cut and latency."""
     cut, alpha = cut or list(CUTS), alpha or list(ALPHAS)
-    ranks = {math.prod(parse_cut(one).values()) for one in cut}
+    ranks = {math.prod(parse_cut(text).values()) for text in cut}
     if len(ranks) != 1:
         raise typer.BadParameter(f"--cut: expected cuts over one number of ranks, got {sorted(ranks)}")
     spec = {"network": network, "cuts": cut, "alphas": alpha, "beta": beta, "steps": steps}
@@ -145,8 +144,8 @@ if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("{"):
         from mpi4py import MPI
 
-        found = measure(json.loads(sys.argv[1]))
+        rows = measure(json.loads(sys.argv[1]))
         if MPI.COMM_WORLD.rank == 0:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(rows, indent=1))
     else:
         typer.run(main)

@@ -32,7 +32,7 @@ class Subject(Protocol):
     def clock(self) -> float:
         """Return the reading of the clock for steps [s]: `time.perf_counter`, except for the raw kernels."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all steps so far are complete."""
 
     def close(self) -> None:
@@ -80,15 +80,15 @@ def measure(subject: Subject, count: int) -> dict[str, Any]:
         seconds.append(now - before)
         before = now
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    subject.settle()
+    subject.synchronize()
     return {"seconds": seconds, "losses": losses, "faults": faults / count}
 
 
 def losses(subject: Subject, count: int) -> dict[str, Any]:
     """Return the losses of `count` steps."""
-    found = [subject.step() for _ in range(count)]
-    subject.settle()
-    return {"losses": found}
+    values = [subject.step() for _ in range(count)]
+    subject.synchronize()
+    return {"losses": values}
 
 
 def serve(spec: dict[str, Any]) -> None:

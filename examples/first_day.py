@@ -99,7 +99,7 @@ def difference_to_torch(folder: Path, statistics: ChannelStatistics) -> float:
     import torch
 
     with h5py.File(folder / "predicted.h5") as file:
-        found = file["logits"][()]
+        logits = file["logits"][()]
     data = np.concatenate([h5py.File(path)["inputs"][()] for path in sorted((folder / "new").glob("*.h5"))])
     session = onnxruntime.InferenceSession(folder / "trained.onnx")
     (by_onnx,) = session.run(["logits"], {"x": data})
@@ -108,7 +108,7 @@ def difference_to_torch(folder: Path, statistics: ChannelStatistics) -> float:
     scaled = (data - statistics.mean[:, None, None]) / statistics.std[:, None, None]
     with torch.no_grad():
         by_torch = model(torch.from_numpy(scaled.astype(np.float32))).numpy()
-    return max(float(np.abs(np.moveaxis(other, 1, -1) - found).max()) for other in (by_onnx, by_torch))
+    return max(float(np.abs(np.moveaxis(other, 1, -1) - logits).max()) for other in (by_onnx, by_torch))
 
 
 def main(folder: Path) -> None:

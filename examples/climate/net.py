@@ -9,7 +9,7 @@ def build(rows=32, columns=64, width=16):
     target, area = (hg.Input((rows, columns, 1), name=name) for name in ("target", "area"))
     y = hg.Concat()(state, depth)
     for _ in range(3):
-        y = hg.Pad([(0, 0), (2, 2)], "circular")(y)  # longitudes meet
+        y = hg.Pad([(0, 0), (2, 2)], "circular")(y)  # the first and the last longitude are neighbors
         y = hg.Conv(width, 5, padding=(2, 0), activation="relu")(y)
     y = hg.Add()(hg.Slice(0, 1)(state), hg.Conv(1, 1)(y))
     return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, target, area)}, name="ocean")

@@ -1,6 +1,6 @@
 """Patients in the folders of nnU-Net: ``python data.py patients 12``.
 
-Volumes differ in size. Each has noise, an organ, in it a brighter lesion, and beside the organ a vessel that is as
+Volumes differ in size. Each has noise, an organ, in it a brighter lesion, and next to the organ a vessel that is as
 bright as the lesion.
 """
 

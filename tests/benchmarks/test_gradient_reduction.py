@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from benchmarks.gradient_reduction import NETWORKS, schemes_of
-from benchmarks.gradient_reduction_ranks import Place, PlanCandidate
+from benchmarks.gradient_reduction_ranks import EmulatedMachine, PlanCandidate
 from benchmarks.gradient_reduction_tables import tables
 from benchmarks.paced_executor import Clock
 from benchmarks.paper_machines import PAPERS, Part
@@ -60,12 +60,12 @@ def test_a_device_does_not_wait_for_who_sleeps_too_long():
 def test_a_step_takes_what_layers_take_and_sends_what_is_predicted(dense):
     part = Part(replace(PAPERS["alexnet"], slow=0.2), MPI.COMM_WORLD.size)
     schemes = [Scheme("blocking", replicated_dense=dense), Scheme("host_accumulate", chunk=2, replicated_dense=dense)]
-    place = Place(part, schemes[0])
-    plan_candidates = [PlanCandidate(place, scheme) for scheme in schemes]
+    machine = EmulatedMachine(part, schemes[0])
+    plan_candidates = [PlanCandidate(machine, scheme) for scheme in schemes]
     for plan_candidate in plan_candidates:
         plan_candidate.run(3)
     rows = [plan_candidate.record() for plan_candidate in plan_candidates]
-    place.close()
+    machine.close()
     if MPI.COMM_WORLD.rank == 0:
         for row in rows:
             assert row["as_predicted"] and row["steps"] == 2

@@ -54,7 +54,7 @@ def test_waiting_contestants_use_no_cpu_and_end_with_their_parent():
     (entry,) = [e for e in OURS if e.ranks == 2]
     with Contestant(entry, "mesh-tiny", NUMPY) as contestant:
         contestant.ready()
-        contestant.ask("measure", 2)
+        contestant.command("measure", 2)
         looks = []
 
         def quiet():
