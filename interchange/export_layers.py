@@ -198,7 +198,7 @@ def _power(w: OnnxWriter, node: Node) -> str:
 def _flip(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, (value,), channel = w.name(node), w.inputs(node), len(node.shape) - 1
-    axes = [1 if axis == channel else axis + 2 for axis in layer.places(node.shape)]
+    axes = [1 if axis == channel else axis + 2 for axis in layer.flipped_axes(node.shape)]
     rows = {"starts": [-1] * len(axes), "ends": [-(2**31)] * len(axes), "axes": axes, "steps": [-1] * len(axes)}
     inputs = [w.numbers(f"{name}::{key}", numbers, np.int64) for key, numbers in rows.items()]
     return w.add("Slice", [value, *inputs], f"{name}::y")
