@@ -1,4 +1,4 @@
-"""ElementwiseLayer losses: means over all elements, cross-entropy with class indices, and the score of an ensemble."""
+"""Elementwise losses: means over all elements, cross-entropy with class indices, and the score of an ensemble."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _add(f: FusedActivation | None, environment: Any, y: Any, **summands: Any) -
 
 
 class _OfTwo(Layer):
-    """ElementwiseLayer operation of two inputs, of which the second may have smaller extents.
+    """Elementwise operation of two inputs, of which the second may have smaller extents.
 
     Notes
     -----

@@ -17,6 +17,9 @@ from tests.support.fake_device import FakeBackend
 #: With 300 equal rows, whose gradients are added up in more than 16 bits.
 IN_16_BITS = {**LAYERS, "pad repeated": (lambda: hg.Pad(((0, 0), (300, 2)), "replicate", name="l"), [(7, 6, 4)])}
 
+#: The loss is a sum of terms of both signs; here it is smaller than a term, so its error is compared with the largest.
+CANCELLING = ("response norm", "rows")
+
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", IN_16_BITS)
@@ -28,8 +31,9 @@ def test_layers(name):
         for parts in islice(grids(comm.size, axes), 2):
             expected = run_layer(make, shapes, comm, parts, dtype="float32", shift=shift)
             found = run_layer(make, shapes, comm, parts, dtype="bfloat16", backend=kernels, shift=shift)
-            # The loss of the probe is a sum that may cancel.
-            wrong = [k for k in expected or () if k != "loss" and not near(found[k], expected[k])]
+            if expected and name in CANCELLING:
+                expected["loss"], found["loss"] = ([*r["loss"], np.abs(expected["y"]).max()] for r in (expected, found))
+            wrong = [k for k in expected or () if not near(found[k], expected[k])]
             comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
     kernels.close()
 

@@ -121,6 +121,20 @@ def test_a_convolution_that_is_called_twice_shares_its_padding():
     assert Conv(3, 3, padding=1, padding_mode="zeros")(Input(SHAPE)).inputs[0].layer.name == "x"
 
 
+@pytest.mark.mpi
+def test_a_shift_comes_back():
+    def layers():
+        there, back = Roll((2, -1), name="there"), Roll((-2, 1), name="back")
+        return lambda x: back(there(x))
+
+    check_layer(layers, SHAPE, gradient=False)
+    with Communicator(MPI.COMM_SELF) as alone:
+        there, back = (run_layer(make, [SHAPE], alone, {}) for make in (lambda: Roll((2, -1)), layers))
+    x = random_array((2, *SHAPE), "x0")
+    np.testing.assert_array_equal(there["y"], np.roll(x, (2, -1), (1, 2)))
+    np.testing.assert_array_equal(back["y"], x)
+
+
 def test_every_mode_but_the_constant_is_a_layer_per_axis():
     x = Input(SHAPE)
     layers = Network(Pad(((1, 0), (2, 2)), "reflect", name="p")(x)).layers

@@ -1,7 +1,4 @@
-"""Tests of batches in parts with added gradients: steps equal those of whole batches.
-
-Steps under other cuts and schemes are those of `test_combinations`.
-"""
+"""Tests of batches in parts with added gradients: steps equal those of whole batches, under every cut and scheme."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import memory_of, program_of
 from halograd.program.program import Target
-from halograd.testing import random_array
+from halograd.testing import grids, random_array
 from halograd.training import train
 from halograd.training import trainer as trainer_module
 from halograd.training.auto_reduction import Tuning
@@ -28,12 +25,18 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
+from tests.layers.cuts import random_strategy
 from tests.support.clock import TICK, DrivenClock
 from tests.training.cuts import CUTS, check_resumed, overrides_of
 from tests.training.runs import write_config, write_own
 from tests.training.steps import assert_arrays, copied
 
 BATCH, STEPS, SEED = 8, 3, 3
+SCHEMES = {
+    **{name: Scheme(name) for name in ("blocking", "per_layer", "hierarchical", "host_accumulate", "sharded")},
+    "two_chunks": Scheme("two_chunks", first_layers=2),
+    "replicated": Scheme(replicated_dense=2),
+}
 
 
 def network() -> hg.Network:
@@ -100,6 +103,32 @@ def check(comm, found, want):
 def test_one_process(parts, clip):
     with Communicator(MPI.COMM_SELF) as comm:
         check(comm, run(comm, Strategy(), parts, clip), whole(clip))
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 3, 4)
+def test_all_grids(subtests):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            with subtests.test(grid=grid):
+                check(comm, run(comm, Strategy(grid), 2 if grid["sample"] > 2 else 4), whole())
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_strategies(seed):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        check(comm, run(comm, random_strategy(network(), comm.size, seed), 2, 0.1), whole(0.1))
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes(name):
+    with Communicator(MPI.COMM_WORLD, "shared") as comm:
+        strategy = Strategy({"sample": comm.size}, bucket_bytes=512, reduction=SCHEMES[name])
+        check(comm, run(comm, strategy, 2), whole())
 
 
 def wide() -> hg.Network:
@@ -296,9 +325,10 @@ def unequal(executor: Executor, step: int, part: int) -> None:
         executor.set_input(name, array[some])
 
 
-def run_divided(comm, parts):
+def run_divided(comm, strategy, parts, scheme=None):
     """Return losses, parameters and their blocks of steps with :func:`divided`. Collective."""
-    with Executor(divided(), comm, get_backend("numpy"), BATCH // parts, None, "float64", parts=parts) as executor:
+    strategy = Strategy(strategy, reduction=Scheme(scheme)) if scheme else Strategy(strategy)
+    with Executor(divided(), comm, get_backend("numpy"), BATCH // parts, strategy, "float64", parts=parts) as executor:
         trainer = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(0.3), 1.0)
         losses = []
         for step in range(STEPS):
@@ -319,7 +349,7 @@ def run_divided(comm, parts):
 @functools.cache
 def whole_divided():
     with Communicator(MPI.COMM_SELF) as comm:
-        return run_divided(comm, 1)
+        return run_divided(comm, {}, 1)
 
 
 def check_divided(comm, found):
@@ -334,9 +364,25 @@ def check_divided(comm, found):
 def test_divided_losses_of_one_process(parts):
     """A step in parts with very different weights, some of them 0, is the step of the whole batch."""
     with Communicator(MPI.COMM_SELF) as comm:
-        found = run_divided(comm, parts)
+        found = run_divided(comm, {}, parts)
         check_divided(comm, found)
     assert found.read == {"target", "few", "w"} and not whole_divided().read
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 3, 4)
+def test_divided_losses_under_all_grids(subtests):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            with subtests.test(grid=grid):
+                check_divided(comm, run_divided(comm, grid, 2 if grid["sample"] > 2 else 4))
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2)
+def test_divided_losses_with_sharded_sums():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check_divided(comm, run_divided(comm, {"height": 2}, 4, "sharded"))
 
 
 def test_parts_that_are_not_counted_are_refused():

@@ -1,7 +1,4 @@
-"""Tests of learning rates by layer and of moving averages of parameters: formulas and files.
-
-Steps under other cuts and schemes are those of `test_combinations`.
-"""
+"""Tests of learning rates by layer and of moving averages of parameters: formulas, every cut, and files."""
 
 import functools
 from types import SimpleNamespace
@@ -15,6 +12,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.exporting import export_run
 from halograd.kernels import get_backend
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training import evaluate, train
 from halograd.training.directory import checkpoint_of
@@ -23,6 +21,7 @@ from halograd.training.log import read_log
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
+from tests.layers.cuts import random_strategy
 from tests.training.steps import NETWORKS, copied, fill
 
 STEPS, AVERAGE = 12, 0.75
@@ -61,6 +60,13 @@ def alone(kind, rate=0.05):
         return run(comm, Strategy(bucket_bytes=1 << 14), kind, rate=rate)
 
 
+def check(comm, found, want):
+    with comm.agreement():
+        for name, where in found.blocks.items():
+            for ours, whole in ((found.history[-1], want.history[-1]), (found.averages, want.averages)):
+                np.testing.assert_allclose(ours[name], whole[name][where], rtol=0, atol=1e-10, err_msg=name)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_factor_is_another_learning_rate(kind):
     """In the first step a factor of a layer has the effect of a multiplied learning rate."""
@@ -94,6 +100,23 @@ def test_the_formula():
             want = want + (1 - min(AVERAGE, n / (9 + n))) * (params[name] - want)
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-12, err_msg=name)
     assert any((found.averages[name] != found.history[-1][name]).any() for name in found.averages)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_strategies(seed):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        check(comm, run(comm, random_strategy(NETWORKS["lenet"](), comm.size, seed), "adam"), alone("adam"))
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("scheme", [Scheme("sharded"), Scheme("hierarchical"), Scheme(replicated_dense=2)], ids=str)
+def test_schemes(scheme):
+    with Communicator(MPI.COMM_WORLD, "shared") as comm:
+        strategy = Strategy({"sample": comm.size}, bucket_bytes=4096, reduction=scheme)
+        check(comm, run(comm, strategy, "sgd"), alone("sgd"))
 
 
 def test_refused():

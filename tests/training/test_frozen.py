@@ -116,13 +116,14 @@ def test_no_frozen_layer_is_replicated():
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("name", FROZEN)
-def test_under_random_strategies(name):
+def test_under_random_strategies(name, seeds):
     with Communicator(MPI.COMM_SELF) as alone:
         losses, want, _ = descend(network(name), alone, Strategy(), steps=3)
         untouched = descend(network(name), alone, Strategy(), steps=3, rate=0.0).params
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
-        for seed in range(2):
+        for seed in seeds:
             made = network(name)
             found, ours, places = descend(made, comm, random_strategy(made, comm.size, seed), steps=3)
             with comm.agreement():

@@ -34,9 +34,9 @@ WITH_NORMS = [Scheme("two_chunks", first_layers=3), Scheme("per_layer", determin
 LINE = 64  # [B]: parameters begin at multiples of it
 
 
-def over(schemes, *transports):
+def over(schemes, *transports, marks=()):
     """Return test parameters: each scheme over each transport."""
-    return [pytest.param(s, t, id=f"{s} {t.partition(':')[0]}") for t in transports for s in schemes]
+    return [pytest.param(s, t, id=f"{s} {t.partition(':')[0]}", marks=marks) for t in transports for s in schemes]
 
 
 def strategy_of(size, scheme, layers=None):
@@ -58,7 +58,14 @@ def test_ten_steps_are_those_of_one_process(turn, name, dtype, scheme):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("scheme", "transport"), over(CHUNKS + SHARDS, "mpi") + over(WITH_DENSE, NODES_OF_TWO))
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    [
+        *over(CHUNKS + SHARDS, "mpi"),
+        *over(WITH_DENSE, NODES_OF_TWO),
+        *over(BY_NODES + SHARDS, NODES_OF_TWO, marks=pytest.mark.nightly),
+    ],
+)
 def test_other_transports_give_the_same(scheme, transport):
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         check_strategy("lenet", comm, strategy_of(comm.size, scheme), "float64")

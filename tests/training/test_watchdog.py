@@ -1,5 +1,6 @@
 """Tests of the rank that a message names, and of the files in which ranks without progress write their positions."""
 
+import contextlib
 import json
 import os
 import platform
@@ -148,9 +149,7 @@ def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause)
         assert process is not None
         if left:
             Path(files[1][1]).unlink()
-        descriptors = Path(f"/proc/{process.pid}/fd")
-        waits = lambda: sum("pidfd" in os.readlink(one) for one in descriptors.iterdir()) == 2  # noqa: E731
-        wait_until(waits, "the monitor to wait")
+        wait_until(lambda: held_processes(process.pid) == 2, "the monitor to wait")
         for rank in (1, 2):
             ranks[rank].kill()
             ranks[rank].wait()
@@ -163,6 +162,15 @@ def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause)
     new = read_log(log, "failed")[1:]
     assert [(one["rank"], one["host"]) for one in new] == ([] if cause is None else [(1, "n0")])
     assert all(one["cause"].startswith(cause) for one in new)
+
+
+def held_processes(pid):
+    """Return how many processes the process `pid` holds by descriptors; one may be closed while they are listed."""
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return sum("pidfd" in link for link in links)
 
 
 def test_a_process_that_the_kernel_kills_for_lack_of_memory():
