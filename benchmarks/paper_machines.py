@@ -169,13 +169,13 @@ class Part:
     @cached_property
     def links(self) -> tuple[float, float]:
         """Latency [s] and inverse bandwidth [s/B] of the emulated network, with which sums take the paper's time."""
-        s, ratio, few = self.setting, self.shrunk, self.ranks
+        s, ratio, ranks = self.setting, self.shrunk, self.ranks
         network_model, members = self.paper.pricing.network_model, range(s.nodes)
         small, large = 1 << 20, 1 << 29
         beta = (network_model.sum(large, members) - network_model.sum(small, members)) / (large - small)
         alpha = max(0.0, network_model.sum(small, members) - beta * small)
         beta = beta if s.beta is None else s.beta
-        return s.slow * alpha / (2 * (few - 1)), s.slow * beta / ratio / (2 * (few - 1) / few)
+        return s.slow * alpha / (2 * (ranks - 1)), s.slow * beta / ratio / (2 * (ranks - 1) / ranks)
 
     @cached_property
     def shrunk(self) -> float:

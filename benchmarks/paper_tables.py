@@ -195,7 +195,7 @@ def dense_configurations() -> dict[str, Dense]:
     them by a collective.
     """
     machine, network = Machine.load("k80-node"), build("alexnet")
-    bus, parallel = (_dense(network, topology) for topology in (machine, replace(machine, topology=None)))
+    bus, parallel = (_dense(network, variant) for variant in (machine, replace(machine, topology=None)))
     return {label: Dense(parallel[label], bus[label]) for label in bus}
 
 

@@ -537,4 +537,4 @@ def check_weights_place(path: Path) -> None:
             return (weights.metadata() or {}).get("written_by") == WRITTEN_BY["written_by"]
         return False
 
-    check_replaceable(path, "weights of ours", is_own)
+    check_replaceable(path, "weights that halograd wrote", is_own)

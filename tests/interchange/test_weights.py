@@ -110,7 +110,7 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
     (tmp_path / "text").write_text("no tensors")
     with pytest.raises(UserError, match="expected a safetensors file, got another"):
         load_weights(network, tmp_path / "text")
-    with pytest.raises(UserError, match="expected no file there, or weights of ours, got another"):
+    with pytest.raises(UserError, match="expected no file there, or weights that halograd wrote"):
         check_weights_place(tmp_path / "text")
     check_weights_place(path)
     check_weights_place(tmp_path / "new.safetensors")
