@@ -137,6 +137,7 @@ def test_means(arrays, name, channels):
     assert np.array_equal(np.isnan(y), windows_with(x, geometry))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # NumPy, at infinity
 @CHANNELS
 @pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
