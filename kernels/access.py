@@ -81,7 +81,7 @@ ANY = Access(("*",), ("*",))
 @lru_cache(maxsize=4096)  # programs repeat a few dozen kernels thousands of times
 def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names that are declared, by name or by prefix."""
-    prefixes = tuple(one[:-1] for one in declared if one.endswith("*"))
+    prefixes = tuple(pattern[:-1] for pattern in declared if pattern.endswith("*"))
     return tuple(name for name in names if name in declared or name.startswith(prefixes))
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from ..device import wide
 from . import checks
 from .base import Base
-from .kernel import Kernel, KernelError, filled, has_nothing
+from .kernel import Kernel, KernelError, any_empty, filled
 from .pointwise import DropoutMask
 
 __all__ = [
@@ -187,9 +187,9 @@ class Attentions(Base):
         """
         arrays = AttentionArrays(q, k, v, bias, y, lse)
         self._check_attention("attention_forward", arrays, geometry)
-        if has_nothing(y):
+        if any_empty(y):
             return filled(0)
-        if has_nothing(k, v):
+        if any_empty(k, v):
             return filled(0) if geometry.merge else _without_keys(y, lse)
         return self._attention_forward(arrays, geometry)
 
@@ -219,7 +219,7 @@ class Attentions(Base):
         checks.check_packed("attention_backward", dy=dy, dq=dq, dk=dk, dv=dv, dbias=dbias)
         for a, b in ((y, dy), (q, dq), (k, dk), (v, dv)):
             checks.check_same_shape("attention_backward", array=a, gradient=b)
-        if has_nothing(q, k, v, y):
+        if any_empty(q, k, v, y):
             return filled(0, dk, dv, *(() if geometry.merge else (dq, dbias)))
         return self._attention_backward(arrays, geometry)
 
@@ -245,7 +245,7 @@ class Attentions(Base):
                 f"{what}: expected dropout of a rate in [0, 1) with a shape (samples, heads, *queries, *keys), got "
                 f"{g.dropout}"
             )
-        if has_nothing(q, y) and has_nothing(k, v):
+        if any_empty(q, y) and any_empty(k, v):
             return
         queries, keys = (tuple(b - a for a, b in intervals) for intervals in (g.queries, g.keys))
         heads, key_heads = g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
@@ -259,7 +259,7 @@ class Attentions(Base):
                     f"{what}: expected {name} of shape (N, {', '.join(map(str, positions))}, {count} heads), got "
                     f"{tuple(array.shape)}; pass the arrays of the intervals {g.queries} and {g.keys}"
                 )
-        if has_nothing(q, k, v, y):
+        if any_empty(q, k, v, y):
             return
         widths = {name: array.shape[-1] // count for name, (array, _, count) in expected.items()}
         if widths["q"] != widths["k"] or widths["v"] != widths["y"] or widths["lse"] != 1:

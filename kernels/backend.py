@@ -25,7 +25,7 @@ from .updates import Updates
 
 __all__ = ["Backend", "BackendOptions"]
 
-Some = TypeVar("Some", bound="Backend")
+AnyBackend = TypeVar("AnyBackend", bound="Backend")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Backend(Attentions, Pointwise, SummedConvolutions, Losses, Updates):
     rounds_gradients: ClassVar[bool] = False
 
     @classmethod
-    def open(cls: type[Some], options: BackendOptions) -> Some:
+    def open(cls: type[AnyBackend], options: BackendOptions) -> AnyBackend:
         """Return a backend for one rank. A subclass whose constructor takes more than `threads` overrides this. Local.
 
         Raises

@@ -12,6 +12,7 @@ from .geometry import Geometry, channels_in_memory
 from .kernel import BatchNormArrays, KernelError
 
 __all__ = [
+    "check_backward",
     "check_batch_norm",
     "check_bias",
     "check_conv",
@@ -103,6 +104,12 @@ def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
         )
 
 
+def check_backward(what: str, dy: Any, dx: Any) -> None:
+    """Check that both gradients are given, or neither."""
+    if (dy is None) != (dx is None):
+        raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
+
+
 def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, stored: int = 0) -> None:
     """Check shapes and strides of a convolution or of its gradients. In memory, `x` may have `stored` channels."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
@@ -127,8 +134,7 @@ def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) 
     """Check shapes and strides of a pooling and of its gradient."""
     for name, a in (("x", x), ("y", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
-    if (dy is None) != (dx is None):
-        raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
+    check_backward(what, dy, dx)
     check_packed(what, x=x, y=y, dy=dy, dx=dx)
     check_same_shape(what, x=x, dx=dx)
     check_same_shape(what, y=y, dy=dy)
@@ -142,8 +148,7 @@ def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) 
 def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], sums: dict[str, Any]) -> None:
     """Check shapes and strides of a batch norm: `vectors` are (C,), `sums` (2, C)."""
     what = "batch_norm"
-    if (dy is None) != (dx is None):
-        raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
+    check_backward(what, dy, dx)
     check_packed(what, x=x, y=y, dy=dy, dx=dx, **vectors, **sums)
     check_same_shape(what, x=x, y=y, dy=dy, dx=dx)
     if len(x.shape) < 2:

@@ -8,7 +8,7 @@ from typing import Any
 from . import checks
 from .base import Base
 from .geometry import Geometry
-from .kernel import FusedActivation, Kernel, bias_only, filled, filter_of_nothing, has_nothing
+from .kernel import FusedActivation, Kernel, any_empty, bias_only, filled, filter_without_input
 
 __all__ = ["Convolutions"]
 
@@ -36,7 +36,7 @@ class Convolutions(Base):
             group, `x` may be padded in memory as :meth:`padded_channels` returns.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
-        if has_nothing(x, y):
+        if any_empty(x, y):
             return self.activated(bias_only(b, y), y, activation)
         checks.check_conv("conv_forward", x, w, b, y, geometry, self._stored_channels(x, geometry))
         return self._conv_forward(x, w, b, y, geometry, activation)
@@ -44,7 +44,7 @@ class Convolutions(Base):
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         """Build ``dx`` from ``dy``, the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads become 0."""
         self._check_conv_dtypes("conv_backward_data", dx, dy, w, None)
-        if has_nothing(dy, dx):
+        if any_empty(dy, dx):
             return filled(0, dx)
         checks.check_conv("conv_backward_data", dx, w, None, dy, geometry)
         return self._conv_backward_data(dy, w, dx, geometry)
@@ -53,8 +53,8 @@ class Convolutions(Base):
         """Build ``dw`` and, if not None, ``db`` from `x` and `dy`: the adjoint of :meth:`conv_forward` in `w` and `b`.
         """
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
-        if has_nothing(x, dy):
-            return filter_of_nothing(self.xp, dy, dw, db)
+        if any_empty(x, dy):
+            return filter_without_input(self.xp, dy, dw, db)
         checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._stored_channels(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
@@ -69,22 +69,22 @@ class Convolutions(Base):
     def bias(self, y: Any, b: Any) -> Kernel:
         """Build ``y = y + b`` in place; y ``(..., C)``, b ``(C,)``. A no-op if `y` is empty."""
         self._check_bias("bias", y, b)
-        return filled(0) if has_nothing(y) else self._bias(y, b)
+        return filled(0) if any_empty(y) else self._bias(y, b)
 
     def bias_gradient(self, dy: Any, db: Any) -> Kernel:
         """Build ``db = sum of dy`` over all axes but the channels, dy ``(..., C)``. 0 if `dy` is empty."""
         self._check_bias("bias_gradient", dy, db)
-        return filled(0, db) if has_nothing(dy) else self._bias_gradient(dy, db)
+        return filled(0, db) if any_empty(dy) else self._bias_gradient(dy, db)
 
     def _check_bias(self, what: str, y: Any, b: Any) -> None:
         self._check_dense_gradients(what, y, y, None, b)
-        if not has_nothing(y):
+        if not any_empty(y):
             checks.check_bias(what, y, b)
 
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         """Build ``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
         self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
-        if has_nothing(x, y):
+        if any_empty(x, y):
             return bias_only(b, y)
         checks.check_dense("dense_forward", x, w, b, y)
         return self._dense_forward(x, w, b, y)
@@ -92,7 +92,7 @@ class Convolutions(Base):
     def dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
         """Build ``dx = dy w``."""
         self._check_dtypes("dense_backward_data", dy=dy, w=w, dx=dx)
-        if has_nothing(dy, dx):
+        if any_empty(dy, dx):
             return filled(0, dx)
         checks.check_dense("dense_backward_data", dx, w, None, dy)
         return self._dense_backward_data(dy, w, dx)
@@ -100,8 +100,8 @@ class Convolutions(Base):
     def dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
         """Build ``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
         self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
-        if has_nothing(x, dy):
-            return filter_of_nothing(self.xp, dy, dw, db)
+        if any_empty(x, dy):
+            return filter_without_input(self.xp, dy, dw, db)
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
 

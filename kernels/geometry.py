@@ -3,8 +3,8 @@
 Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
 :class:`Resampling` gives the inputs that an output reads on one axis, and their weights. It is exact: positions are
 rational numbers, so nothing depends on rounding or on the cut of an axis. With a ratio of p inputs per q outputs,
-outputs that are q apart read inputs that are p apart with the same weights: a block of outputs is a few strided *runs*,
-each one multiply-add of strided views::
+output ``o + q`` reads inputs at a distance of p from those of output o, with the same weights: a block of outputs is a
+few strided *runs*, each one multiply-add of strided views::
 
     scale 2, linear        outputs   0    1  2   3  4   5  6   7
                            inputs    0   0 1 0 1 1 2 1 2 2 3 ...
@@ -25,13 +25,9 @@ import numpy as np
 from .kernel import KernelError
 
 __all__ = [
-    "LANES", "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_in_memory", "read_part",
+    "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_in_memory", "read_part",
     "tensor_core_channels",
 ]  # fmt: skip
-
-
-#: Channels of 16 bits in an access of 16 bytes.
-LANES = 8
 
 
 def tensor_core_channels(channels: int, dtype: Any) -> int:
@@ -44,7 +40,8 @@ def tensor_core_channels(channels: int, dtype: Any) -> int:
     >>> [tensor_core_channels(n, "float16") for n in (1, 3, 8, 18, 24)], tensor_core_channels(18, "float32")
     ([1, 3, 8, 24, 24], 18)
     """
-    return channels if np.dtype(dtype).itemsize != 2 or channels <= LANES else -(-channels // LANES) * LANES
+    access = 8  # channels of 16 bits in an access of 16 bytes
+    return channels if np.dtype(dtype).itemsize != 2 or channels <= access else -(-channels // access) * access
 
 
 def channels_in_memory(array: Any) -> int | None:

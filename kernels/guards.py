@@ -48,19 +48,19 @@ class Guards:
 
     Attributes
     ----------
-    place
-        Current operation, for messages; set by the code that runs kernels.
+    operation
+        Name of the current operation, for messages; set by the code that runs kernels.
     each_kernel
         Whether to check the guards of all arrays after each kernel. Messages then name the kernel; this takes time.
     """
 
     def __init__(self) -> None:
-        self.place = ""
+        self.operation = ""
         self.each_kernel = False
         self._open = 0
         # By id of the memory: a reference to it, its address, and where its array starts and stops.
         self._arrays: dict[int, tuple[Any, int, int, int]] = {}
-        self._found: list[str] = []
+        self._violations: list[str] = []
 
     @property
     def active(self) -> bool:
@@ -74,9 +74,9 @@ class Guards:
     def __exit__(self, *exception: object) -> None:
         self._open -= 1
         if not self._open:
-            self.place, self.each_kernel = "", False
+            self.operation, self.each_kernel = "", False
             self._arrays.clear()
-            self._found.clear()
+            self._violations.clear()
 
     # ------------------------------------------------------------------ arrays
     def surround(self, nbytes: int, alignment: int) -> np.ndarray:
@@ -87,28 +87,30 @@ class Guards:
         stop = start + nbytes
         for part in (raw[:start], raw[stop:]):
             mark(part)
+        # A weak reference, so that guards do not keep freed arrays alive. Its callback removes the entry before the id
+        # can belong to another object.
         key = id(raw)
         self._arrays[key] = (weakref.ref(raw, lambda _: self._arrays.pop(key, None)), address, start, stop)
         return raw[start:stop]
 
-    def look(self, who: str) -> None:
-        """Check the guards of all arrays. Record changes, attributed to `who`, and restore the guard bytes."""
+    def check_arrays(self, kernel: str) -> None:
+        """Check the guards of all arrays. Record changes, attributed to `kernel`, and restore the guard bytes."""
         for reference, address, start, stop in list(self._arrays.values()):
             raw = reference()
             # Slices and their addresses take ten times as long as the comparison.
             if raw is not None and not (_is_intact(address, start) and _is_intact(address + stop, raw.size - stop)):
-                self.compare(raw[:start], who, f"in front of an array of {stop - start} B")
-                self.compare(raw[stop:], who, f"after an array of {stop - start} B")
+                self.compare(raw[:start], kernel, f"in front of an array of {stop - start} B")
+                self.compare(raw[stop:], kernel, f"after an array of {stop - start} B")
 
-    def compare(self, guard: np.ndarray, who: str, where: str) -> None:
-        """Check one guard. Record a change, attributed to `who`, and restore the guard bytes."""
+    def compare(self, guard: np.ndarray, kernel: str, where: str) -> None:
+        """Check one guard. Record a change, attributed to `kernel`, and restore the guard bytes."""
         if _is_intact(_address(guard), guard.size):
             return
         changed = np.flatnonzero(guard != _pattern(guard.size))
         first, last = int(changed[0]), int(changed[-1])
         text = f"{changed.size} bytes {where}, the first {first} B, the last {last} B into the guard"
-        place = f"{self.place}: " if self.place else ""
-        self._found.append(f"{place}{who} wrote outside of its memory: {text}")
+        operation = f"{self.operation}: " if self.operation else ""
+        self._violations.append(f"{operation}{kernel} wrote outside of its memory: {text}")
         mark(guard)
 
     def check(self) -> None:
@@ -119,17 +121,17 @@ class Guards:
         GuardError
             If guard bytes were changed. The message names the kernel and its implementation.
         """
-        self.look("a kernel or a copy")
-        faults, self._found = self._found, []
+        self.check_arrays("a kernel or a copy")
+        faults, self._violations = self._violations, []
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise GuardError(f"{faults[0]}{more}; report it with the version of the library, and use another backend")
 
     # ------------------------------------------------------------------ kernels
     def watched(
-        self, run: Callable[[], Any], who: str, scratch: Callable[[], Sequence[tuple[np.ndarray, str]]] | None = None
+        self, run: Callable[[], Any], kernel: str, scratch: Callable[[], Sequence[tuple[np.ndarray, str]]] | None = None
     ) -> Callable[[], Any]:
-        """Return `run` followed by a check of the guard bytes.
+        """Return `run` followed by a check of the guard bytes; messages attribute violations to `kernel`.
 
         `scratch` returns guard bytes that hold for this call only, each with a text for its position.
         """
@@ -140,13 +142,14 @@ class Guards:
                 mark(guard)
             run()
             for guard, where in own:
-                self.compare(guard, who, where)
+                self.compare(guard, kernel, where)
             if self.each_kernel:
-                self.look(who)
+                self.check_arrays(kernel)
 
         return call
 
 
+#: PyDLL, because a call of CDLL would release and take the global interpreter lock for each short comparison.
 _same = ctypes.PyDLL(None).memcmp
 _same.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 

@@ -29,17 +29,17 @@ __all__ = [
     "KernelError",
     "ScratchKernel",
     "Substitute",
-    "batch_norm_of_nothing",
+    "any_empty",
+    "batch_norm_without_elements",
     "bias_only",
     "chain",
     "deferred",
     "either",
     "fallback",
     "filled",
-    "filter_of_nothing",
-    "has_nothing",
+    "filter_without_input",
     "idle",
-    "pool_of_nothing",
+    "pool_without_input",
     "reads_input",
     "run_all",
 ]
@@ -52,7 +52,7 @@ class KernelError(ValueError):
 _EMPTY = "empty"
 
 
-def has_nothing(*arrays: Any) -> bool:
+def any_empty(*arrays: Any) -> bool:
     """Return whether any of the arrays is empty."""
     return any(0 in a.shape for a in arrays)
 
@@ -70,7 +70,7 @@ def filled(value: float, *arrays: Any) -> Kernel:
 
 def bias_only(b: Any, y: Any) -> Kernel:
     """Return the forward kernel of a convolution or dense layer whose input is empty."""
-    if b is None or has_nothing(y):
+    if b is None or any_empty(y):
         return filled(0, y)
 
     def run() -> None:
@@ -79,11 +79,11 @@ def bias_only(b: Any, y: Any) -> Kernel:
     return Kernel(run, _EMPTY)
 
 
-def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+def filter_without_input(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
     """Return the kernel of the weight gradients for an empty input. The bias gradient still sums `dy` if it has
     elements.
     """
-    if db is None or has_nothing(dy):
+    if db is None or any_empty(dy):
         return filled(0, dw, db)
     axes = tuple(range(len(dy.shape) - 1))
 
@@ -94,12 +94,12 @@ def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
     return Kernel(run, _EMPTY)
 
 
-def pool_of_nothing(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
+def pool_without_input(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
     """Return the kernels of a pooling whose input is empty."""
     return filled(value, y), None if dx is None else filled(0, dx)
 
 
-def batch_norm_of_nothing(a: BatchNormArrays) -> BatchNormKernels:
+def batch_norm_without_elements(a: BatchNormArrays) -> BatchNormKernels:
     """Return the batch norm kernels of a rank without elements: its sums are zero."""
     forward = filled(0, a.mean, a.var) if a.local else idle()
     statistics = idle() if a.local else filled(0, a.sums)

@@ -28,7 +28,7 @@ class LossKernel(Kernel, ABC):
         """Count the `samples` leading samples only; the gradient of the others is 0. Multiply the sum by `scale`."""
 
 
-class _LossOfNothing(LossKernel):
+class _EmptyLoss(LossKernel):
     """Loss of a rank without elements: 0."""
 
     def set(self, samples: int, scale: float) -> None:
@@ -152,7 +152,7 @@ class Losses(Base):
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
         """Return the kernel on packed arrays; strided arrays are copied at each call."""
         if not arrays.x.size or not arrays.target.size:
-            return _LossOfNothing(lambda: arrays.loss.fill(0), "empty")
+            return _EmptyLoss(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []
         for name in ("x", "target", "weights"):
             array = getattr(arrays, name)

@@ -184,7 +184,7 @@ class Scratch:
         """Return an array of `shape` over the bytes from `offset` [B] on; contents undefined."""
         size = nbytes_of(shape, dtype)
         if offset + size > self.nbytes:
-            raise AssertionError(f"scratch of {self.nbytes} bytes asked for {offset} + {size}")
+            raise AssertionError(f"expected a view within {self.nbytes} B of scratch memory, got {offset} + {size} B")
         if size == 0:
             return self._allocate(shape, dtype)
         return self._buffer[offset : offset + size].view(dtype).reshape(shape)

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..device import HOST, Device
 from .access import again, reads, writes
+from .base import Base
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, FusedActivation, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
 
@@ -43,18 +44,8 @@ __all__ = [
 ]
 
 
-class Elementwise(Protocol):
-    """Elementwise kernels that follow a norm; see :class:`halograd.kernels.Backend`."""
-
-    def activated(self, kernel: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
-    def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel: ...
-    def activation(
-        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
-    ) -> tuple[Kernel, Kernel | None]: ...
-
-
 def with_activation(
-    a: BatchNormArrays, batch_norm: Callable[[BatchNormArrays], BatchNormKernels], kernels: Elementwise
+    a: BatchNormArrays, batch_norm: Callable[[BatchNormArrays], BatchNormKernels], backend: Base
 ) -> BatchNormKernels:
     """Add ``y = f(y + residual)`` after a batch norm, and ``f' * dy`` (in `dresidual` or `dx`) before its backward
     pass.
@@ -62,31 +53,33 @@ def with_activation(
     The input of `f` is recomputed and not stored. With a residual, the derivative comes from the output.
     """
     f, dz = a.activation, a.dx if a.residual is None else a.dresidual
-    alone = replace(a, activation=None, residual=None, dresidual=None)
-    made = batch_norm(alone if f is None or dz is None else replace(alone, dy=dz))
+    plain = replace(a, activation=None, residual=None, dresidual=None)
+    norm = batch_norm(plain if f is None or dz is None else replace(plain, dy=dz))
     if a.residual is None:
-        forward = kernels.activated(made.forward, a.y, f)
+        forward = backend.activated(norm.forward, a.y, f)
     else:
-        forward = kernels.added(made.forward, a.y, a.residual, f)
-    sums, data = made.backward_sums, made.backward_data
+        forward = backend.added(norm.forward, a.y, a.residual, f)
+    sums, data = norm.backward_sums, norm.backward_data
     if f is not None and sums is not None and a.residual is not None:
-        _, backward = kernels.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)
+        _, backward = backend.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)
         assert backward is not None
         sums = chain(backward, sums)
     elif f is not None and sums is not None:
-        again = batch_norm(replace(alone, y=dz, dy=None, dx=None, local=False)).forward
-        masked = chain(again, differentiated(f, dz, a.dy, kernels))
+        # Not local: the input of f is recomputed with the statistics of the last forward pass.
+        input_of_f = batch_norm(replace(plain, y=dz, dy=None, dx=None, local=False)).forward
+        masked = chain(input_of_f, differentiated(f, dz, a.dy, backend))
+        # With sums of another kernel, backward_sums() is not called, so the mask moves to the kernel that is.
         if a.summed and data is not None:
             data = chain(masked, data)
         else:
             sums = chain(masked, sums)
-    return BatchNormKernels(made.statistics, forward, sums, data)
+    return BatchNormKernels(norm.statistics, forward, sums, data)
 
 
-def differentiated(f: FusedActivation, z: Any, dy: Any, kernels: Elementwise) -> Kernel:
+def differentiated(f: FusedActivation, z: Any, dy: Any, backend: Base) -> Kernel:
     """Return a kernel for ``z = f'(z) * dy``; `z` and `dy` must not overlap."""
     # The forward kernel is not called but needs an output array: `z` may be the memory of the norm's output.
-    forward, backward = kernels.activation(f.kind, z, dy if f.by_input else z, dy, z, f.alpha)
+    forward, backward = backend.activation(f.kind, z, dy if f.by_input else z, dy, z, f.alpha)
     assert backward is not None
     return backward if f.by_input else chain(forward, backward)
 
@@ -122,7 +115,7 @@ def mean_and_variance(a: BatchNormArrays, count: int, device: Device = HOST) -> 
         np.copyto(a.mean, mean, casting="same_kind")
         np.multiply(mean, mean, out=square)
         np.subtract(var, square, out=var)
-        np.maximum(var, 0, out=var)
+        np.maximum(var, 0, out=var)  # rounding may make the variance of equal elements negative
         np.copyto(a.var, var, casting="same_kind")
 
     return run
@@ -237,19 +230,19 @@ class GroupNormKernels:
         self.a, self._kernels, self._work = arrays, kernels, Workspace(device)
         self._samples, self._channels = arrays.mean.shape
         self._groups = arrays.totals.shape[-1]
-        self._single, self._settled = self._groups == self._channels, False
+        self._single, self._has_moments = self._groups == self._channels, False
         self._limit = cancellation_limit(arrays.mean.dtype)
         self._squares = device.empty((2, self._samples, self._groups), np.float64)
         self._gradient = device.empty((self._channels,), np.float64)
         self._grouped = (self._samples, 2, self._groups, self._channels // self._groups)
-        # A rank outside of the layer's ranks holds no parameters.
+        # A rank outside of the layer's ranks holds no parameters, so its gradients have no elements.
         gradients = ((0, arrays.dbeta), (1, arrays.dgamma))
         self._grads = [(i, array) for i, array in gradients if array is not None and array.size]
 
     @reads("x")
     @writes("sums", "totals", work=("y",))
     def statistics(self) -> None:
-        self._settled = False
+        self._has_moments = False
         self.a.sums.fill(0)
         for kernel in self._kernels:
             kernel.statistics()
@@ -272,7 +265,7 @@ class GroupNormKernels:
 
     def _moments(self) -> tuple[Any, Any]:
         """Compute mean and variance of each group in place of the totals, and return both."""
-        self._settled, totals = True, self.a.totals
+        self._has_moments, totals = True, self.a.totals
         totals /= self.a.count
         mean, var = totals[:, 0], totals[:, 1]
         var -= np.multiply(mean, mean, out=self._squares[0])
@@ -285,6 +278,7 @@ class GroupNormKernels:
         """Sum the squares again, about the known means."""
         n, _, groups, members = self._grouped
         x, mean = self.a.x, self.a.totals[:, 0]
+        # `_group` overwrites the totals with the new sums, so the means are kept in other arrays.
         np.copyto(self.a.means[:, 0].reshape(n, groups, members), mean[:, :, None])
         np.copyto(self._squares[0], mean)
         self.a.sums.fill(0)
@@ -302,7 +296,7 @@ class GroupNormKernels:
     @writes("y", "mean", "var", "totals")
     @again("normalize_again")
     def normalize(self) -> None:
-        if not self._settled:
+        if not self._has_moments:
             self._moments()
         self._spread_moments()
         self.normalize_again()
@@ -332,6 +326,7 @@ class GroupNormKernels:
             np.sum(sums[:, i], axis=0, out=self._gradient)
             np.copyto(array, self._gradient, casting="same_kind")
         if not self._single:
+            # A group with several channels needs the sums of g = dy * gamma; gamma differs from channel to channel.
             sums *= self.a.gamma
         self._group(sums)
 
@@ -339,6 +334,8 @@ class GroupNormKernels:
     @writes("dx", "means", "totals")
     def backward_data(self) -> None:
         np.divide(self.a.totals, self.a.count, out=self.a.totals)
+        # The kernels of samples subtract means of single channels: all of the correction if groups are channels. With
+        # larger groups they subtract 0, and `_subtract_means` does the rest.
         self.a.means.fill(0)
         if self._single:
             np.copyto(self.a.means, self.a.totals)

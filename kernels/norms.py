@@ -14,10 +14,10 @@ from .kernel import (
     FusedActivation,
     Kernel,
     KernelError,
-    batch_norm_of_nothing,
+    any_empty,
+    batch_norm_without_elements,
     chain,
     filled,
-    has_nothing,
 )
 from .norm_parts import GroupNormArrays, GroupNormKernels, differentiated, with_activation, with_training
 
@@ -65,8 +65,8 @@ class Norms(Base):
         """
         a = arrays
         self._check_dtypes("batch_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, residual=a.residual, dresidual=a.dresidual)
-        if has_nothing(a.x):
-            return with_training(a, batch_norm_of_nothing(a), self.device)
+        if any_empty(a.x):
+            return with_training(a, batch_norm_without_elements(a), self.device)
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         vectors.update(a.training.vectors if a.training else {})
         checks.check_batch_norm(a.x, a.y, a.dy, a.dx, vectors, {"sums": a.sums, "means": a.means})
@@ -81,7 +81,7 @@ class Norms(Base):
         """Build a group norm: local kernels before and after the sums over the ranks that share a sample."""
         a = arrays
         self._check_dtypes("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
-        if has_nothing(a.x):
+        if any_empty(a.x):
             return GroupNormKernels(a, self.device, [])
         checks.check_packed("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, mean=a.mean, sums=a.sums, totals=a.totals)
         checks.check_same_shape("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
@@ -111,7 +111,7 @@ class Norms(Base):
                 )
             if not a.centered and beta is not None:
                 raise KernelError("channel_norm: expected no beta in a norm without mean, got one; leave it out")
-        if has_nothing(a.x):
+        if any_empty(a.x):
             return filled(0), None if a.dy is None else filled(0, a.dgamma, a.dbeta)
         vectors = {name: getattr(a, name) for name in ("gamma", "beta", "dgamma", "dbeta")}
         checks.check_packed("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, **vectors)
@@ -125,8 +125,9 @@ class Norms(Base):
         forward = self.activated(forward, a.y, f)
         if a.dy is None or backward is None:
             return forward, None
-        again, _ = self._channel_norm(replace(a, activation=None, y=a.dx, dy=None, dx=None))
-        return forward, chain(again, differentiated(f, a.dx, a.dy, self), backward)
+        # Backward does not read `y`, whose memory may be reused: the input of f is recomputed in `dx`.
+        input_of_f, _ = self._channel_norm(replace(a, activation=None, y=a.dx, dy=None, dx=None))
+        return forward, chain(input_of_f, differentiated(f, a.dx, a.dy, self), backward)
 
     # ------------------------------------------------------------------ implemented by a backend
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
@@ -150,7 +151,3 @@ class Norms(Base):
 
     @abstractmethod
     def _channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]: ...
-
-    # ------------------------------------------------------------------ provided by the other parts
-    @abstractmethod
-    def add(self, xs: Any, y: Any, activation: FusedActivation | None = None) -> Kernel: ...

@@ -10,7 +10,16 @@ from typing import Any
 from . import checks
 from .base import Base
 from .geometry import Geometry, Resampled
-from .kernel import ACTIVATIONS, FusedActivation, Kernel, KernelError, filled, has_nothing, pool_of_nothing, reads_input
+from .kernel import (
+    ACTIVATIONS,
+    FusedActivation,
+    Kernel,
+    KernelError,
+    any_empty,
+    filled,
+    pool_without_input,
+    reads_input,
+)
 
 __all__ = ["DropoutMask", "Pointwise"]
 
@@ -51,8 +60,8 @@ class Pointwise(Base):
         `x` nor `y`. Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
-        if has_nothing(x, y):
-            return pool_of_nothing(float("-inf"), y, dx)
+        if any_empty(x, y):
+            return pool_without_input(float("-inf"), y, dx)
         checks.check_pool("max_pool", x, y, dy, dx, geometry)
         return self._max_pool(x, y, dy, dx, geometry)
 
@@ -64,8 +73,8 @@ class Pointwise(Base):
         Backward reads neither `x` nor `y`. Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("average_pool", x=x, y=y, dy=dy, dx=dx)
-        if has_nothing(x, y):
-            return pool_of_nothing(0.0, y, dx)
+        if any_empty(x, y):
+            return pool_without_input(0.0, y, dx)
         checks.check_pool("average_pool", x, y, dy, dx, geometry)
         return self._average_pool(x, y, dy, dx, geometry, count_include_pad)
 
@@ -82,11 +91,10 @@ class Pointwise(Base):
         """
         if kind not in ACTIVATIONS:
             raise KernelError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}; choose one")
-        if (dy is None) != (dx is None):
-            raise KernelError("activation: expected both dy and dx or neither, got one; pass both for a backward")
+        checks.check_backward("activation", dy, dx)
         checks.check_same_shape("activation", x=x, y=y, dy=dy, dx=dx)
         self._check_dtypes("activation", x=x, y=y, dy=dy, dx=dx)
-        if has_nothing(x):
+        if any_empty(x):
             return filled(0), None if dx is None else filled(0)
         if kind == "elu" and not alpha >= 0:
             raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
@@ -101,7 +109,7 @@ class Pointwise(Base):
         named = {f"xs[{i}]": x for i, x in enumerate(xs)}
         checks.check_same_shape("add", **named, y=y)
         self._check_dtypes("add", **named, y=y)
-        if has_nothing(y):
+        if any_empty(y):
             return filled(0)
         return self._add(list(xs), y, activation)
 
@@ -112,7 +120,7 @@ class Pointwise(Base):
         (None) the backward kernel is None.
         """
         self._check_dtypes("resize", x=x, y=y, dy=dy, dx=dx)
-        if has_nothing(x, y):
+        if any_empty(x, y):
             return filled(0, y), None if dx is None else filled(0, dx)
         checks.check_packed("resize", x=x, y=y, dy=dy, dx=dx)
         checks.check_same_shape("resize", x=x, dx=dx)
@@ -143,7 +151,7 @@ class Pointwise(Base):
             raise KernelError(
                 f"dropout: expected shape and start for {len(x.shape)} axes, got {mask.shape} and {mask.start}"
             )
-        if has_nothing(x):
+        if any_empty(x):
             return filled(0), None if dx is None else filled(0)
         return self._dropout(x, y, dy, dx, mask)
 

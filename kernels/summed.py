@@ -7,7 +7,7 @@ from typing import Any
 
 from .convolution import Convolutions
 from .geometry import Geometry
-from .kernel import BatchNormArrays, FusedActivation, Kernel, chain, has_nothing
+from .kernel import BatchNormArrays, FusedActivation, Kernel, any_empty, chain
 from .norms import Norms
 
 __all__ = ["SummedConvolution", "SummedConvolutions", "on_tensor_cores"]
@@ -90,7 +90,7 @@ class SummedConvolutions(Convolutions, Norms):
         vector = self.zeros(y.shape[-1:], y.dtype)  # the sums read none of the others
         arrays = BatchNormArrays(y, y, None, None, vector, vector, vector, vector, sums, sums, 1.0)
         separate = chain(self.conv_forward(x, w, b, y, geometry), self.batch_norm(arrays).statistics)
-        return separate if has_nothing(x, y) else self._with_statistics(separate, x, w, b, y, sums, geometry)
+        return separate if any_empty(x, y) else self._with_statistics(separate, x, w, b, y, sums, geometry)
 
     def conv_backward_data_sums(self, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays) -> Kernel:
         """Build `conv_backward_data` with the gradient of a norm's output, ``norm.dy``, as its result, and the sums of
@@ -105,7 +105,7 @@ class SummedConvolutions(Convolutions, Norms):
         sums = self.batch_norm(replace(norm, dx=dx)).backward_sums
         assert sums is not None
         separate = chain(convolution, sums)
-        return separate if has_nothing(dy, norm.dy) else self._with_gradient_sums(separate, dy, w, geometry, norm)
+        return separate if any_empty(dy, norm.dy) else self._with_gradient_sums(separate, dy, w, geometry, norm)
 
     def _with_statistics(
         self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry

@@ -126,7 +126,7 @@ class Updates(Base):
     Attributes
     ----------
     reads_rounded
-        Whether updates read gradients in 16 bits beside others (`UpdateArrays.rounded`).
+        Whether updates read gradients in 16 bits in addition to others (`UpdateArrays.rounded`).
     """
 
     reads_rounded: ClassVar[bool] = False

@@ -321,11 +321,11 @@ def _nothing() -> None:
     pass
 
 
-def _placed(place: str, call: Call) -> object:
-    """Call a function; error messages about guard bytes contain `place`, the name of the operation."""
-    outer, GUARDS.place = GUARDS.place, place
+def _placed(operation: str, call: Call) -> object:
+    """Call a function; error messages about guard bytes contain `operation`, the name of the operation."""
+    outer, GUARDS.operation = GUARDS.operation, operation
     result = call()
-    GUARDS.place = outer
+    GUARDS.operation = outer
     return result
 
 

@@ -255,14 +255,14 @@ class CudaGroupNorm(GroupNormKernels):
             self._data = chain(group_spread(launcher, a.totals, a.means), kernels.backward_data)
 
     def statistics(self) -> None:
-        self._settled = False
+        self._has_moments = False
         self._statistics()
 
     def normalize(self) -> None:
         if not self._exact:
             self._to_moments()
         else:
-            if not self._settled:
+            if not self._has_moments:
                 self._moments()
             self._spread_moments()
         self.normalize_again()

@@ -40,7 +40,7 @@ def test_a_write_outside_of_an_array_is_found_after_the_kernel(offset, where):
     byte = outside(array, offset)
     kernel = Kernel(lambda: byte.fill(7), "vendor:fast")
     GUARDS.each_kernel = True
-    GUARDS.place = "layer 'a'"
+    GUARDS.operation = "layer 'a'"
     kernel()
     with pytest.raises(GuardError, match=f"layer 'a': vendor:fast wrote .*: 1 bytes {where}"):
         GUARDS.check()
