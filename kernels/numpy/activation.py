@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernel import reads_input
 
-__all__ = ["FAR", "KINDS", "STRETCH", "TAIL"]
+__all__ = ["FAR", "KINDS", "STRETCH", "TAIL", "ElementwiseFunctions"]
 
 # Constants of the approximation of GELU by tanh (Hendrycks and Gimpel 2016), which is x / (1 + exp(-w)) with w =
 # _LINEAR * x + _CUBIC * x^3. The leading parts have 41 and 20 bits, so that their products below are exact.
@@ -49,7 +49,22 @@ TAIL = {
 #: exp(-FAR^2 / 2) is 0 in float64.
 FAR = 40.0
 
-Step = Callable[[Any, Any, list[Any], float], None]
+
+class ElementwiseFunctions(NamedTuple):
+    """Functions of an activation, and their work buffers, which have the shape of the arrays.
+
+    Attributes
+    ----------
+    forward, gradient
+        ``(x, y, work, alpha)`` writes `y`; ``(x, y, dy, dx, work, alpha)`` writes `dx`.
+    buffers, dtype
+        Number and dtype of the work buffers; None: the dtype of the arrays.
+    """
+
+    forward: Callable[[Any, Any, list[Any], float], None]
+    gradient: Callable[[Any, Any, Any, Any, list[Any], float], None]
+    buffers: int
+    dtype: Any = None
 
 
 def _relu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
@@ -85,15 +100,11 @@ def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    # The slope is the mask of positive elements, plus alpha times the mask of the others.
     np.greater(x if reads_input("leaky_relu", alpha) else y, 0, out=work[0])
-    _slopes(work[0], alpha, work[1])
+    np.multiply(np.subtract(1, work[0], out=work[1]), alpha, out=work[1])
+    np.add(work[0], work[1], out=work[0])
     np.multiply(dy, work[0], out=dx)
-
-
-def _slopes(positive: Any, below: Any, work: Any) -> None:
-    """Set `positive`, a mask of 0 and 1, to `below` where it is 0: a number or an array, which may be `work`."""
-    np.multiply(np.subtract(1, positive, out=work), below, out=work)
-    np.add(positive, work, out=positive)
 
 
 def _decay(x: Any, e: Any, rate: float = 1.0) -> None:
@@ -405,19 +416,18 @@ def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha
     np.copyto(dx, s, casting="same_kind")
 
 
-#: By name: forward, gradient, and number and dtype of their work buffers, which have the array's shape (None: the dtype
-#: of the array).
-KINDS: dict[str, tuple[Step, Callable[..., None], int, Any]] = {
-    "relu": (_relu, _relu_gradient, 1, None),
-    "leaky_relu": (_leaky, _leaky_gradient, 2, None),
-    "sigmoid": (_sigmoid, _sigmoid_gradient, 2, None),
-    "tanh": (_tanh, _tanh_gradient, 2, None),
-    "gelu": (_gelu, _gelu_gradient, 4, None),
-    "silu": (_silu, _silu_gradient, 3, None),
-    "elu": (_elu, _elu_gradient, 2, None),
-    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 2, None),
-    "hard_swish": (_hard_swish, _hard_swish_gradient, 2, None),
-    "softplus": (_softplus, _softplus_gradient, 2, None),
-    "mish": (_mish, _mish_gradient, 4, None),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_gradient, 6, np.dtype(np.float64)),
+#: By name.
+KINDS: dict[str, ElementwiseFunctions] = {
+    "relu": ElementwiseFunctions(_relu, _relu_gradient, 1),
+    "leaky_relu": ElementwiseFunctions(_leaky, _leaky_gradient, 2),
+    "sigmoid": ElementwiseFunctions(_sigmoid, _sigmoid_gradient, 2),
+    "tanh": ElementwiseFunctions(_tanh, _tanh_gradient, 2),
+    "gelu": ElementwiseFunctions(_gelu, _gelu_gradient, 4),
+    "silu": ElementwiseFunctions(_silu, _silu_gradient, 3),
+    "elu": ElementwiseFunctions(_elu, _elu_gradient, 2),
+    "hard_sigmoid": ElementwiseFunctions(_hard_sigmoid, _hard_sigmoid_gradient, 2),
+    "hard_swish": ElementwiseFunctions(_hard_swish, _hard_swish_gradient, 2),
+    "softplus": ElementwiseFunctions(_softplus, _softplus_gradient, 2),
+    "mish": ElementwiseFunctions(_mish, _mish_gradient, 4),
+    "gelu_tanh": ElementwiseFunctions(_gelu_tanh, _gelu_tanh_gradient, 6, np.dtype(np.float64)),
 }

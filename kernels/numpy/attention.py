@@ -305,6 +305,7 @@ class _Forward(_Share):
         np.multiply(peak, 0, out=more)
         np.add(total, more, out=total)
         # A query with keys has a total of at least 1: that of the largest score.
+        # So the maximum with 1 only changes the total of a query without keys, whose output is 0 and not 0 / 0.
         np.maximum(total, 1, out=more)
         np.divide(sums, more, out=sums)
         np.copyto(y, sums.reshape(y.shape))
@@ -384,6 +385,7 @@ class _Backward(_Share):
                 self.drop(p, dropped)
             self._add(tiles, "dv", lead, columns, _turned(p, by_key), dy)
             self._add(tiles, "dk", lead, columns, _turned(ds, by_key), q)
+            # The first product overwrites dq, which is undefined before it.
             if i:
                 self.operations.add_product(_turned(ds, by_query), k, dq, part)
             else:
@@ -427,10 +429,11 @@ class _Backward(_Share):
         if not tiles.part.overlaps:
             np.add(target, product, out=target)
             return
-        # Tiles that share keys are added one after the other.
+        # The view has elements twice where tiles share keys; one np.add would keep one of the terms. So the tiles are
+        # added one after the other.
         for index in np.ndindex(*target.shape[1 : len(lead) - 1]):
-            one = target[(slice(None), *index)]
-            np.add(one, product[(slice(None), *index)], out=one)
+            tile = target[(slice(None), *index)]
+            np.add(tile, product[(slice(None), *index)], out=tile)
 
     def _sum_pairs(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, ds: Any) -> None:
         pairs, more = (self._pairs(tiles, rows, columns, name)[lead[-1]] for name in ("pairs", "more_pairs"))

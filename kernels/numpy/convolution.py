@@ -15,7 +15,6 @@ over blocks of output rows where the matrix would take too much memory.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from ..kernel import FusedActivation, Kernel, ScratchKernel
 from ..memory import Scratch, nbytes_of, round_up
 from .norms import column_sums
 
-__all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions"]
+__all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions", "edges", "tap_views"]
 
 
 Block = tuple[slice, slice, slice]
@@ -59,7 +58,7 @@ class Columns:
         self.shape, self.geometry, self.dtype = tuple(shape), geometry, np.dtype(dtype)
         self.outputs = geometry.output_shape(shape[1:-1])
         self.depth = geometry.taps * shape[-1] // geometry.groups
-        self.margins = Margins(shape, geometry.padding)
+        self.margins = Margins(shape, geometry.padding, dtype)
         # A 1x1 convolution reads x without unfolding.
         self.direct = (
             geometry.taps == 1 and set(geometry.stride) == {1} and self.outputs == tuple(shape[1:-1])
@@ -69,8 +68,7 @@ class Columns:
         self.rows = max(rows.stop - rows.start for _, _, rows in self.blocks)
         matrix = 0 if self.direct else nbytes_of((geometry.groups, self.rows, self.depth), dtype)
         self._padded_offset = round_up(matrix)
-        padded = 0 if self.margins.none else nbytes_of(self.margins.shape, dtype)
-        self.scratch_bytes = self._padded_offset + padded
+        self.scratch_bytes = self._padded_offset + self.margins.nbytes
 
     def _split(self, limit: int) -> list[Block]:
         """Return blocks of whole samples if one sample fits `limit`, else blocks of rows of one sample."""
@@ -106,21 +104,9 @@ class Columns:
         """Return a function to call once before all blocks, and one per block that fills its matrix from `x`."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks]
-        prepare, source = self._padded_input(x, scratch)
-        return prepare, [self._copy(self._windows(source, block), scratch, block) for block in self.blocks]
-
-    def _padded_input(self, x: Any, scratch: Scratch) -> tuple[Callable[[], None], Any]:
-        if self.margins.none:
-            return _idle, x
-        padded = scratch.view(self.margins.shape, self.dtype, self._padded_offset)
-        interior, edges = self.margins.interior(padded), self.margins.edges(padded)
-
-        def prepare() -> None:
-            for edge in edges:
-                edge.fill(0)
-            np.copyto(interior, x)
-
-        return prepare, padded
+        padded = self.margins.padded(x, scratch, self._padded_offset)
+        steps = [self._copy(self._windows(padded, block), scratch, block) for block in self.blocks]
+        return self.margins.fill(padded, x, 0), steps
 
     def _windows(self, source: Any, block: Block) -> Any:
         """Return a read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
@@ -151,16 +137,9 @@ class Columns:
         """Return functions to call before all blocks, per block (adds its matrix to `dx`), and after all blocks."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks], _idle
-        target = dx if self.margins.none else scratch.view(self.margins.shape, self.dtype, self._padded_offset)
-        steps = [self._add(target, scratch, block) for block in self.blocks]
-
-        def prepare() -> None:
-            target.fill(0)
-
-        if self.margins.none:
-            return prepare, steps, _idle
-        interior = self.margins.interior(target)
-        return prepare, steps, lambda: np.copyto(dx, interior)
+        padded = self.margins.padded(dx, scratch, self._padded_offset)
+        steps = [self._add(padded, scratch, block) for block in self.blocks]
+        return lambda: padded.fill(0), steps, self.margins.crop(padded, dx)
 
     def _add(self, target: Any, scratch: Scratch, block: Block) -> Callable[[], None]:
         samples, rows, _ = block
@@ -172,16 +151,12 @@ class Columns:
         # Axes (n, *outputs, groups, C / groups), in the order of the target.
         columns = np.moveaxis(columns, 0, -2)
         grouped = target.reshape(*target.shape[:-1], g.groups, channels)
-        pairs = []
-        for tap in itertools.product(*(range(k) for k in g.kernel)):
-            starts = [
-                t * d + (rows.start * g.stride[0] if a == 0 else 0) for a, (t, d) in enumerate(zip(tap, g.dilation))
-            ]
-            where = tuple(slice(b, b + (o - 1) * s + 1, s) for b, o, s in zip(starts, outputs, g.stride))
-            at = (slice(None),) * (1 + g.ndim)
-            pairs.append((grouped[(samples, *where)], columns[(*at, *tap)]))
+        inputs = tap_views(grouped[samples, rows.start * g.stride[0] :], outputs, g)
+        outer = (slice(None),) * (1 + g.ndim)
+        pairs = [(into, columns[(*outer, *tap)]) for into, tap in zip(inputs, np.ndindex(*g.kernel))]
 
         def run() -> None:
+            # Windows overlap: one addition to a view of all windows would keep one of the terms of each element.
             for into, column in pairs:
                 np.add(into, column, out=into)
 
@@ -193,35 +168,70 @@ def _idle() -> None:
 
 
 class Margins:
-    """Margins of a packed array ``(N, *spatial, C)``. Negative padding adds none, as its rows are not read.
+    """Margins of a packed array ``(N, *spatial, C)``, in scratch memory.
+
+    Negative padding adds none, as its rows are not read.
 
     Attributes
     ----------
     shape
         Shape with margins.
     none
-        Whether there are no margins.
+        Whether there are no margins: then the padded array is the array itself, and nothing is copied.
+    nbytes
+        Scratch memory of the padded array [B].
     """
 
-    def __init__(self, shape: Sequence[int], padding: Sequence[tuple[int, int]]) -> None:
-        self._lo = [lo for lo, _ in padding]
-        self._inner = list(shape[1:-1])
-        sizes = [lo + n + max(0, hi) for n, (lo, hi) in zip(self._inner, padding)]
-        self.shape = (shape[0], *sizes, shape[-1])
+    def __init__(self, shape: Sequence[int], padding: Sequence[tuple[int, int]], dtype: Any) -> None:
+        self._inside = [slice(lo, lo + n) for n, (lo, _) in zip(shape[1:-1], padding)]
+        extents = [lo + n + max(0, hi) for n, (lo, hi) in zip(shape[1:-1], padding)]
+        self.shape, self._dtype = (shape[0], *extents, shape[-1]), dtype
         self.none = self.shape == tuple(shape)
+        self.nbytes = 0 if self.none else nbytes_of(self.shape, dtype)
 
-    def interior(self, padded: Any) -> Any:
-        """Return the view without margins."""
-        return padded[(slice(None), *(slice(lo, lo + n) for lo, n in zip(self._lo, self._inner)))]
+    def padded(self, array: Any, scratch: Scratch, offset: int = 0) -> Any:
+        """Return scratch memory from `offset` [B] on for the array with margins, contents undefined."""
+        return array if self.none else scratch.view(self.shape, self._dtype, offset)
 
-    def edges(self, padded: Any) -> list[Any]:
-        """Return views that cover all margins; corners belong to the earlier axis."""
-        views = []
-        at: list[slice] = [slice(None)]
-        for lo, n in zip(self._lo, self._inner):
-            views += [padded[(*at, slice(0, lo))], padded[(*at, slice(lo + n, None))]]
-            at.append(slice(lo, lo + n))
-        return [view for view in views if view.size]
+    def fill(self, padded: Any, array: Any, value: float) -> Callable[[], None]:
+        """Return a function that copies `array` into `padded`, with margins of `value`."""
+        if self.none:
+            return _idle
+        interior, margins = padded[(slice(None), *self._inside)], edges(padded, self._inside)
+
+        def run() -> None:
+            for margin in margins:
+                margin.fill(value)
+            np.copyto(interior, array)
+
+        return run
+
+    def crop(self, padded: Any, array: Any) -> Callable[[], None]:
+        """Return a function that copies `padded` without its margins to `array`."""
+        if self.none:
+            return _idle
+        interior = padded[(slice(None), *self._inside)]
+        return lambda: np.copyto(array, interior)
+
+
+def edges(whole: Any, inside: Sequence[slice]) -> list[Any]:
+    """Return views that cover what is outside of `inside` on the axes after the first, each element once: corners
+    belong to the earlier axis.
+    """
+    views, before = [], [slice(None)]
+    for part in inside:
+        views += [whole[(*before, slice(0, part.start))], whole[(*before, slice(part.stop, None))]]
+        before.append(part)
+    return [view for view in views if view.size]
+
+
+def tap_views(padded: Any, outputs: Sequence[int], geometry: Geometry) -> list[Any]:
+    """Return for each tap of a window, in row-major order, the inputs that the outputs read: ``(N, *outputs, ...)``."""
+    g = geometry
+    return [
+        padded[(slice(None), *(slice(t * d, t * d + (o - 1) * s + 1, s) for t, d, s, o in axes))]
+        for axes in (zip(tap, g.dilation, g.stride, outputs) for tap in np.ndindex(*g.kernel))
+    ]
 
 
 # Limit of an unfolded input [B]; larger ones are split in blocks. A 3x3 convolution of 128 channels on 256^2 takes 300

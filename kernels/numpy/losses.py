@@ -25,8 +25,9 @@ class _NumpyLoss(LossKernel):
     def __init__(self, name: str, arrays: LossArrays) -> None:
         self.arrays, self.work = arrays, Workspace()
         self._samples = arrays.x.shape[0]
-        self._x, self._target, self._dx = (_rows(a) for a in (arrays.x, arrays.target, arrays.dx))
-        self._weights = _rows(arrays.weights)
+        whole = (arrays.x, arrays.target, arrays.dx, arrays.weights)
+        flat: list[Any] = [None if a is None else a.reshape(-1, a.shape[-1]) for a in whole]
+        self._x, self._target, self._dx, self._weights = flat
         self.width = int(arrays.x.shape[-1])
         super().__init__(self._compute, f"numpy:{name}", close=self.work.clear)
         self.set(self._samples, 1.0)
@@ -71,7 +72,9 @@ class _Elementwise(_NumpyLoss):
     """A loss that is a function of each element of prediction and target."""
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
-        losses = self.values(x, self._typed(x, t), dx, scale)
+        targets = buffer(self.work, "t", x.shape, x.dtype)
+        np.copyto(targets, t, casting="unsafe")
+        losses = self.values(x, targets, dx, scale)
         if weights is not None:
             losses *= weights
             if dx is not None:
@@ -80,19 +83,10 @@ class _Elementwise(_NumpyLoss):
 
     @abstractmethod
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
-        """Return the loss of every element, in a buffer; write `scale` times its gradient to `dx`. May overwrite `t`.
+        """Return the loss of every element, in a buffer; write `scale` times its gradient to `dx`.
+
+        `t` is a copy of the targets in the dtype of `x`, and may be overwritten.
         """
-
-    def _typed(self, x: Any, t: Any) -> Any:
-        """Return a copy of the targets in the dtype of the prediction."""
-        targets = buffer(self.work, "t", x.shape, x.dtype)
-        np.copyto(targets, t, casting="unsafe")
-        return targets
-
-
-def _rows(array: Any) -> Any:
-    return None if array is None else array.reshape(-1, array.shape[-1])
-
 
 class _MeanSquaredError(_Elementwise):
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
@@ -114,7 +108,7 @@ class _BinaryCrossEntropy(_Elementwise):
         self._pos_weight = np.asarray(1.0 if pos_weight is None else pos_weight, np.float64)
 
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
-        names = ("e", "found", "part", "rest")
+        names = ("e", "losses", "part", "rest")
         e, losses, part, rest = (buffer(self.work, name, x.shape, x.dtype) for name in names)
         np.negative(np.abs(x, out=e), out=e)
         np.exp(e, out=e)
@@ -227,7 +221,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         flat, own, others = z.reshape(-1), *(buffer(work, name, shape[1:], x.dtype) for name in ("own", "others"))
         # The loss is the logarithm of the sum minus q . z.
         share = self._smoothing / shape[0]
-        picked = buffer(work, "taken", shape[1:], x.dtype)
+        picked = buffer(work, "picked", shape[1:], x.dtype)
         take(z.reshape(-1), index, out=picked)
         self._times(picked, weight)
         picked *= 1 - self._smoothing
@@ -244,7 +238,8 @@ class _SoftmaxCrossEntropy(_OfClasses):
             np.divide(mass, column, out=column)
             z *= column
             self._at_the_label(flat, index, mass, weight, own, others, share)
-            self._subtract_smoothing(z, share, weights)
+            if share:
+                self._subtract_smoothing(z, share, weights)
             z *= scale
             np.copyto(dx, z.T)
         own -= 1
@@ -279,26 +274,25 @@ class _SoftmaxCrossEntropy(_OfClasses):
     ) -> None:
         """Write ``mass * own / sum - (1 - smoothing) * weight`` to the element of the label.
 
-        It is computed as ``(rest * own - taken * others) / sum`` with ``taken = (1 - smoothing) * weight`` and ``rest =
-        mass - taken``.
+        It is computed as ``(rest * own - hard * others) / sum`` with ``hard = (1 - smoothing) * weight`` and ``rest =
+        mass - hard``: the difference above would lose its digits where the label has almost all of the probability.
         """
-        moved, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("moved", "part"))
-        np.multiply(weight, 1 - self._smoothing, out=moved)
+        hard, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("hard", "part"))
+        np.multiply(weight, 1 - self._smoothing, out=hard)
         if share:
-            np.subtract(mass, moved, out=part)
+            np.subtract(mass, hard, out=part)
             part *= own
         else:
             part.fill(0)
-        moved *= others
-        part -= moved
-        np.add(own, others, out=moved)
-        part /= moved
+        hard *= others
+        part -= hard
+        np.add(own, others, out=hard)
+        part /= hard
         flat[index] = part
 
     def _subtract_smoothing(self, z: Any, share: float, weights: Any | None) -> None:
-        if not share:
-            return
-        counted, part = (buffer(self.work, k, z.shape[1:], z.dtype) for k in ("moved", "part"))
+        """Subtract the target probability that label smoothing gives to every class."""
+        counted, part = (buffer(self.work, k, z.shape[1:], z.dtype) for k in ("counted", "part"))
         self._counted_positions(counted, weights)
         for row, w in zip(z, self._class_weights(z.dtype)):
             np.multiply(counted, share * float(w), out=part)

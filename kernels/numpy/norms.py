@@ -17,10 +17,12 @@ from ..memory import Scratch, Workspace, buffer, chunks
 from ..norm_parts import mean_and_variance
 from ..norms import ChannelNormArrays, Norms
 
-__all__ = ["NumpyBatchNorm", "NumpyNorms", "RowBlock", "RowBlocks", "column_sums", "moments", "moments_scratch_bytes"]
+__all__ = ["NumpyBatchNorm", "NumpyNorms", "RowBlock", "RowBlocks", "column_sums", "moments"]
 
 
+#: Largest block of rows [B]; it is read twice, the second time from the cache.
 BLOCK_BYTES = 1 << 18
+#: Length of a row to which short rows are joined [elements]; NumPy's start of a loop takes little time then.
 LONG = 2048
 
 
@@ -29,7 +31,8 @@ class RowBlock:
 
     def __init__(self, start: int, stop: int, repeat: int, channels: int) -> None:
         self.start, self.stop, self.repeat, self.channels = start, stop, repeat, channels
-        self.shape = ((stop - start) // repeat, repeat * channels)
+        self.rows = stop - start
+        self.shape = (self.rows // repeat, repeat * channels)
 
     def view(self, array: Any) -> Any:
         """Return this block of a packed ``(..., C)`` array."""
@@ -49,6 +52,8 @@ class RowBlocks:
         Elements of the largest block.
     """
 
+    pieces: list[RowBlock]
+
     def __init__(self, array: Any) -> None:
         channels = array.shape[-1]
         rows = array.size // channels if channels else 0
@@ -62,11 +67,27 @@ class RowBlocks:
         if whole < rows:
             self.pieces.append(RowBlock(whole, rows, rows - whole, channels))
         self.largest = max((p.shape[0] * p.shape[1] for p in self.pieces), default=0)
-        self.tallest = max((p.shape[0] for p in self.pieces), default=0)
+        self._ones = np.ones(max((p.shape[0] for p in self.pieces), default=0), array.dtype)
+        self._row = np.empty(self.repeat * channels, array.dtype)
 
     def vectors(self, count: int, dtype: Any) -> Any:
         """Return a ``(count, repeat, C)`` array for per-channel vectors repeated along long rows."""
         return np.zeros((count, self.repeat, self.channels), dtype)
+
+    def adder(self, piece: RowBlock) -> Callable[[Any, Any], None]:
+        """Return a function that writes the sum over all rows of a matrix of this block's shape to `out` ``(C,)``.
+
+        The columns are summed in the dtype of the matrix, by a product with ones; then the `repeat` sums of each
+        channel in float64.
+        """
+        ones, row = self._ones[: piece.shape[0]], self._row[: piece.shape[1]]
+        by_channel = row.reshape(piece.repeat, -1)
+
+        def add(rows: Any, out: Any) -> None:
+            np.matmul(ones, rows, out=row)
+            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=out)
+
+        return add
 
 
 def column_sums(array: Any, out: Any) -> Callable[[], None]:
@@ -75,32 +96,23 @@ def column_sums(array: Any, out: Any) -> Callable[[], None]:
     Blocks are summed in the dtype of `array`, and their sums in float64.
     """
     blocks = RowBlocks(array)
-    ones = np.ones(blocks.tallest, array.dtype)
-    long = np.empty(blocks.repeat * blocks.channels, array.dtype)
     total, part = np.empty((2, blocks.channels))
-    steps = [
-        (ones[: p.shape[0]], p.view(array), long[: p.shape[1]], long[: p.shape[1]].reshape(p.repeat, -1))
-        for p in blocks.pieces
-    ]
+    steps = [(blocks.adder(p), p.view(array)) for p in blocks.pieces]
 
     def run() -> None:
         total.fill(0)
-        for one, rows, row, by_channel in steps:
-            np.matmul(one, rows, out=row)
-            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+        for add, rows in steps:
+            add(rows, part)
             np.add(total, part, out=total)
         np.copyto(out, total, casting="same_kind")
 
     return run
 
 
-def moments_scratch_bytes(x: Any) -> int:
-    """Return the scratch memory of :func:`moments` [B]."""
-    return RowBlocks(x).largest * x.itemsize
-
-
 def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
     """Return a function that writes ``[sum x, sum x^2]`` per channel into `sums`, float64 ``(2, C)``.
+
+    It uses scratch memory for the largest of the :class:`RowBlocks`.
 
     Each block of rows fits the cache and is read twice: for its mean, and for the sum of squares about that mean. The
     blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
@@ -108,52 +120,33 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
     standard deviation: the error of a block's sum enters the variance squared.
     """
     blocks = RowBlocks(x)
-    ones = np.ones(blocks.tallest, x.dtype)
     shift = blocks.vectors(1, x.dtype)[0]
-    row = np.empty(blocks.repeat * blocks.channels, x.dtype)
     mean, first, second, extra = np.empty((4, blocks.channels))
-    steps = [_step(p, x, ones, shift, row, scratch) for p in blocks.pieces]
+    steps = [
+        (p.rows, blocks.adder(p), p.view(x), shift.reshape(-1)[: p.shape[1]], scratch.view(p.shape, x.dtype))
+        for p in blocks.pieces
+    ]
 
     def run() -> None:
         sums.fill(0)
-        for count, one, rows, about, deviation, long, by_channel in steps:
-            np.matmul(one, rows, out=long)
-            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=first)
+        for count, add, rows, about, deviation in steps:
+            add(rows, first)
             np.divide(first, count, out=mean)
             np.copyto(shift, mean, casting="same_kind")
             np.subtract(rows, about, out=deviation)
             np.multiply(deviation, deviation, out=deviation)
-            np.matmul(one, deviation, out=long)
-            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=second)
+            add(deviation, second)
             np.copyto(mean, shift[0])  # the mean as rounded, which was subtracted
-            _accumulate(sums, count, mean, first, second, extra)
+            # sum x^2 of the block is second + m (2 first - n m).
+            np.multiply(mean, count, out=extra)
+            np.subtract(first, extra, out=extra)
+            np.add(extra, first, out=extra)
+            np.multiply(extra, mean, out=extra)
+            np.add(second, extra, out=second)
+            np.add(sums[0], first, out=sums[0])
+            np.add(sums[1], second, out=sums[1])
 
     return run
-
-
-def _step(piece: RowBlock, x: Any, ones: Any, shift: Any, row: Any, scratch: Scratch) -> tuple[Any, ...]:
-    height, width = piece.shape
-    long = row[:width]
-    return (
-        height * piece.repeat,
-        ones[:height],
-        piece.view(x),
-        shift.reshape(-1)[:width],
-        scratch.view(piece.shape, x.dtype),
-        long,
-        long.reshape(piece.repeat, -1),
-    )
-
-
-def _accumulate(sums: Any, count: int, mean: Any, first: Any, second: Any, extra: Any) -> None:
-    """Add a block's ``sum x = first`` and ``sum x^2 = second + m (2 first - n m)`` to `sums`; overwrites `extra`."""
-    np.multiply(mean, count, out=extra)
-    np.subtract(first, extra, out=extra)
-    np.add(extra, first, out=extra)
-    np.multiply(extra, mean, out=extra)
-    np.add(second, extra, out=second)
-    np.add(sums[0], first, out=sums[0])
-    np.add(sums[1], second, out=sums[1])
 
 
 class NumpyBatchNorm:
@@ -162,7 +155,6 @@ class NumpyBatchNorm:
     def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
         self.a, self.scratch = arrays, scratch
         self.blocks = RowBlocks(arrays.x)
-        self._ones = np.ones(self.blocks.tallest, arrays.x.dtype)
 
     def kernels(self) -> BatchNormKernels:
         """Return all four kernels."""
@@ -177,7 +169,7 @@ class NumpyBatchNorm:
         return BatchNormKernels(statistics, forward, backward_sums, self._kernel(lambda: self._bind_data(a.means)))
 
     def _kernel(self, bind: Callable[[], Callable[[], Any]]) -> Kernel:
-        return ScratchKernel(bind, self.scratch, moments_scratch_bytes(self.a.x), "numpy:batch_norm")
+        return ScratchKernel(bind, self.scratch, self.blocks.largest * self.a.x.itemsize, "numpy:batch_norm")
 
     def _buffer(self, shape: tuple[int, ...]) -> Any:
         return self.scratch.view(shape, self.a.x.dtype)
@@ -185,15 +177,13 @@ class NumpyBatchNorm:
     def _bind_forward(self) -> Callable[[], None]:
         a = self.a
         vectors = self.blocks.vectors(3, a.x.dtype)  # mean, gamma / sqrt(var + eps), beta
-        first = moments(a.x, a.sums, self.scratch) if a.local else None
-        settle = mean_and_variance(a, a.rows) if a.local else None
+        statistics = [moments(a.x, a.sums, self.scratch), mean_and_variance(a, a.rows)] if a.local else []
         steps = [(p.view(a.x), p.view(a.y), *vectors.reshape(3, -1)[:, : p.shape[1]]) for p in self.blocks.pieces]
         inverse = self._inverse_deviation()
 
         def run() -> None:
-            if first is not None and settle is not None:
-                first()
-                settle()
+            for compute in statistics:
+                compute()
             np.copyto(vectors[0], a.mean, casting="same_kind")
             np.copyto(vectors[2], a.beta, casting="same_kind")
             np.multiply(inverse(), a.gamma, out=vectors[1], casting="same_kind")
@@ -219,29 +209,24 @@ class NumpyBatchNorm:
     def _bind_sums(self, sums: Any) -> Callable[[], None]:
         a = self.a
         vectors = self.blocks.vectors(2, a.x.dtype)  # mean, 1 / sqrt(var + eps)
-        row = np.empty(self.blocks.repeat * self.blocks.channels, a.x.dtype)
         part = np.empty(self.blocks.channels)
         steps = []
         for p in self.blocks.pieces:
-            long = row[: p.shape[1]]
             arrays = (p.view(a.x), p.view(a.dy), self._buffer(p.shape))
-            repeated = vectors.reshape(2, -1)[:, : p.shape[1]]
-            steps.append((self._ones[: p.shape[0]], *arrays, *repeated, long, long.reshape(p.repeat, -1)))
+            steps.append((self.blocks.adder(p), *arrays, *vectors.reshape(2, -1)[:, : p.shape[1]]))
         inverse = self._inverse_deviation()
 
         def run() -> None:
             sums.fill(0)
             np.copyto(vectors[0], a.mean, casting="same_kind")
             np.copyto(vectors[1], inverse(), casting="same_kind")
-            for one, x, dy, xhat, mean, inv, long, by_channel in steps:
-                np.matmul(one, dy, out=long)
-                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+            for add, x, dy, xhat, mean, inv in steps:
+                add(dy, part)
                 np.add(sums[0], part, out=sums[0])
                 np.subtract(x, mean, out=xhat)
                 np.multiply(xhat, inv, out=xhat)
                 np.multiply(xhat, dy, out=xhat)
-                np.matmul(one, xhat, out=long)
-                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+                add(xhat, part)
                 np.add(sums[1], part, out=sums[1])
 
         return run
@@ -294,7 +279,9 @@ class ChannelNorm:
 
     def __init__(self, arrays: ChannelNormArrays) -> None:
         self.a, channels = arrays, arrays.x.shape[-1]
-        self.x, self.y, self.dy, self.dx = (_rows(a, channels) for a in (arrays.x, arrays.y, arrays.dy, arrays.dx))
+        whole = (arrays.x, arrays.y, arrays.dy, arrays.dx)
+        flat: list[Any] = [None if a is None else a.reshape(-1, channels) for a in whole]
+        self.x, self.y, self.dy, self.dx = flat
         self._parts = list(chunks(len(self.x), channels))
         self._sums, self._work = np.empty((2, channels)), Workspace()
 
@@ -352,15 +339,12 @@ class ChannelNorm:
         if self.a.gamma is not None:
             dy *= self.a.gamma
             product *= self.a.gamma
+        # dx = (g - mean(g) - xhat * mean(g * xhat)) / std, with g = dy * gamma.
         xhat *= np.mean(product, axis=1, keepdims=True, out=mean)
         if self.a.centered:
             dy -= np.mean(dy, axis=1, keepdims=True, out=mean)
         dy -= xhat
         np.multiply(dy, inverse, out=self.dx[part])
-
-
-def _rows(array: Any, channels: int) -> Any:
-    return None if array is None else array.reshape(-1, channels)
 
 
 class NumpyNorms(Norms):

@@ -31,18 +31,17 @@ class NumpyPointwise(NumpyWindows):
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """Build an elementwise function and its gradient."""
-        forward, gradient, buffers, wide = KINDS[kind]
-        run = self._elementwise(forward, (x, y), buffers, wide, alpha, f"numpy:{kind}")
-        arrays = (x, y, dy, dx)
-        return run, None if dx is None else self._elementwise(gradient, arrays, buffers, wide, alpha, run.impl)
+        functions = KINDS[kind]
+        forward = self._elementwise(functions.forward, (x, y), kind, alpha)
+        return forward, None if dx is None else self._elementwise(functions.gradient, (x, y, dy, dx), kind, alpha)
 
-    def _elementwise(
-        self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, wide: Any, alpha: float, impl: str
-    ) -> Kernel:
-        """Build a function of arrays and buffers. Packed arrays are computed in pieces that stay in the cache, others
-        at once.
+    def _elementwise(self, function: Callable[..., None], arrays: Sequence[Any], kind: str, alpha: float) -> Kernel:
+        """Build a function of arrays and of the buffers of an activation.
+
+        Packed arrays are computed in pieces that stay in the cache, others at once.
         """
-        pieces, dtype, scratch = [tuple(arrays)], wide or arrays[0].dtype, self.scratch
+        buffers, pieces, scratch = KINDS[kind].buffers, [tuple(arrays)], self.scratch
+        dtype = KINDS[kind].dtype or arrays[0].dtype
         if all(a.flags.c_contiguous for a in arrays):
             flat = [a.reshape(-1) for a in arrays]
             starts = range(0, flat[0].size, _PIECE)
@@ -63,16 +62,21 @@ class NumpyPointwise(NumpyWindows):
 
             return run
 
-        return ScratchKernel(bind, scratch, buffers * size, impl)
+        return ScratchKernel(bind, scratch, buffers * size, f"numpy:{kind}")
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         """Build a sum of arrays; `y` may be one or several of them."""
-        into = [x for x in xs if same_elements(x, y)]
         terms = [x for x in xs if not same_elements(x, y)]
+        times = len(xs) - len(terms)  # number of terms that are `y` itself
 
         def run() -> None:
-            _start(into, terms, y)
-            for term in terms[0 if into else 2 :]:
+            if times > 1:
+                np.multiply(y, times, out=y)
+            elif not times and len(terms) > 1:
+                np.add(terms[0], terms[1], out=y)
+            elif not times:
+                np.copyto(y, terms[0])
+            for term in terms[0 if times else 2 :]:
                 np.add(y, term, out=y)
 
         return self.activated(Kernel(run, "numpy:add"), y, activation)
@@ -111,17 +115,6 @@ class NumpyPointwise(NumpyWindows):
 
         kept = outer.nbytes + inner.nbytes
         return ScratchKernel(bind, scratch, 2 * size + nbytes_of(shape, np.bool_), "numpy:dropout", kept)
-
-
-def _start(into: list[Any], terms: list[Any], y: Any) -> None:
-    """Write to `y` the multiple of itself that the sum contains, or else the sum of the first one or two terms."""
-    if into:
-        if len(into) > 1:
-            np.multiply(y, len(into), out=y)
-    elif len(terms) > 1:
-        np.add(terms[0], terms[1], out=y)
-    else:
-        np.copyto(y, terms[0])
 
 
 def first_counter(mask: DropoutMask) -> np.uint64:

@@ -12,56 +12,9 @@ from ..geometry import Geometry, Resampled
 from ..kernel import Kernel, ScratchKernel, run_all
 from ..memory import Scratch, nbytes_of, round_up
 from ..pointwise import Pointwise
-from .convolution import Margins
+from .convolution import Margins, tap_views
 
 __all__ = ["NumpyWindows", "tap_counts"]
-
-
-class _Taps:
-    """Views of a padded input, one per window position, and the scratch memory of the padded input."""
-
-    def __init__(self, x: Any, y: Any, geometry: Geometry) -> None:
-        self.margins = Margins(x.shape, geometry.padding)
-        self.geometry, self.outputs, self.dtype = geometry, y.shape[1:-1], x.dtype
-        self.scratch_bytes = 0 if self.margins.none else round_up(nbytes_of(self.margins.shape, x.dtype))
-
-    def padded(self, x: Any, scratch: Scratch) -> Any:
-        return x if self.margins.none else scratch.view(self.margins.shape, self.dtype)
-
-    def views(self, padded: Any) -> list[Any]:
-        g = self.geometry
-        return [
-            padded[
-                (
-                    slice(None),
-                    *(
-                        slice(t * d, t * d + (o - 1) * s + 1, s)
-                        for t, d, s, o in zip(tap, g.dilation, g.stride, self.outputs)
-                    ),
-                )
-            ]
-            for tap in itertools.product(*(range(k) for k in g.kernel))
-        ]
-
-    def filled(self, x: Any, padded: Any, value: float) -> Callable[[], None]:
-        """Return a function that copies `x` into `padded` with margins of `value`."""
-        if padded is x:
-            return lambda: None
-        interior, edges = self.margins.interior(padded), self.margins.edges(padded)
-
-        def run() -> None:
-            for edge in edges:
-                edge.fill(value)
-            np.copyto(interior, x)
-
-        return run
-
-    def collected(self, dx: Any, padded: Any) -> Callable[[], None]:
-        """Return a function that copies the interior of `padded` to `dx`."""
-        if padded is dx:
-            return lambda: None
-        interior = self.margins.interior(padded)
-        return lambda: np.copyto(dx, interior)
 
 
 class NumpyWindows(Pointwise):
@@ -71,18 +24,19 @@ class NumpyWindows(Pointwise):
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         """Build the maximum over windows, and its gradient by the stored position."""
-        taps, scratch = _Taps(x, y, geometry), self.scratch
+        margins, outputs, scratch = Margins(x.shape, geometry.padding, x.dtype), y.shape[1:-1], self.scratch
+        # Training holds the positions from forward to backward, so they take one byte each where that is enough.
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
         kept = 0 if position is None else position.nbytes
-        mask_bytes = round_up(y.size)
-        scratch_bytes = taps.scratch_bytes + 2 * mask_bytes
+        first, mask_bytes = round_up(margins.nbytes), round_up(y.size)
+        scratch_bytes = first + 2 * mask_bytes
 
         def bind_forward() -> Callable[[], None]:
-            padded = taps.padded(x, scratch)
-            fill, views = taps.filled(x, padded, -np.inf), taps.views(padded)
-            better = scratch.view(y.shape, np.bool_, taps.scratch_bytes)
-            undefined = scratch.view(y.shape, np.bool_, taps.scratch_bytes + mask_bytes)
+            padded = margins.padded(x, scratch)
+            fill, views = margins.fill(padded, x, -np.inf), tap_views(padded, outputs, geometry)
+            better = scratch.view(y.shape, np.bool_, first)
+            undefined = scratch.view(y.shape, np.bool_, first + mask_bytes)
 
             def run() -> None:
                 fill()
@@ -90,6 +44,7 @@ class NumpyWindows(Pointwise):
                 if position is not None:
                     position.fill(0)
                 for i, view in enumerate(views[1:], 1):
+                    # Strictly greater: the first of equal elements stays the maximum, and gets the gradient.
                     np.greater(view, y, out=better)
                     np.isnan(view, out=undefined)  # NaN takes precedence, as in torch, so that it does not vanish
                     np.logical_or(better, undefined, out=better)
@@ -104,16 +59,16 @@ class NumpyWindows(Pointwise):
             return forward, None
 
         def bind_backward() -> Callable[[], None]:
-            padded = taps.padded(dx, scratch)
-            views, collect = taps.views(padded), taps.collected(dx, padded)
-            here = scratch.view(y.shape, np.bool_, taps.scratch_bytes)
+            padded = margins.padded(dx, scratch)
+            views, crop = tap_views(padded, outputs, geometry), margins.crop(padded, dx)
+            here = scratch.view(y.shape, np.bool_, first)
 
             def run() -> None:
                 padded.fill(0)
                 for i, view in enumerate(views):
                     np.equal(position, i, out=here)
                     np.add(view, dy, out=view, where=here)
-                collect()
+                crop()
 
             return run
 
@@ -123,15 +78,15 @@ class NumpyWindows(Pointwise):
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
         """Build the mean over windows, and its gradient."""
-        taps, scratch = _Taps(x, y, geometry), self.scratch
+        margins, outputs, scratch = Margins(x.shape, geometry.padding, x.dtype), y.shape[1:-1], self.scratch
         if count_include_pad:
             factor = np.full((1,) * y.ndim, 1 / geometry.taps, x.dtype)
         else:
             factor = (1 / tap_counts(x.shape[1:-1], y.shape[1:-1], geometry)).astype(x.dtype)
 
         def bind_forward() -> Callable[[], None]:
-            padded = taps.padded(x, scratch)
-            fill, views = taps.filled(x, padded, 0), taps.views(padded)
+            padded = margins.padded(x, scratch)
+            fill, views = margins.fill(padded, x, 0), tap_views(padded, outputs, geometry)
 
             def run() -> None:
                 fill()
@@ -142,23 +97,23 @@ class NumpyWindows(Pointwise):
 
             return run
 
-        impl = "numpy:average_pool"
-        forward = ScratchKernel(bind_forward, scratch, taps.scratch_bytes, impl, factor.nbytes)
+        impl, first = "numpy:average_pool", round_up(margins.nbytes)
+        forward = ScratchKernel(bind_forward, scratch, first, impl, factor.nbytes)
         if dx is None:
             return forward, None
-        scratch_bytes = taps.scratch_bytes + dy.nbytes
+        scratch_bytes = first + dy.nbytes
 
         def bind_backward() -> Callable[[], None]:
-            padded = taps.padded(dx, scratch)
-            share = scratch.view(dy.shape, dy.dtype, taps.scratch_bytes)
-            views, collect = taps.views(padded), taps.collected(dx, padded)
+            padded = margins.padded(dx, scratch)
+            share = scratch.view(dy.shape, dy.dtype, first)
+            views, crop = tap_views(padded, outputs, geometry), margins.crop(padded, dx)
 
             def run() -> None:
                 padded.fill(0)
                 np.multiply(dy, factor, out=share)
                 for view in views:
                     np.add(view, share, out=view)
-                collect()
+                crop()
 
             return run
 
