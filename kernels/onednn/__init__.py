@@ -20,12 +20,12 @@ from ..numpy.attention import TileOperations
 from ..numpy.staging import StandInBuffers
 from ..summed import SummedConvolution
 from . import conv, pointwise, taps
-from .abi import NATIVE, Abi, open_library
+from .abi import NATIVE, POOLING_AVERAGE_EXCLUDE, POOLING_AVERAGE_INCLUDE, Abi, open_library
 from .attention import OnednnTileOperations
 from .conv import ConvChoice
 from .faults import FAULTS
 from .norm import OnednnBatchNorm
-from .program import OnednnEngine, OnlyEmulated, ReferenceOnly
+from .program import OnednnEngine, OnlyEmulated, PrimitiveList, ReferenceOnly
 
 __all__ = ["DELEGATED", "OnednnBackend"]
 
@@ -140,13 +140,13 @@ class OnednnBackend(NumpyBackend):
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Return, for each convolution, the times of the compared algorithms [s], the chosen one first."""
-        return self._choice.found
+        return self._choice.times
 
     # ------------------------------------------------------------------ convolution
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
-        if not pointwise.has(activation):
+        if not pointwise.fuses(activation):
             return self.activated(self._conv_forward(x, w, b, y, geometry, None), y, activation)
         if pointwise.is_relu(activation):
             return pointwise.rectified(
@@ -161,55 +161,27 @@ class OnednnBackend(NumpyBackend):
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None, fused: list[Any]
     ) -> Kernel:
         """Build a convolution with the activation fused into the primitive, as the operations `fused`."""
-        args = (self._engine, x, w, b, y, geometry, fused)
         key = ("forward", x.shape, w.shape, b is None, activation, x.dtype.name, w.dtype.name, geometry)
-        candidates = {
-            "packed": lambda: conv.forward(*args),
-            "blocked": lambda: conv.forward(*args, blocked=True),
-        }
-        return self._convolution(
-            "conv_forward",
-            key,
-            candidates,
-            partial(super()._conv_forward, x, w, b, y, geometry, activation),
-        )
+        build = partial(conv.forward, self._engine, x, w, b, y, geometry, fused)
+        plain = partial(super()._conv_forward, x, w, b, y, geometry, activation)
+        return self._or_plain(lambda: self._choice.kernel(key, _formats(build)), plain, "conv_forward", is_low(x.dtype))
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        args = (self._engine, dy, w, dx, geometry)
         key = ("backward data", dx.shape, w.shape, dx.dtype.name, w.dtype.name, geometry)
-        candidates = {
-            "packed": lambda: conv.backward_data(*args),
-            "blocked": lambda: conv.backward_data(*args, blocked=True),
-        }
-        return self._convolution(
-            "conv_backward_data",
-            key,
-            candidates,
-            partial(super()._conv_backward_data, dy, w, dx, geometry),
-        )
+        formats = _formats(partial(conv.backward_data, self._engine, dy, w, dx, geometry))
+        plain = partial(super()._conv_backward_data, dy, w, dx, geometry)
+        return self._or_plain(lambda: self._choice.kernel(key, formats), plain, "conv_backward_data", is_low(dx.dtype))
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        args = (self._engine, x, dy, dw, db, geometry)
+        args, low = (self._engine, x, dy, dw, db, geometry), is_low(x.dtype)
         key = ("backward filter", x.shape, dw.shape, db is None, x.dtype.name, dw.dtype.name, geometry)
-        candidates: dict[str, Callable[[], Any]] = {
-            "packed": lambda: conv.backward_filter(*args),
-            "blocked": lambda: conv.backward_filter(*args, blocked=True),
-        }
-        if not is_low(x.dtype):
-            by_taps: dict[str, Callable[[], Any]] = {"taps": lambda: taps.backward_filter_by_taps(*args)}
+        candidates = _formats(partial(conv.backward_filter, *args))
+        if not low:
+            by_taps = {"taps": partial(taps.backward_filter_by_taps, *args)}
             first = taps.preferred(x, dy, geometry, self.instruction_set)
             candidates = by_taps | candidates if first else candidates | by_taps
-        return self._convolution(
-            "conv_backward_filter",
-            key,
-            candidates,
-            partial(super()._conv_backward_filter, x, dy, dw, db, geometry),
-        )
-
-    def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
-        """Return the chosen candidate, or another library's kernel where oneDNN has no fast one."""
-        low = any(name in key for name in LOW)
-        return self._or_plain(lambda: self._choice.kernel(key, candidates), plain, what, low)
+        plain = partial(super()._conv_backward_filter, x, dy, dw, db, geometry)
+        return self._or_plain(lambda: self._choice.kernel(key, candidates), plain, "conv_backward_filter", low)
 
     # ------------------------------------------------------------------ attention
     def _tile_operations(self) -> Sequence[TileOperations]:
@@ -254,27 +226,23 @@ class OnednnBackend(NumpyBackend):
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
         args = (x, y, dy, dx, geometry)
-        algorithm = pointwise.average(count_include_pad)
-        return self._or_plain(
-            lambda: pointwise.pool(self._engine, algorithm, *args),
-            partial(super()._average_pool, *args, count_include_pad),
-        )
+        algorithm = POOLING_AVERAGE_INCLUDE if count_include_pad else POOLING_AVERAGE_EXCLUDE
+        plain = partial(super()._average_pool, *args, count_include_pad)
+        return self._or_plain(lambda: pointwise.pool(self._engine, algorithm, *args), plain)
 
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
         """Build a batch norm with activation. The norm's kernels include a ReLU without residual; other cases use more
         kernels.
         """
-        apart = partial(super()._with_activation, arrays)
-        if arrays.activation is None or arrays.activation.kind != "relu" or arrays.residual is not None:
-            return apart()
+        unfused = partial(super()._with_activation, arrays)
+        if not pointwise.is_relu(arrays.activation) or arrays.residual is not None:
+            return unfused()
         plain = super()._batch_norm
-        return self._or_plain(lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), apart)
+        return self._or_plain(lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), unfused)
 
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         plain = super()._batch_norm
-        return self._or_plain(
-            lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), partial(plain, arrays)
-        )
+        return self._or_plain(lambda: OnednnBatchNorm(self._engine, arrays, plain).kernels(), partial(plain, arrays))
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         args = (kind, x, y, dy, dx, alpha)
@@ -282,7 +250,7 @@ class OnednnBackend(NumpyBackend):
         return self._or_plain(lambda: pointwise.activation(self._engine, *args, plain), plain)
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-        if not pointwise.has(activation):
+        if not pointwise.fuses(activation):
             return self.activated(self._add(xs, y, None), y, activation)
         plain = partial(super()._add, xs, y, activation)
         if pointwise.is_relu(activation) and not any(checks.same_elements(x, y) for x in xs):
@@ -314,31 +282,19 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        args = (x, w, b, y)
-        return self._or_plain(
-            lambda: conv.dense_forward(self._engine, *args).kernel(),
-            partial(super()._dense_forward, *args),
-            "dense_forward",
-            is_low(x.dtype),
-        )
+        plain = partial(super()._dense_forward, x, w, b, y)
+        build = partial(conv.dense_forward, self._engine, x, w, b, y)
+        return self._or_plain(lambda: build().kernel(), plain, "dense_forward", is_low(x.dtype))
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        args = (dy, w, dx)
-        return self._or_plain(
-            lambda: conv.dense_backward_data(self._engine, *args).kernel(),
-            partial(super()._dense_backward_data, *args),
-            "dense_backward_data",
-            is_low(dx.dtype),
-        )
+        plain = partial(super()._dense_backward_data, dy, w, dx)
+        build = partial(conv.dense_backward_data, self._engine, dy, w, dx)
+        return self._or_plain(lambda: build().kernel(), plain, "dense_backward_data", is_low(dx.dtype))
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        args = (x, dy, dw, db)
-        return self._or_plain(
-            lambda: conv.dense_backward_filter(self._engine, *args).kernel(),
-            partial(super()._dense_backward_filter, *args),
-            "dense_backward_filter",
-            is_low(x.dtype),
-        )
+        plain = partial(super()._dense_backward_filter, x, dy, dw, db)
+        build = partial(conv.dense_backward_filter, self._engine, x, dy, dw, db)
+        return self._or_plain(lambda: build().kernel(), plain, "dense_backward_filter", is_low(x.dtype))
 
     def _bias(self, y: Any, b: Any) -> Kernel:
         plain = partial(super()._bias, y, b)
@@ -349,3 +305,8 @@ class OnednnBackend(NumpyBackend):
         if not is_low(dy.dtype):
             return plain()  # in float32 a product would lose digits of long sums
         return self._or_plain(lambda: conv.bias_gradient(self._engine, dy, db).kernel(), plain)
+
+
+def _formats(build: Callable[..., PrimitiveList]) -> dict[str, Callable[[], PrimitiveList]]:
+    """Return the candidates of a convolution by the format of its images: used in place, or reordered to oneDNN's."""
+    return {"packed": build, "blocked": partial(build, blocked=True)}

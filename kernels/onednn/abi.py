@@ -1,6 +1,7 @@
-"""The C interface of oneDNN 3 by ctypes: constants, prototypes, error codes. No other file depends on them.
+"""The C interface of oneDNN 3 by ctypes: constants, prototypes, error codes.
 
-The numbers are those of the public headers; versions 3.2 to 3.13 only added to them.
+The numbers are those of the public headers; versions 3.2 to 3.13 only added to them. Other files use the constants by
+name and call the functions of :class:`Abi`; ctypes prototypes and status codes stay here.
 """
 
 from __future__ import annotations

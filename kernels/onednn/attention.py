@@ -31,7 +31,8 @@ class OnednnTileOperations(TileOperations):
         self._engine, self._abi = engine, engine.abi
         self._list = PrimitiveList(engine)
         self._stream = self._list.own("stream", engine.abi.cpu_stream(engine.handle))
-        self._made: dict[Any, Callable[..., None] | None] = {}
+        # By operation, shapes and strides; None: oneDNN has no fast primitive.
+        self._primitives: dict[Any, Callable[..., None] | None] = {}
 
     def begin(self) -> None:
         # oneDNN's products choose their threads when they run.
@@ -41,7 +42,7 @@ class OnednnTileOperations(TileOperations):
         self._abi.set_threads(self._engine.threads)
 
     def close(self) -> None:
-        self._made.clear()
+        self._primitives.clear()
         self._list.close()
 
     def product(self, left: Any, right: Any, out: Any) -> None:
@@ -92,12 +93,12 @@ class OnednnTileOperations(TileOperations):
         return self._call(key, make, (array, subtracted, array, *more))
 
     def _call(self, key: Any, make: Callable[[], Callable[..., None]], arrays: Sequence[Any]) -> bool:
-        if key not in self._made:
+        if key not in self._primitives:
             try:
-                self._made[key] = make()
+                self._primitives[key] = make()
             except ReferenceOnly:
-                self._made[key] = None
-        run = self._made[key]
+                self._primitives[key] = None
+        run = self._primitives[key]
         if run is None:
             return False
         run(*arrays)
@@ -105,8 +106,7 @@ class OnednnTileOperations(TileOperations):
 
     def _primitive(self, descriptor: int, arguments: dict[int, int]) -> Callable[..., None]:
         """Return a function that runs a primitive on arrays, in the order of its arguments."""
-        pad = self._abi.argument_desc(descriptor, c.SCRATCHPAD)
-        if pad and self._abi.desc_size(pad):
+        if self._list.required(descriptor, c.SCRATCHPAD):
             raise ReferenceOnly("expected a primitive without a scratchpad, which tiles have no memory for")
         own, abi = self._list.own, self._abi
         primitive = own("primitive", abi.primitive(descriptor))
@@ -116,6 +116,7 @@ class OnednnTileOperations(TileOperations):
             *(abi.execute, self._stream, len(table), ctypes.addressof(table), abi.set_data),
         )
 
+        # oneDNN has the address of `table` only; as a default value, it lives as long as the function.
         def run(*arrays: Any, keep: Any = table) -> None:
             for memory, array in zip(memories, arrays):
                 set_data(memory, array.__array_interface__["data"][0])

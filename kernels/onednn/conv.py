@@ -58,8 +58,10 @@ def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
-    """Return the descriptor of a packed array with the samples, channels and dtype of `array`; with `free`, the
-    primitive chooses the format.
+    """Return the descriptor of a packed image with the samples, channels and dtype of `array`.
+
+    Its extents are those of `array`, or `spatial`. With `free`, the primitive chooses the format: usually blocks of 8
+    or 16 channels, ``(N, C / 16, *spatial, 16)``.
     """
     n, channels, *inner = shape = _logical(array, spatial)
     strides = None if free else _channels_first(packed_strides((n, *inner, channels)))
@@ -78,7 +80,10 @@ def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = No
 
 
 def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> None:
-    """Add a step that zeroes the elements outside the leading part, corners included."""
+    """Add a step that zeroes the elements outside the leading part, corners included.
+
+    The rows that a negative padding drops are no inputs of the primitive, so its gradient does not write them.
+    """
     rest = []
     at: list[slice] = [slice(None)]
     for n, part in zip(array.shape[1:-1], spatial):
@@ -168,14 +173,14 @@ class ConvChoice:
 
     Attributes
     ----------
-    found
+    times
         For each key, the times of the candidates [s], the chosen one first.
     """
 
     def __init__(self, tune: bool, threads: int) -> None:
         self.tune = tune
         self._clock = time.thread_time if threads == 1 else time.perf_counter
-        self.found: dict[Any, dict[str, float]] = {}
+        self.times: dict[Any, dict[str, float]] = {}
 
     def kernel(self, key: Any, candidates: Candidates) -> Kernel:
         """Return the kernel of the chosen candidate.
@@ -187,9 +192,9 @@ class ConvChoice:
         """
         if not self.tune:
             return self._first(candidates)
-        if key not in self.found:
-            self.found[key] = self._compare(candidates)
-        return candidates[next(iter(self.found[key]))]().kernel()
+        if key not in self.times:
+            self.times[key] = self._compare(candidates)
+        return candidates[next(iter(self.times[key]))]().kernel()
 
     @staticmethod
     def _first(candidates: Candidates) -> Kernel:
@@ -224,7 +229,8 @@ class _Convolution:
         self.p, self.x, self.w, self.y = p, x, w, y
         self.bias = None if bias is None else bias.desc
         self.spatial, self.geometry = read_part(x.shape[1:-1], geometry)
-        # Weights in the dtype of the images: float32 master weights are converted by the reorder.
+        # Without strides the primitive chooses the format of the weights. Their dtype is that of the images: the
+        # reorder to that format also converts float32 master weights.
         self.filters = p.desc(weight_shape(w, geometry.groups), x.dtype)
 
     def images(self, blocked: bool) -> tuple[int, int]:
@@ -249,7 +255,7 @@ class _Convolution:
     def candidate(self, kind: str, descriptor: int, impl: str) -> Candidate:
         """Return the description of a convolution and of the implementation that would compute it."""
         packed = image_desc(self.p, self.x, self.spatial)
-        channels_last = self.p.abi.desc_equal(self.p.wanted(descriptor, c.SRC), packed)
+        channels_last = self.p.abi.desc_equal(self.p.required(descriptor, c.SRC), packed)
         outputs = self.y.shape[1:-1]
         return Candidate(kind, impl, self.w.shape[-1], self.spatial, outputs, self.geometry, channels_last)
 
@@ -279,8 +285,8 @@ def forward(
     kind = "convolution_forward"
     pd = p.descriptor(kind, *description, attributes=p.attributes(*after), refused=conv.refusal(kind))
     arguments = {
-        c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
-        c.WEIGHTS: p.brought_to(conv.weights(), p.wanted(pd, c.WEIGHTS)),
+        c.SRC: p.converted(conv.input(), pd, c.SRC),
+        c.WEIGHTS: p.converted(conv.weights(), pd, c.WEIGHTS),
     }
     if bias is not None:
         arguments[c.BIAS] = bias
@@ -299,8 +305,8 @@ def backward_data(
     kind = "convolution_backward_data"
     pd = p.descriptor(kind, c.CONVOLUTION_DIRECT, source, conv.filters, target, *shape, conv.hint())
     arguments = {
-        c.DIFF_DST: p.brought_to(image(p, dy), p.wanted(pd, c.DIFF_DST)),
-        c.WEIGHTS: p.brought_to(conv.weights(), p.wanted(pd, c.WEIGHTS)),
+        c.DIFF_DST: p.converted(image(p, dy), pd, c.DIFF_DST),
+        c.WEIGHTS: p.converted(conv.weights(), pd, c.WEIGHTS),
     }
     zero_rest(p, dx, conv.spatial)
     p.step_into(pd, arguments, c.DIFF_SRC, conv.input())
@@ -315,6 +321,7 @@ def backward_filter(
     bias = None if db is None else vector(p, db)
     conv = _Convolution(p, x, dw, dy, bias, geometry)
     source, target = conv.images(blocked)
+    # In the dtype of `dw`: with images of 16 bits the gradient stays a sum in float32.
     filters = p.desc(weight_shape(dw, geometry.groups), dw.dtype)
     shape = geometry_dims(conv.geometry)
     kind = "convolution_backward_weights"
@@ -323,8 +330,8 @@ def backward_filter(
         refused=conv.refusal(kind),
     )  # fmt: skip
     arguments = {
-        c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
-        c.DIFF_DST: p.brought_to(image(p, dy), p.wanted(pd, c.DIFF_DST)),
+        c.SRC: p.converted(conv.input(), pd, c.SRC),
+        c.DIFF_DST: p.converted(image(p, dy), pd, c.DIFF_DST),
     }
     if bias is not None:
         arguments[c.DIFF_BIAS] = bias
@@ -380,6 +387,7 @@ def bias_gradient(engine: OnednnEngine, dy: Any, db: Any) -> PrimitiveList:
 
 
 def _add_column_sums(p: PrimitiveList, dy: Any, db: Any) -> None:
+    """Add the product of a row of ones with `dy`, which oneDNN sums in float32."""
     ones = np.ones((1, dy.shape[0]), dy.dtype)
     _product(p, _matrix(p, ones), _matrix(p, dy), _matrix(p, db.reshape(1, -1)))
 

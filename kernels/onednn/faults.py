@@ -40,7 +40,7 @@ class Candidate:
     channels_last: bool
 
     @property
-    def lanes(self) -> int:
+    def vector(self) -> int:
         """Number of float32 elements per vector register."""
         return 8 if "avx2" in self.impl else 16
 
@@ -86,7 +86,7 @@ def _overruns(candidate: Candidate) -> bool:
     # rtus_prepare_space_info). With fewer channels than a vector, later steps start beyond the end. With more they
     # overlap, which is harmless: each step is used before the next one is copied. Blocked images have whole blocks.
     # Whether a second step occurs depends on cache sizes and threads, so the check ignores it.
-    return candidate.gathers and candidate.channels < candidate.lanes and (candidate.channels_last or candidate.nested)
+    return candidate.gathers and candidate.channels < candidate.vector and (candidate.channels_last or candidate.nested)
 
 
 def _is_wrong(candidate: Candidate) -> bool:
@@ -147,4 +147,4 @@ def margin_of(candidate: Candidate) -> int:
 
     No write into the margin has been observed.
     """
-    return 4 * candidate.lanes * math.prod(candidate.outputs) if candidate.gathers else 0
+    return 4 * candidate.vector * math.prod(candidate.outputs) if candidate.gathers else 0

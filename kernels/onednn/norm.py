@@ -42,7 +42,7 @@ from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["OnednnBatchNorm"]
 
-LANES = 16
+CHANNELS = 16  # multiple of channels that oneDNN's fast kernels take
 FAR = 100.0  # limit of mean^2 / var, above which a float32 mean is too inaccurate
 LARGEST = 1 << 31  # size of an array whose offsets do not fit into 32 bits, in which the primitive computes them [B]
 BLOCK_BYTES = 1 << 18  # piece of the correction per thread [B], small because it is read again at once
@@ -96,16 +96,17 @@ class OnednnBatchNorm:
                 f"oneDNN's batch norm ends the process with arrays of {bytes_text(LARGEST)} and more: expected a block "
                 f"of fewer elements, got {bytes_text(arrays.x.nbytes)}"
             )
-        self.repeat = LANES // math.gcd(channels, LANES)
+        self.repeat = CHANNELS // math.gcd(channels, CHANNELS)
         if rows % self.repeat or rows == self.repeat:
             n, rows = 1, n * rows
         if rows % self.repeat:
             raise ReferenceOnly(
-                f"oneDNN's batch norm is slow on {rows} rows of {channels} channels: expected channels that {LANES} "
+                f"oneDNN's batch norm is slow on {rows} rows of {channels} channels: expected channels that {CHANNELS} "
                 f"divides, or rows that {self.repeat} divides"
             )
         self.shape = (n, 1, rows // self.repeat, channels * self.repeat)
-        # Whether oneDNN's primitive computes the statistics.
+        # Whether oneDNN's primitive computes the statistics. With merged rows it would compute those of every
+        # `repeat`-th row.
         self.own = arrays.local and self.repeat == 1
         self.flags = c.SCALE | c.SHIFT
         self.flags |= 0 if self.own else c.GLOBAL_STATISTICS
@@ -118,8 +119,8 @@ class OnednnBatchNorm:
         program, descriptor = self._forward()
         forward, statistics = self._keeping_nan(program.kernel()), idle()
         if a.local and not self.own:
-            settle = Kernel(mean_and_variance(a, a.rows), "numpy:mean and variance")
-            forward = chain(self._statistics(), settle, forward)
+            moments = Kernel(mean_and_variance(a, a.rows), "numpy:mean and variance")
+            forward = chain(self._statistics(), moments, forward)
         elif not a.local:
             statistics = self._statistics()
         if a.dx is None:
@@ -180,13 +181,13 @@ class OnednnBatchNorm:
         """Return a function that returns whether any channel's mean is many times its deviation."""
         left, right = (np.empty(mean.shape, np.float32) for _ in range(2))
 
-        def ask() -> bool:
+        def is_far() -> bool:
             np.multiply(mean, mean, out=left)
             np.add(var, self.a.eps, out=right)
             np.divide(left, right, out=left)
             return bool(left.max() > FAR)
 
-        return ask
+        return is_far
 
     def _sums_of(self, sums: Any) -> Callable[[], None]:
         """Return a function that turns `sums`, mean and variance of every `repeat`-th row, into the sums."""
@@ -224,8 +225,8 @@ class OnednnBatchNorm:
         arguments = {c.SRC: x, c.DST: y}
         for index, array in ((c.MEAN, a.mean), (c.VARIANCE, a.var), (c.GAMMA, a.gamma), (c.BETA, a.beta)):
             arguments[index] = vector(p, repeated(array))
-        mask = p.wanted(pd, c.WORKSPACE)
-        if mask and p.size(mask):
+        mask = p.required(pd, c.WORKSPACE)
+        if mask:
             arguments[c.WORKSPACE] = p.kept(mask)
             self._mask = arguments[c.WORKSPACE].array
         if self.repeat > 1:
@@ -243,7 +244,7 @@ class OnednnBatchNorm:
             arguments[index] = vector(p, repeated(array))
         arguments |= {c.DIFF_BETA: vector(p, sums[0].reshape(-1)), c.DIFF_GAMMA: vector(p, sums[1].reshape(-1))}
         if self._mask is not None:
-            arguments[c.WORKSPACE] = p.array(self._mask, p.borrowed(p.wanted(pd, c.WORKSPACE)))
+            arguments[c.WORKSPACE] = p.array(self._mask, p.borrowed(p.required(pd, c.WORKSPACE)))
         if self.repeat > 1:
             p.call(repeated.refresh)
         p.step(pd, arguments)
@@ -268,25 +269,15 @@ class OnednnBatchNorm:
         x, dx = a.x.reshape(-1, width), a.dx.reshape(-1, width)
         height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))
         scratch: OnednnMemory | None = None
-        for first in range(0, len(x), height):
-            inputs, those = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
-            scratch = p.temporary(inputs.desc) if scratch is None else p.part(scratch, inputs.desc, 0)
-            self._correct(p, inputs, those, scratch, vectors)
-        return p.kernel()
-
-    def _correct(
-        self,
-        p: PrimitiveList,
-        x: OnednnMemory,
-        dx: OnednnMemory,
-        scratch: OnednnMemory,
-        vectors: dict[int, OnednnMemory],
-    ) -> None:
         flags = c.SCALE | c.SHIFT | c.GLOBAL_STATISTICS
-        pd = p.descriptor("batch_normalization_forward", c.FORWARD_INFERENCE, x.desc, x.desc, self.a.eps, flags)
-        p.step(pd, {c.SRC: x, c.DST: scratch, **vectors})
-        pd = p.descriptor("binary", c.BINARY_ADD, dx.desc, x.desc, dx.desc)
-        p.step(pd, {c.SRC: dx, c.SRC_1: scratch, c.DST: dx})
+        for first in range(0, len(x), height):
+            inputs, gradients = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
+            scratch = p.temporary(inputs.desc) if scratch is None else p.part(scratch, inputs.desc, 0)
+            desc = inputs.desc
+            pd = p.descriptor("batch_normalization_forward", c.FORWARD_INFERENCE, desc, desc, a.eps, flags)
+            p.step(pd, {c.SRC: inputs, c.DST: scratch, **vectors})
+            p.binary(c.BINARY_ADD, gradients, scratch, gradients)
+        return p.kernel()
 
     def _coefficients(self, means: Any, slope: Any, offset: Any) -> Callable[[], None]:
         a = self.a

@@ -50,7 +50,7 @@ from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
 from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
-__all__ = ["MAX", "Finite", "activation", "add", "average", "gelu", "max_pool", "pool"]
+__all__ = ["Finite", "activation", "add", "fuses", "gelu", "is_relu", "max_pool", "operations", "pool", "rectified"]
 
 
 class Finite:
@@ -113,14 +113,7 @@ def _bits(x: Any) -> tuple[Any, Any, int]:
     return flat.view(np.int16), flat.view(np.uint16), infinity
 
 
-MAX = c.POOLING_MAX
-
 Pair = tuple[Kernel, Kernel | None]
-
-
-def average(count_include_pad: bool) -> int:
-    """Return oneDNN's algorithm of an average pooling."""
-    return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
 
 
 def max_pool(
@@ -135,7 +128,7 @@ def max_pool(
     ReferenceOnly
         As in :func:`pool`.
     """
-    forward, backward = pool(engine, MAX, x, y, dy, dx, geometry)
+    forward, backward = pool(engine, c.POOLING_MAX, x, y, dy, dx, geometry)
     finite = Finite(engine, x)
     plain = functools.cache(plain)
     safe = either(forward, finite.fails, deferred(lambda: plain()[0]), *finite.kernels)
@@ -169,9 +162,9 @@ def pool(
     kind = c.FORWARD_INFERENCE if dx is None else c.FORWARD_TRAINING
     source, target = image_desc(p, x, spatial), image_desc(p, y)
     pd = p.descriptor("pooling_forward", kind, algorithm, source, target, *shape)
-    arguments = {c.SRC: p.brought_to(image(p, x, spatial), source)}
-    positions = p.wanted(pd, c.WORKSPACE)
-    workspace = p.kept(positions) if positions and p.size(positions) else None
+    arguments = {c.SRC: p.converted(image(p, x, spatial), pd, c.SRC)}
+    positions = p.required(pd, c.WORKSPACE)
+    workspace = p.kept(positions) if positions else None
     if workspace is not None:
         arguments[c.WORKSPACE] = workspace
     p.step(pd, {**arguments, c.DST: image(p, y)})
@@ -220,7 +213,7 @@ def is_relu(activation: FusedActivation | None) -> bool:
     return activation is not None and activation.kind == "relu"
 
 
-def has(activation: FusedActivation | None) -> bool:
+def fuses(activation: FusedActivation | None) -> bool:
     """Return whether another primitive can fuse this activation."""
     return activation is None or activation.kind == "relu" or activation.kind in _FORWARD
 
@@ -241,10 +234,10 @@ def _slope(activation: FusedActivation) -> float:
     return activation.alpha if activation.kind == "leaky_relu" else _SLOPES.get(activation.kind, 0.0)
 
 
-def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apart: Callable[[], Kernel]) -> Kernel:
+def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], unfused: Callable[[], Kernel]) -> Kernel:
     """Return a kernel with a fused ReLU.
 
-    `build` builds it from the fused operations. `apart` builds a kernel that computes `y` again from the same inputs
+    `build` builds it from the fused operations. `unfused` builds a kernel that computes `y` again from the same inputs
     and applies ReLU afterwards.
     """
     relu = FusedActivation("relu")
@@ -259,7 +252,7 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apar
         with np.errstate(over="ignore", invalid="ignore"):
             return finite.fails()
 
-    return _watched(fast, invalid, failed, apart)
+    return _watched(fast, invalid, failed, unfused)
 
 
 def _watched(fast: Kernel, invalid: Invalid, failed: Callable[[], bool], exact: Callable[[], Any]) -> Kernel:
@@ -316,7 +309,7 @@ def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel
     """Return the forward kernel, or None if oneDNN has no accurate one."""
     if f.kind == "gelu":
         return None if is_low(x.dtype) else gelu(engine, x, y)
-    if not has(f):
+    if not fuses(f):
         return None
     p = PrimitiveList(engine)
     source, target = _flat(p, x), _flat(p, y)

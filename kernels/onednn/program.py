@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..guards import GUARDS, SIDE, guarded_bytes
-from ..kernel import Kernel, KernelError, ScratchKernel
+from ..kernel import Kernel, KernelError, ScratchKernel, run_all
 from ..memory import Scratch, aligned_empty, round_up
 from . import abi as c
 from .abi import Abi, Argument, DnnlError
@@ -85,6 +85,7 @@ class PrimitiveList:
         self._guards: list[tuple[int, int, str]] = []
         self.workspace_bytes = 0
         self.impls: list[str] = []
+        # Most primitives fix their number of threads when they are created.
         self.abi.set_threads(engine.threads)
 
     # ------------------------------------------------------------------ owned handles
@@ -118,10 +119,6 @@ class PrimitiveList:
         if name in self.engine.emulated:
             raise OnlyEmulated(f"oneDNN {self.abi.version} only emulates {name} on this processor")
         return self.own("memory_desc", self.abi.desc(shape, name, strides))
-
-    def size(self, desc: int) -> int:
-        """Return the memory size of a descriptor [B]."""
-        return self.abi.desc_size(desc)
 
     def borrowed(self, desc: int) -> int:
         """Return an owned copy of a descriptor that belongs to another list or primitive."""
@@ -200,6 +197,7 @@ class PrimitiveList:
             If oneDNN would run its reference implementation, or has none.
         """
         created, reasons = self.hint(kind, *args, attributes=attributes), list[str]()
+        # One descriptor iterates over all implementations, from the fastest by oneDNN's order to the reference.
         while True:
             impl = self.abi.implementation(created)
             if impl.startswith("ref"):
@@ -233,12 +231,12 @@ class PrimitiveList:
 
     def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True, margin: int = 0) -> None:
         """Add a primitive with its arguments, and a scratchpad with `margin` [B] after it."""
-        pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
-        if pad and self.abi.desc_size(pad):
+        pad = self.required(descriptor, c.SCRATCHPAD)
+        if pad:
             arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad, margin, "scratchpad")}
         primitive = self.own("primitive", self.abi.primitive(descriptor))
         table = (Argument * len(arguments))(*(Argument(i, m.handle) for i, m in arguments.items()))
-        self._keep.append(table)
+        self._keep.append(table)  # run() has its address only
         execute, stream, count, address = self.abi.execute, self.engine.stream, len(table), ctypes.addressof(table)
 
         def run() -> None:
@@ -271,24 +269,28 @@ class PrimitiveList:
         return self.array(np.full((1,), value, np.float32), self.desc((1,), np.float32, (1,)))
 
     def reorder(self, source: OnednnMemory, target: OnednnMemory) -> None:
-        """Add a copy from one format (and dtype) to another."""
+        """Add a copy from one format (and dtype) to another. Kernels are not named after their copies."""
         engine = self.engine.handle
         pd = self.abi.reorder(source.desc, engine, target.desc, engine, self.attributes())
         self.own("primitive_desc", pd)
         self.step(pd, {c.SRC: source, c.DST: target}, name=False)
 
-    def brought_to(self, source: OnednnMemory, desc: int) -> OnednnMemory:
-        """Return `source` in the format `desc`: `source` itself if it has that format, else a copy made at every call.
+    def required(self, descriptor: int, argument: int) -> int:
+        """Return the memory descriptor that a primitive requires for an argument; 0 if the argument takes no memory.
+
+        The descriptor belongs to the primitive.
         """
+        desc = self.abi.argument_desc(descriptor, argument)
+        return desc if desc and self.abi.desc_size(desc) else 0
+
+    def converted(self, source: OnednnMemory, descriptor: int, argument: int) -> OnednnMemory:
+        """Return `source` in the format that a primitive requires for an argument: itself, or a copy at every call."""
+        desc = self.required(descriptor, argument)
         if self.abi.desc_equal(source.desc, desc):
             return source
         target = self.temporary(desc)
         self.reorder(source, target)
         return target
-
-    def wanted(self, descriptor: int, argument: int) -> int:
-        """Return the descriptor of the format that a primitive requires for an argument."""
-        return self.abi.argument_desc(descriptor, argument)
 
     def step_into(
         self,
@@ -299,7 +301,7 @@ class PrimitiveList:
         margin: int = 0,
     ) -> None:
         """Add a primitive that writes `result`, through a temporary if it requires another format."""
-        desc = self.wanted(descriptor, output)
+        desc = self.required(descriptor, output)
         direct = self.abi.desc_equal(desc, result.desc)
         target = result if direct else self.temporary(desc)
         self.step(descriptor, {**arguments, output: target}, margin=margin)
@@ -314,23 +316,21 @@ class PrimitiveList:
         """Add a step in Python on a temporary: `bind` takes the temporary as a flat array and returns the function to
         run.
         """
-        at = len(self._steps)
+        # The step is replaced when the kernel takes its views of the scratch memory, before each run after a growth.
+        index = len(self._steps)
         self._steps.append(_unbound)
         shape = (memory.nbytes // np.dtype(dtype).itemsize,)
         scratch = self.engine.scratch
-        self._binders.append(lambda: (at, bind(scratch.view(shape, dtype, memory.offset))))
+        self._binders.append(lambda: (index, bind(scratch.view(shape, dtype, memory.offset))))
 
     # ------------------------------------------------------------------ the result
-    def kernel(self, impl: str | None = None) -> Kernel:
+    def kernel(self) -> Kernel:
         """Return a kernel that runs the steps and owns this list."""
-        name = "onednn:" + (impl or "+".join(dict.fromkeys(self.impls)))
+        name = "onednn:" + "+".join(dict.fromkeys(self.impls))
         if not self._scratch_bytes:
-            return Kernel(_sequence(self._steps), name, self.workspace_bytes, self.close)
-        scratch = self.engine.scratch
-        close = self.close
-        return ScratchKernel(
-            self._bind, scratch, self._scratch_bytes, name, self.workspace_bytes, close, self._guards
-        )
+            return Kernel(run_all(self._steps), name, self.workspace_bytes, self.close)
+        scratch, nbytes = self.engine.scratch, self._scratch_bytes
+        return ScratchKernel(self._bind, scratch, nbytes, name, self.workspace_bytes, self.close, self._guards)
 
     def _bind(self) -> Callable[[], Any]:
         """Point all temporaries to the current scratch memory and return the function that runs the steps."""
@@ -340,21 +340,9 @@ class PrimitiveList:
             self.abi.set_data(memory.handle, address + memory.offset)
         steps = list(self._steps)
         for binder in self._binders:
-            at, step = binder()
-            steps[at] = step
-        return _sequence(steps)
-
-
-def _sequence(steps: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    if len(steps) == 1:
-        return steps[0]
-    fixed = tuple(steps)
-
-    def run() -> None:
-        for step in fixed:
-            step()
-
-    return run
+            index, step = binder()
+            steps[index] = step
+        return run_all(steps)
 
 
 def _unbound() -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..geometry import Geometry
+from ..numpy.convolution import edges
 from ..numpy.norms import column_sums
 from . import abi as c
 from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
@@ -49,22 +50,22 @@ class _Limits:
 
     Attributes
     ----------
-    lanes
-        Number of float32 numbers in a vector.
+    vector
+        Number of float32 elements of a vector register.
     point, window
         Numbers of weights per tap of 1 x 1 and of larger kernels.
     extension
         Ratio of the positions that are multiplied to the outputs.
     """
 
-    lanes: int
+    vector: int
     point: int
     window: int
     extension: float
 
 
-_LIMITS_NARROW = _Limits(lanes=8, point=1 << 19, window=0, extension=1.4)
-_LIMITS_WIDE = _Limits(lanes=16, point=1 << 18, window=1 << 16, extension=1.7)
+_LIMITS_NARROW = _Limits(vector=8, point=1 << 19, window=0, extension=1.4)
+_LIMITS_WIDE = _Limits(vector=16, point=1 << 18, window=1 << 16, extension=1.7)
 
 
 @dataclass(frozen=True)
@@ -130,18 +131,19 @@ def preferred(x: Any, dy: Any, geometry: Geometry, instruction_set: str) -> bool
     - Narrow vectors: oneDNN's gradient of packed images has a third to three quarters of the speed of the forward
       convolution, and a sixth on large images. Products by taps have its speed.
     - Wide vectors: with stride 1 oneDNN's gradient is as fast while the caches hold images and weights.
-    - 1 x 1 kernels are one product in both. oneDNN's is slower with many weights, and with fewer filters than lanes.
+    - 1 x 1 kernels are one product in both. oneDNN's is slower with many weights, and with fewer filters than a vector
+      has elements.
     - Layers of few channels would be products of few columns.
     """
     limits = _LIMITS_NARROW if instruction_set in _NARROW else _LIMITS_WIDE
     channels, filters, strided = x.shape[-1], dy.shape[-1], set(geometry.stride) != {1}
     many = channels * filters
-    few_filters = filters < limits.lanes <= channels and not strided
+    few_filters = filters < limits.vector <= channels and not strided
     if geometry.groups > 1:
         return False
     if geometry.taps == 1:
         return many >= limits.point or few_filters
-    if channels < limits.lanes * (2 if strided else 1):
+    if channels < limits.vector * (2 if strided else 1):
         return False
     axes = _axes(x, dy, geometry)
     if math.prod(axis.positions / axis.outputs for axis in axes) >= limits.extension:
@@ -251,20 +253,16 @@ class _TapProducts:
         self.p.call_on(target, self.x.dtype, bound)
 
     def _fill_gradient(self, samples: slice, axes: Sequence[_TapAxis]) -> Callable[[Any], Any]:
-        at = self._output_slices(axes)
+        starts = [(whole.lo - axis.lo) // axis.stride for axis, whole in zip(axes, self.axes)]
+        outputs = [slice(start, start + axis.outputs) for start, axis in zip(starts, axes)]
         shape = (samples.stop - samples.start, *(axis.positions for axis in axes), self.filters)
 
         def bind(view: Any) -> Any:
             whole = view[: math.prod(shape)].reshape(shape)
             inside = [slice(0, axis.outputs) for axis in axes]
-            return _edges(whole, inside), [(whole[(slice(None), *inside)], self.dy[(samples, *at)])]
+            return edges(whole, inside), [(whole[(slice(None), *inside)], self.dy[(samples, *outputs)])]
 
         return bind
-
-    def _output_slices(self, axes: Sequence[_TapAxis]) -> list[slice]:
-        """Return the slices of the outputs of a block."""
-        starts = [(whole.lo - axis.lo) // axis.stride for axis, whole in zip(axes, self.axes)]
-        return [slice(start, start + axis.outputs) for start, axis in zip(starts, axes)]
 
     def _fill_source(self, samples: slice, axes: Sequence[_TapAxis]) -> Callable[[Any], Any]:
         *outer, last = axes
@@ -278,7 +276,7 @@ class _TapProducts:
                 whole = view[i * size : (i + 1) * size].reshape(shape)
                 spans = [axis.inputs(p) for axis, p in zip(axes, (*phase, None))]
                 inside = [into for into, _ in spans]
-                zeros += _edges(whole, inside)
+                zeros += edges(whole, inside)
                 pairs.append((whole[(slice(None), *inside)], self.x[(samples, *(inputs for _, inputs in spans))]))
             return zeros, pairs
 
@@ -297,7 +295,7 @@ class _TapProducts:
             shifts = [axis.shift(t) for axis, t in zip(outer, tap)]
             start = phases.index(tuple(p for _, p in shifts)) * self._positions(samples, axes)
             start += sum(shift * s for (shift, _), s in zip(shifts, steps[1:]))
-            number = 0
+            number = 0  # of the first tap of this row of the kernel, in row-major order
             for axis, t in zip(axes, (*tap, 0)):
                 number = number * axis.kernel + t
             for shift, phase, run in last.runs():
@@ -305,29 +303,15 @@ class _TapProducts:
                 first = (start + shift) * width + phase * self.channels
                 right = self.p.part(self.source, self._matrix(rows, columns, width), first * self.item)
                 into = (number + run.start) * self.channels
-                memory = self._slice(into, columns, taps * self.channels)
+                flat = self.p.array(self.dw, self._matrix(self.filters, columns, taps * self.channels))
+                memory = self.p.part(flat, flat.desc, into * self.item)
                 self.p.step(
                     self._product(left.desc, right.desc, memory.desc, (rows, columns, more)),
                     {c.SRC: left, c.WEIGHTS: right, c.DST: memory},
                 )
-
-    def _slice(self, start: int, columns: int, stride: int) -> OnednnMemory:
-        flat = self.p.array(self.dw, self._matrix(self.filters, columns, stride))
-        return self.p.part(flat, flat.desc, start * self.item)
 
     def _product(self, left: int, right: int, out: int, key: tuple[int, int, bool]) -> int:
         if key not in self._products:
             attributes = self.p.attributes(("sum", 1.0, 0, 0)) if key[-1] else None
             self._products[key] = self.p.descriptor("matmul", left, right, None, out, attributes=attributes)
         return self._products[key]
-
-
-def _edges(whole: Any, inside: Sequence[slice]) -> list[Any]:
-    """Return views that cover what is outside of `inside`, per axis after the first; corners belong to the earlier
-    axis.
-    """
-    views, at = [], [slice(None)]
-    for part in inside:
-        views += [whole[(*at, slice(0, part.start))], whole[(*at, slice(part.stop, None))]]
-        at.append(part)
-    return [view for view in views if view.size]
