@@ -133,6 +133,7 @@ class AttentionGeometry:
         """Return the local heads in groups, in each of which every query head has its own head of keys."""
         start, stop = self.heads
         groups = []
+        # Query heads at a distance of `groups` read consecutive heads of keys: a view with strides covers them.
         for first in range(start, min(stop, start + self.groups)):
             count = len(range(first, stop, self.groups))
             groups.append(HeadGroup(first - start, self.groups, first // self.groups - self.key_heads[0], count))
@@ -245,6 +246,7 @@ class Attentions(Base):
                 f"{what}: expected dropout of a rate in [0, 1) with a shape (samples, heads, *queries, *keys), got "
                 f"{g.dropout}"
             )
+        # The channels of an empty array have no meaning; without any pair of positions nothing else can be compared.
         if any_empty(q, y) and any_empty(k, v):
             return
         queries, keys = (tuple(b - a for a, b in intervals) for intervals in (g.queries, g.keys))
@@ -398,9 +400,10 @@ class Windows(_OfOneAxis):
 
     def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
         for begin in range(self._begin(queries[0]), queries[1], self.extent):
-            mine, theirs = (range(max(a, begin), min(b, begin + self.extent)) for a, b in (queries, keys))
-            if mine and theirs:
-                yield mine, theirs
+            end = begin + self.extent
+            tile_queries, tile_keys = (range(max(a, begin), min(b, end)) for a, b in (queries, keys))
+            if tile_queries and tile_keys:
+                yield tile_queries, tile_keys
 
 
 @dataclass(frozen=True)
@@ -423,6 +426,7 @@ class Neighborhood(_OfOneAxis):
     def _first(self, queries: Any) -> Any:
         """Return the number of the first key that each query reads, counted among the keys of its remainder."""
         index, remainder = np.divmod(queries, self.dilation)
+        # Number of positions with this remainder: a dilated neighborhood is a dense one among them.
         length = (self.size - remainder + self.dilation - 1) // self.dilation
         return np.clip(index - self.extent // 2, 0, np.maximum(length - self.extent, 0))
 
@@ -447,12 +451,13 @@ class Neighborhood(_OfOneAxis):
 
     def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
         for remainder in range(self.dilation):
-            mine, theirs = (_congruent(*interval, remainder, self.dilation) for interval in (queries, keys))
+            tile_queries, tile_keys = (_congruent(*i, remainder, self.dilation) for i in (queries, keys))
             # Groups begin at fixed positions, so that those away from the ends are equal but for their position.
-            skip = (mine.start // self.dilation) % self.extent
-            for at in range(-skip, len(mine), self.extent):
-                group = mine[max(0, at) : at + self.extent]
-                if group and theirs:
+            skip = (tile_queries.start // self.dilation) % self.extent
+            for first in range(-skip, len(tile_queries), self.extent):
+                group = tile_queries[max(0, first) : first + self.extent]
+                if group and tile_keys:
+                    # The keys of the first and of the last query bound those of the group; `allowed` masks the rest.
                     start, stop = self._keys(group[0])[0], self._keys(group[-1])[-1] + 1
                     read = _congruent(max(start, keys[0]), min(stop, keys[1]), remainder, self.dilation)
                     if read:
@@ -494,10 +499,12 @@ def runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
     """Return the tiles of :meth:`Reach.tiles` as runs."""
     runs_of_tiles: list[TileRun] = []
     tiles = [(q, k, reach.allowed(q, k)) for q, k in reach.tiles(queries, keys)]
+    # Tiles at the ends may have the extents of the others but another mask, so the mask is part of the key.
     for _, group in groupby(tiles, key=lambda t: (len(t[0]), len(t[1]), t[0].start - t[1].start, t[2].tobytes())):
         pending = list(group)
         while pending:
             q, k, allowed = pending[0]
+            # A run ends where the distance to the next tile changes, as one view has one stride per axis.
             step = pending[1][0].start - q.start if len(pending) > 1 else 0
             count = 1
             while count < len(pending) and pending[count][0].start == q.start + count * step:
@@ -591,6 +598,7 @@ class TileGroup:
         begin = whole[(slice(None), *(slice(s, None) for s in starts), slice(first, None))]
         n, *axes, head, channel = begin.strides
         tiles = [s * a.step for s, a in zip(axes, self._axes)]
+        # Queries and keys of a rule have one dilation, so the step of the queries serves both.
         inner = [s * a.queries.step for s, a in zip(axes, self._axes)]
         return xp.lib.stride_tricks.as_strided(
             begin, (*self.lead, *tile, begin.shape[-1]), (n, *tiles, head * step, *inner, channel)
@@ -615,6 +623,7 @@ class TileGroup:
         begin = table[(slice(first_head + self.heads.first, None), *(slice(o, None) for o in origins))]
         head, *axes = begin.strides
         shape = (self.heads.count, *self.queries, *self.keys)
+        # An entry is read at query - key: one step along the keys is one entry back.
         return xp.lib.stride_tricks.as_strided(begin, shape, (head * self.heads.step, *axes, *(-s for s in axes)))
 
     def windows_of(self, table: Any, first_head: int, margins: Sequence[int], query: Sequence[int], keys: Box) -> Any:
@@ -623,6 +632,7 @@ class TileGroup:
         heads = slice(first, first + (self.heads.count - 1) * self.heads.step + 1, self.heads.step)
         index = []
         for origin, i, box in zip(self.origins(margins), query, keys):
+            # From high down to low, as keys rise. A stop of -1 would be the last entry, so at 0 there is none.
             low, high = origin + i - box.stop + 1, origin + i - box.start
             index.append(slice(high, low - 1 if low else None, -1))
         return table[(heads, *index)]
@@ -656,6 +666,7 @@ def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tupl
     g = geometry
     reaches, queries, keys = g.reaches, g.queries, g.keys
     if not biased and all(isinstance(reach, Everywhere) for reach in reaches):
+        # NumPy reads tiles of one axis in place. A table of biases has an index per axis, so these stay separate.
         positions = [math.prod(b - a for a, b in intervals) for intervals in (queries, keys)]
         reaches, queries, keys = (Everywhere(*positions),), ((0, positions[0]),), ((0, positions[1]),)
     axes = [runs(*axis) for axis in zip(reaches, queries, keys)]

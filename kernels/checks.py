@@ -54,7 +54,7 @@ def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) 
     if len(set(dtypes.values())) > 1:
         text = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise KernelError(f"{what}: expected arrays of one dtype, got {text}; convert them to one")
-    dtype = next(iter(dtypes.values()))
+    dtype = next(iter(dtypes.values()))  # every kernel has at least one array
     if dtype not in allowed:
         raise KernelError(f"{what}: expected dtype {' or '.join(allowed)}, got {dtype}; {remedy}")
 

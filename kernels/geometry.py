@@ -60,7 +60,7 @@ def channels_in_memory(array: Any) -> int | None:
     channel_stride = array.strides[-2] if outer[-1] > 1 else None
     run = channel_stride
     for n, stride in zip(reversed(outer), reversed(array.strides[:-1])):
-        if n == 1:
+        if n == 1:  # NumPy gives such an axis any stride
             continue
         if run is None:
             run = channel_stride = stride
@@ -138,7 +138,7 @@ class Resampling:
         """Return the two or four inputs around a position with their weights. Inputs outside are replaced by the
         outermost ones.
         """
-        if self.mode == "linear":
+        if self.mode == "linear":  # before the centre of the first input, outputs equal it
             position = max(Fraction(0), position)
         first, last = math.floor(position), self.size - 1
         weight = position - first
@@ -148,6 +148,7 @@ class Resampling:
             return ((first, float(1 - weight)), (first + 1, float(weight)))
         weights: dict[int, Fraction] = {}
         for i, own in enumerate(_cubic(weight), first - 1):
+            # The outermost input may stand for several outside: their weights add up.
             inside = min(max(i, 0), last)
             weights[inside] = weights.get(inside, Fraction(0)) + own
         return tuple((i, float(own)) for i, own in weights.items())

@@ -187,6 +187,7 @@ class ScratchKernel(Kernel):
 
     def __call__(self) -> None:
         if self._generation != self._scratch.generation and self._bind is not None:
+            # A later kernel has reserved more scratch memory: the old views are of memory that may be freed.
             self._run = self._bind()
             if self._guards is not None:
                 self._run = self._guards.watched(self._run, self.impl, self._guard_bytes)
@@ -226,13 +227,13 @@ def chain(*kernels: Kernel) -> Kernel:
     parts = tuple(kernels)
     close = run_all([k.close for k in parts])
     whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
-    whole.scratch_bytes = max(k.scratch_bytes for k in parts)
+    whole.scratch_bytes = max(k.scratch_bytes for k in parts)  # of memory that all kernels share
     return whole
 
 
 def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kernel:
     """Return a kernel that runs `first` and then, if it `failed`, `second`. It closes both."""
-    both = chain(first, second)
+    both = chain(first, second)  # not run: its sizes and its close() are those of both
 
     def run() -> None:
         first()

@@ -152,6 +152,7 @@ class Losses(Base):
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
         """Return the kernel on packed arrays; strided arrays are copied at each call."""
         if not arrays.x.size or not arrays.target.size:
+            # A rank without elements takes part in the sum over ranks, so it has a loss: 0.
             return _EmptyLoss(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []
         for name in ("x", "target", "weights"):

@@ -51,6 +51,7 @@ def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     """
     count = int(np.prod(shape))
     array = work.get(name)
+    # The leading elements of the largest so far: the last chunk is shorter, and must not make the buffer again.
     if array is None or array.size < count or array.dtype != dtype:
         array = work[name] = getattr(work, "device", HOST).empty((count,), dtype)
     return array[:count].reshape(shape)
@@ -138,7 +139,7 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
     nbytes = nbytes_of(shape, dtype)
     if GUARDS.active:
         return GUARDS.surround(nbytes, ALIGNMENT).view(dtype).reshape(tuple(shape))
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)  # NumPy guarantees 16 bytes only
     offset = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
 
@@ -185,7 +186,7 @@ class Scratch:
         size = nbytes_of(shape, dtype)
         if offset + size > self.nbytes:
             raise AssertionError(f"expected a view within {self.nbytes} B of scratch memory, got {offset} + {size} B")
-        if size == 0:
+        if size == 0:  # there may be no buffer yet
             return self._allocate(shape, dtype)
         return self._buffer[offset : offset + size].view(dtype).reshape(shape)
 

@@ -117,6 +117,7 @@ def _decay(x: Any, e: Any, rate: float = 1.0) -> None:
 def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
     e, s = work[:2]
     _decay(x, e)
+    # s / (1 + e) with s = 1 where x >= 0, else e: the maximum of the mask and e, which is at most 1.
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)
     np.add(e, 1, out=e)
@@ -126,6 +127,7 @@ def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 def _bell(e: Any, work: Any) -> None:
     """Compute ``e = e / (1 + e)^2``, the derivative of the sigmoid if ``e = exp(-|x|)``; `work` becomes ``1 + e``."""
     np.add(e, 1, out=work)
+    # Divided twice, not by the square: `_gated` reads 1 + e in `work`.
     np.divide(e, work, out=e)
     np.divide(e, work, out=e)
 
@@ -141,7 +143,7 @@ def _tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """Compute the gradient of tanh: ``f'(x) = 4 sigmoid'(2 x)``."""
+    """Compute the gradient of tanh: ``f'(x) = 4 sigmoid'(2 x)``; ``1 - tanh(x)^2`` would cancel."""
     _decay(x, work[0], 2.0)
     _bell(work[0], work[1])
     np.multiply(work[0], 4, out=work[0])
@@ -157,7 +159,8 @@ def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
     """
     size, other = work[:2]
     np.absolute(x, out=size)
-    np.minimum(size, FAR, out=size)
+    np.minimum(size, FAR, out=size)  # an infinity minus its nearest multiple would be NaN
+    # density = exp(-h^2 / 2), and then times the rest of the exponential.
     np.multiply(size, 16, out=other)
     np.rint(other, out=other)
     np.multiply(other, 1 / 16, out=other)
@@ -170,6 +173,7 @@ def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
     np.multiply(phi, -0.5, out=phi)
     np.exp(phi, out=phi)
     np.multiply(density, phi, out=density)
+    # The tail by Horner's rule: t in `size`, u in `other`.
     np.add(size, STRETCH, out=size)
     np.divide(STRETCH, size, out=size)
     np.multiply(size, 2, out=other)
@@ -240,6 +244,7 @@ def _elu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: floa
     np.minimum(x, 0, out=work[1])
     np.exp(work[1], out=work[1])
     np.multiply(work[1], alpha, out=work[1])
+    # The slope is 1 where x > 0, and work[1] elsewhere: (x <= 0) * work[1] + 1 - (x <= 0).
     np.less_equal(x, 0, out=work[0])
     np.multiply(work[0], work[1], out=work[1])
     np.subtract(1, work[0], out=work[0])
@@ -275,6 +280,7 @@ def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
     """Compute the gradient of hard swish: ``f'(x) = (2 x + 3) / 6`` where ``-3 < x < 3``, 0 below and 1 above."""
+    # Clipped first: an infinity times the mask of 0 below would be NaN.
     np.clip(x, -3, 3, out=work[0])
     np.add(work[0], work[0], out=work[0])
     np.add(work[0], 3, out=work[0])
@@ -392,7 +398,7 @@ def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
 
 
 def _gelu_tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    e, s = work[4:6]
+    e, s = work[4:6]  # the work buffers are float64, the arrays may be float32
     _cubic_decay(x, e, work)
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)

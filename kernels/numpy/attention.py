@@ -115,6 +115,7 @@ class _Share(ABC):
         self.a, self.g, self.scratch, self.operations = whole.a, whole.g, whole.scratch, operations
         self.dtype, self.margins, self.table_shape = whole.dtype, whole.margins, whole.table_shape
         self.parts = [_Tiles(part, whole.a, whole.g, whole.counters, share) for part in whole.groups]
+        # Offsets are fixed here, so that a share allocates nothing later; views are taken when it runs.
         self._buffers: dict[tuple[Any, ...], Any] = {}
         self._offsets: dict[str, int] = {}
         self.end = begin
@@ -252,6 +253,7 @@ class _Share(ABC):
         count = array.shape[-1]
         ones = self._buffers.get(("ones", count))
         if ones is None:
+            # Made once per length of a row, in the first run with these views.
             ones = self._buffers["ones", count] = np.ones((count, 1), self.dtype)
         # A product with ones is several times faster than np.sum along short rows.
         np.matmul(array.reshape(-1, count), ones, out=out.reshape(-1, 1))
@@ -291,6 +293,7 @@ class _Forward(_Share):
             np.max(p, axis=-1, keepdims=True, out=new)
             np.maximum(new, peak, out=new)
             self.operations.exponentials(p, new)
+            # Scale the sums of earlier tiles down to the new maximum.
             np.subtract(peak, new, out=peak)
             np.exp(peak, out=peak)
             np.multiply(total, peak, out=total)
@@ -298,6 +301,7 @@ class _Forward(_Share):
             np.copyto(peak, new)
             self.sum_rows(p, more)
             np.add(total, more, out=total)
+            # After the total: dropout applies to probabilities, whose divisor is the sum over all keys.
             if self.g.dropout is not None:
                 self.drop(p, self.dropped(tiles, lead, rows, columns, first))
             self.operations.add_product(p, v, sums, self.buffer("weighted", sums.shape))
@@ -323,6 +327,8 @@ class _Forward(_Share):
             total.fill(0)
             sums.fill(0)
             return
+        # The earlier results are those of one key with the score lse, whose exponential relative to itself is 1, and
+        # with the value y. Without earlier keys (-inf) the total is 0.
         np.copyto(peak.reshape(lse.shape), lse)
         np.not_equal(peak, -np.inf, out=total, casting="unsafe")
         np.maximum(peak, least, out=peak)
@@ -497,6 +503,7 @@ class _Pass:
         products = sum(math.prod((*part.lead, *part.queries, *part.keys)) for part in self.groups)
         if count > 1 and products * self.a.q.shape[-1] // (self.g.heads[1] - self.g.heads[0]) < FEW:
             count = 1
+        # Cut the axis whose largest share is smaller. Heads of keys are cut, so that shares write separate dk and dv.
         axis = 0 if -(-samples // count) * heads <= -(-heads // count) * samples else 1
         n = (samples, heads)[axis]
         edges = [n * i // count for i in range(count + 1)]
@@ -527,10 +534,11 @@ class _Pass:
         if self._padded:
             bias.fill(0)
             np.copyto(self._inside(bias), a.bias)
-        if a.dk is not None:
+        if a.dk is not None:  # several tiles and heads of queries add to one key
             a.dk.fill(0)
             a.dv.fill(0)
         if not self._covers and not merge:
+            # No tile writes the results of queries without keys.
             (a.y if a.dq is None else a.dq).fill(0)
             if a.dq is None:
                 a.lse.fill(-np.inf)
@@ -578,6 +586,7 @@ def _counters(arrays: AttentionArrays, geometry: AttentionGeometry) -> tuple[np.
     extents = (samples, heads, *queries, *keys)
     rows = axis_counters(mask.shape, mask.start, extents, range(2 + ndim)).reshape(samples, heads, *queries)
     columns = axis_counters(mask.shape, mask.start, extents, range(2 + ndim, 2 + 2 * ndim)).reshape(1, *keys, 1)
+    # The axes of queries and keys in `q` and `k`, so that the views of tiles apply to them.
     return (
         np.ascontiguousarray(np.moveaxis(rows, 1, -1)),
         np.ascontiguousarray(np.broadcast_to(columns, (samples, *keys, key_heads))),

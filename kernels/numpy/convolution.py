@@ -75,6 +75,7 @@ class Columns:
         samples, rows = self.shape[0], self.outputs[0]
         inner = math.prod(self.outputs[1:])
         row_bytes = inner * self.depth * self.geometry.groups * self.dtype.itemsize
+        # Blocks follow from shapes alone, and products are added in their order: the bits do not depend on the run.
         fit = max(1, limit // max(1, row_bytes))
         if self.direct or fit >= samples * rows:
             return [(slice(0, samples), slice(0, rows), slice(0, samples * rows * inner))]
@@ -322,7 +323,7 @@ class NumpyConvolutions(Convolutions):
             def run() -> None:
                 prepare()
                 for i, (fill, matrix, gradient) in enumerate(steps):
-                    fill()
+                    fill()  # all blocks share one matrix
                     np.matmul(gradient, matrix, out=into if i == 0 else part)
                     if i > 0:
                         np.add(into, part, out=into)

@@ -43,7 +43,7 @@ class _NumpyLoss(LossKernel):
             divisor = float(arrays.divisor[0])
             scale = scale * (1.0 / divisor) if divisor > 0 else 0.0
         if self._dx is not None:
-            self._dx[counted:] = 0
+            self._dx[counted:] = 0  # samples that only fill the last batch
         loss = 0.0
         # The loss of an infinity may be NaN: the check of the loss detects it, so no warning.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -219,7 +219,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         # The sum of the exponentials is `own`, that of the label, plus `others`. Its logarithm near 1, and own / sum -
         # 1 = -others / sum, need `others` separately: the rounded sum has lost the small terms.
         flat, own, others = z.reshape(-1), *(buffer(work, name, shape[1:], x.dtype) for name in ("own", "others"))
-        # The loss is the logarithm of the sum minus q . z.
+        # With target probabilities q, the loss is sum(q) * log(sum of the exponentials) - q . z: `mass` and `picked`.
         share = self._smoothing / shape[0]
         picked = buffer(work, "picked", shape[1:], x.dtype)
         take(z.reshape(-1), index, out=picked)
@@ -231,7 +231,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
             self._smooth(z, mass, picked, share, weights)
         np.exp(z, out=z)
         take(flat, index, out=own)
-        flat[index] = 0
+        flat[index] = 0  # so that the sum is that of the others
         np.sum(z, axis=0, out=others)
         if dx is not None:
             np.add(others, own, out=column)
@@ -311,7 +311,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
 def _positions(count: int, work: dict) -> Any:
     """Return the array ``0 .. count - 1``."""
     if "positions" in work and work["positions"].size < count:
-        del work["positions"]
+        del work["positions"]  # `constant` makes it again, for the longer chunk
     return constant(work, "positions", lambda: np.arange(count), np.int64)[:count]
 
 

@@ -43,6 +43,7 @@ class NumpyPointwise(NumpyWindows):
         buffers, pieces, scratch = KINDS[kind].buffers, [tuple(arrays)], self.scratch
         dtype = KINDS[kind].dtype or arrays[0].dtype
         if all(a.flags.c_contiguous for a in arrays):
+            # A piece of each array and the buffers stay in the cache over all passes of the function.
             flat = [a.reshape(-1) for a in arrays]
             starts = range(0, flat[0].size, _PIECE)
             pieces = [tuple(a[i : i + _PIECE] for a in flat) for i in starts]
@@ -165,6 +166,7 @@ def axis_counters(
     """Return the share of some axes in ``GOLDEN * index``, see :func:`global_counters`, as a flat array over them."""
     total = np.zeros((1,), np.uint64)
     for axis in axes:
+        # Python's integers, because the product exceeds 64 bits; NumPy's products and sums wrap around, as they should.
         step = (math.prod(shape[axis + 1 :]) * _GOLDEN) & _MASK
         index = np.arange(start[axis], start[axis] + extents[axis], dtype=np.uint64)
         total = (total[:, None] + index * np.uint64(step)).reshape(-1)

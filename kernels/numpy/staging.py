@@ -81,6 +81,7 @@ class _StandIns:
         """Return the stand-in of a 16-bit array, or any other array itself; the same for the same elements."""
         if array is None or not is_low(array.dtype):
             return array
+        # In-place kernels have an array twice, and must find one memory in both.
         for low, wide in self._pairs:
             if low.shape == array.shape and same_elements(low, array):
                 return wide
@@ -144,6 +145,7 @@ class StagedKernels(
         if not _any_low(arrays):
             return getattr(super(), name)(*arrays, *more)
         s = _StandIns(self.stage)
+        # self, not super(): the backend's own kernel of float32 computes, if it has one.
         return s.around(getattr(self, name)(*map(s, arrays), *more), reads, writes)
 
     def _pair(self, name: str, arrays: Sequence[Any], more: Sequence[Any], read: Any = None) -> Pair:
@@ -215,6 +217,7 @@ class StagedKernels(
         kernels = self._batch_norm(s.fields(a))
         statistics, sums, data = kernels.statistics, kernels.backward_sums, kernels.backward_data
         read = [a.x, a.gamma, a.beta, a.mean, a.var]
+        # Stand-ins are shared with other kernels, so each step copies what it reads again. An idle step copies nothing.
         return BatchNormKernels(
             statistics if a.local else s.around(statistics, [a.x], []),
             s.around(kernels.forward, read, [a.y, *([a.mean, a.var] if a.local else [])]),

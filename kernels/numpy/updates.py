@@ -50,6 +50,7 @@ class NumpyUpdates(Updates):
         def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
             (m, v), (a, b), rate = piece.state, piece.scratch, numbers.rate
             g = piece.gradient(numbers.scale, 0.0 if decoupled else weight_decay)
+            # m + (1 - beta1) (g - m), in the order of torch.
             np.subtract(g, m, out=b)
             np.multiply(b, 1 - beta1, out=b)
             np.add(m, b, out=m)
@@ -58,6 +59,7 @@ class NumpyUpdates(Updates):
             np.multiply(v, beta2, out=v)
             np.add(v, b, out=v)
             if decoupled and piece.decayed and weight_decay:
+                # Before the step, in the order of torch.
                 np.multiply(piece.p, 1 - rate * weight_decay, out=piece.p)
             np.sqrt(v, out=b)
             np.divide(b, numbers.second, out=b)
@@ -121,7 +123,7 @@ class NumpyUpdates(Updates):
             ]  # fmt: skip
 
             def run() -> None:
-                if arrays.skip is not None and arrays.skip[0]:
+                if arrays.skip is not None and arrays.skip[0]:  # gradients overflowed: leave the state as it is
                     return
                 numbers = StepNumbers(*scalars.tolist())
                 for start, stop, decayed, pieces in ranges:

@@ -179,7 +179,7 @@ class _Axis:
         self.source.fill(0)
         for out, taps, work in self.views:
             for view, weight in taps:
-                if weight == 1.0:
+                if weight == 1.0:  # the only tap of its run, for which `work` may be too short
                     np.add(view, out, out=view)
                     continue
                 np.multiply(out, weight, out=work)

@@ -126,6 +126,7 @@ class OnednnBackend(NumpyBackend):
             return f"the instruction set {self.instruction_set} has no products in {dtype}"
         image, weights = np.zeros((1, 8, 8, 16), as_dtype(dtype)), np.zeros((16, 3, 3, 16), np.float32)
         geometry = Geometry((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+        # oneDNN may have kernels of 16 bits for this instruction set in some directions only: build one of each.
         try:
             conv.forward(self._engine, image, weights, None, image, geometry, []).close()
             conv.backward_data(self._engine, image, weights, image, geometry).close()
@@ -195,6 +196,7 @@ class OnednnBackend(NumpyBackend):
             for call in calls[:1]:
                 call()
         finally:
+            # Also after an error: other threads still write arrays that the caller may free.
             wait(others)
         for other in others:
             other.result()
@@ -253,6 +255,7 @@ class OnednnBackend(NumpyBackend):
         if not pointwise.fuses(activation):
             return self.activated(self._add(xs, y, None), y, activation)
         plain = partial(super()._add, xs, y, activation)
+        # The fast fused ReLU may have to compute the sum again, which must not have overwritten one of its terms.
         if pointwise.is_relu(activation) and not any(checks.same_elements(x, y) for x in xs):
             return self._or_plain(lambda: self._rectified_sum(None, xs, y, activation), plain)
         return self._or_plain(lambda: pointwise.add(self._engine, xs, y, pointwise.operations(activation)), plain)

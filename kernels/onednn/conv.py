@@ -150,7 +150,7 @@ ENOUGH = 0.1  # [s] per candidate
 
 
 def measure(kernel: Kernel, clock: Callable[[], float]) -> float:
-    """Return the shortest time of a few calls [s], after one warm-up call."""
+    """Return the shortest time of a few calls [s], after one warm-up call: disturbances only add to a time."""
     kernel()
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
@@ -194,6 +194,7 @@ class ConvChoice:
             return self._first(candidates)
         if key not in self.times:
             self.times[key] = self._compare(candidates)
+        # Built again: candidates are measured on the arrays of the first layer of this shape.
         return candidates[next(iter(self.times[key]))]().kernel()
 
     @staticmethod

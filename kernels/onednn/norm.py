@@ -91,13 +91,14 @@ class OnednnBatchNorm:
         if any(is_low(v.dtype) for v in (arrays.gamma, arrays.beta, arrays.mean, arrays.var)):
             raise ReferenceOnly("oneDNN's batch norm: expected parameters and statistics in float32, got 16 bits")
         n, _, rows, channels = flat_shape(arrays.x)
+        # Before any descriptor: at such sizes the process ends, and there is no error to catch.
         if arrays.x.nbytes >= LARGEST:
             raise ReferenceOnly(
                 f"oneDNN's batch norm ends the process with arrays of {bytes_text(LARGEST)} and more: expected a block "
                 f"of fewer elements, got {bytes_text(arrays.x.nbytes)}"
             )
         self.repeat = CHANNELS // math.gcd(channels, CHANNELS)
-        if rows % self.repeat or rows == self.repeat:
+        if rows % self.repeat or rows == self.repeat:  # statistics are over samples too: join them to more rows
             n, rows = 1, n * rows
         if rows % self.repeat:
             raise ReferenceOnly(

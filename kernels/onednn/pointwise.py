@@ -130,6 +130,7 @@ def max_pool(
     """
     forward, backward = pool(engine, c.POOLING_MAX, x, y, dy, dx, geometry)
     finite = Finite(engine, x)
+    # Forward and backward of `plain` belong together (positions of the maxima), so both come from one call.
     plain = functools.cache(plain)
     safe = either(forward, finite.fails, deferred(lambda: plain()[0]), *finite.kernels)
     if backward is None:
@@ -373,7 +374,7 @@ def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, fused: Sequence[Any]) -
     same = [x for x in xs if same_elements(x, y)]
     if not 2 <= len(xs) <= _MOST_TERMS or len(same) > 1 or not _packed(*xs, y):
         raise ReferenceOnly(f"oneDNN's sums: expected 2 to {_MOST_TERMS} packed arrays, y at most once among them")
-    # Only the first operand can be overwritten in place.
+    # oneDNN can overwrite the first operand in place, and no other, so `y` goes first.
     first, second, *rest = same + [x for x in xs if not any(x is s for s in same)]
     p = PrimitiveList(engine)
     more = [("binary", c.BINARY_ADD, _flat(p, x)) for x in rest]

@@ -197,6 +197,7 @@ class _TapProducts:
         """Yield blocks: whole samples where they are small, else equal numbers of rows of one sample."""
         samples, (first, *rest) = self.x.shape[0], self.axes
         sample = (self._source_elements(1, self.axes) + self._gradient_elements(1, self.axes)) * self.item
+        # Number of positions of the first axis whose copies fit the limit.
         fit = max(1, BLOCK_BYTES * first.positions // sample)
         if fit >= first.outputs:
             step = max(1, fit // first.positions)
