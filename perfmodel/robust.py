@@ -101,8 +101,8 @@ class VariedTimes(KernelTimes):
 def variations(machine: Machine, times: KernelTimes, factor: float = FACTOR) -> Iterator[VariedMachine]:
     """Yield the machine itself, and with more and less latency, launch time and rate of arithmetic.
 
-    The latency is that of all links, also of measured sums; bandwidths do not vary. Kernel times by a roofline are
-    those of the varied machine; measured times are varied (:class:`VariedTimes`).
+    The latency is that of all links, of measured sums and of the library of collectives; bandwidths do not vary. Kernel
+    times by a roofline are those of the varied machine; measured times are varied (:class:`VariedTimes`).
     """
     yield VariedMachine("", machine, times)
     for scale, text in ((factor, f"{factor:g} x the"), (1 / factor, f"1/{factor:g} of the")):
@@ -119,7 +119,12 @@ def _with_latency(machine: Machine, scale: float) -> Machine:
         return {key: replace(link, alpha=link.alpha * scale) for key, link in links.items()}
 
     sums: Any = {key: scaled(getattr(machine.runtime, key)) for key in SUMS}
-    return replace(machine, links=scaled(machine.links), runtime=replace(machine.runtime, **sums))
+    collectives = {
+        name: replace(one, start=one.start * scale, node=one.node * scale, network=one.network * scale)
+        for name, one in machine.collectives.items()
+    }
+    links, runtime = scaled(machine.links), replace(machine.runtime, **sums)
+    return replace(machine, links=links, runtime=runtime, collectives=collectives)
 
 
 def _times_on(varied: Machine, times: KernelTimes, machine: Machine, rate: float = 1.0) -> KernelTimes:

@@ -36,6 +36,9 @@ def test_variations_differ_in_one_quantity():
     assert len(found) == 7 and found[""].machine is LASSEN
     latency = found["3 x the latency"].machine
     assert latency.links["across"] == replace(LASSEN.links["across"], alpha=3 * LASSEN.links["across"].alpha)
+    ring, slow_ring = LASSEN.collectives["ring"], latency.collectives["ring"]
+    hops = {"start": 3 * ring.start, "node": 3 * ring.node, "network": 3 * ring.network}
+    assert ring.network and slow_ring == replace(ring, **hops) and set(latency.collectives) == set(LASSEN.collectives)
     assert latency.launch == LASSEN.launch and found["3 x the latency"].times is TIMES
     slow = found["1/3 of the compute rate"]
     assert slow.machine.peak_flops["float32"] == pytest.approx(LASSEN.peak_flops["float32"] / 3)
