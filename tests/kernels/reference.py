@@ -9,6 +9,8 @@ import numpy as np
 
 from halograd.kernels import FusedActivation, Geometry
 
+from .saturation import EXACT, Long
+
 
 def windows(spatial, geometry: Geometry):
     """Yield all triples (output index, tap index, input index) whose input is inside an array of extents `spatial`."""
@@ -122,38 +124,7 @@ def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
 
 
 def activation(kind: str, x, alpha: float):
-    """Return value and derivative of an activation, computed element by element."""
-    value, slope = np.empty(x.shape), np.empty(x.shape)
-    for index in np.ndindex(*x.shape):
-        value[index], slope[index] = _point(kind, float(x[index]), alpha)
-    return value, slope
-
-
-def _point(kind: str, v: float, alpha: float) -> tuple[float, float]:
-    if kind == "relu":
-        return max(v, 0.0), float(v > 0)
-    if kind == "leaky_relu":
-        return (v, 1.0) if v > 0 else (alpha * v, alpha)
-    if kind == "sigmoid":
-        s = 1 / (1 + math.exp(-v))
-        return s, s * (1 - s)
-    if kind == "tanh":
-        return math.tanh(v), 1 - math.tanh(v) ** 2
-    if kind == "silu":
-        s = 1 / (1 + math.exp(-v))
-        return v * s, s + v * s * (1 - s)
-    if kind == "elu":
-        return (v, 1.0) if v > 0 else (alpha * math.expm1(v), alpha * math.exp(v))
-    if kind.startswith("hard"):
-        h, inside = min(max(v / 6 + 0.5, 0.0), 1.0), -3 < v < 3
-        return (h, inside / 6) if kind == "hard_sigmoid" else (v * h, h + v * inside / 6)
-    if kind in ("softplus", "mish"):
-        soft, s = max(v, 0.0) + math.log1p(math.exp(-abs(v))), 0.5 + 0.5 * math.tanh(v / 2)
-        t = math.tanh(soft)
-        return (soft, s) if kind == "softplus" else (v * t, t + v * s * (1 - t * t))
-    if kind == "gelu_tanh":
-        u, slope = (math.sqrt(2 / math.pi) * f for f in (v + 0.044715 * v**3, 1 + 3 * 0.044715 * v * v))
-        t = math.tanh(u)
-        return v * (1 + t) / 2, (1 + t) / 2 + v * (1 - t * t) * slope / 2
-    normal = 0.5 * math.erfc(-v / math.sqrt(2))
-    return v * normal, normal + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi)
+    """Return value and derivative of an activation, by the closed forms of `saturation.py`."""
+    with np.errstate(all="ignore"):
+        value, slope = EXACT[kind](x.astype(Long), Long(alpha))
+    return value.astype(np.float64), slope.astype(np.float64)

@@ -86,7 +86,8 @@ EXACT: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "mish": lambda x, alpha: _mish(x),
     "gelu_tanh": lambda x, alpha: _gelu_tanh(x),
 }
-ALPHAS = {"leaky_relu": (0.1, 1.5, -0.3), "elu": (1.0, 0.3)}
+#: Parameters to test; 0.0 for the other kinds.
+ALPHAS = {"leaky_relu": (0.1, 1.5, -0.3), "elu": (1.0, 0.3, 1.5)}
 
 
 def points(dtype: Any) -> Any:

@@ -20,7 +20,7 @@ from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
 from . import reference
 from .conftest import EPS, Arrays, assert_close
 from .every import G2, G, norm, text_of
-from .geometries import CASES
+from .geometries import CASES, Case
 from .test_convolution import check
 
 
@@ -172,21 +172,27 @@ def test_autotune_takes_the_fastest(onednn, monkeypatch):
 
 
 # ---------------------------------------------------------------------- refused and delegated
-def test_slow_convolutions_are_numpys(onednn, monkeypatch):
-    """Convolutions that oneDNN would compute by its slow reference run in NumPy, and are recorded for a warning."""
-    a = Arrays(onednn, np.float32)
+def test_slow_kernels_are_numpys(onednn, monkeypatch):
+    """Products that oneDNN would compute by its slow reference run in NumPy, and are recorded for a warning."""
+    a, b = Arrays(onednn, np.float32), onednn
     x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
+    m, k, n = a.draw(2, 3), a.draw(4, 3), a.draw(2, 4)
     refuse(monkeypatch)
     onednn.take_substitutes()
-    kernels = [
-        onednn.conv_forward(x, w, None, y, G),
-        onednn.conv_backward_data(y, w, x, G),
-        onednn.conv_backward_filter(x, y, w, None, G),
-    ]
-    assert [k.impl for k in kernels] == ["numpy:im2col"] * 3
+    kernels = {
+        "conv_forward": b.conv_forward(x, w, None, y, G),
+        "conv_backward_data": b.conv_backward_data(y, w, x, G),
+        "conv_backward_filter": b.conv_backward_filter(x, y, w, None, G),
+        "dense_forward": b.dense_forward(m, k, None, n),
+        "dense_backward_data": b.dense_backward_data(n, k, m),
+        "dense_backward_filter": b.dense_backward_filter(m, n, k, a.draw(4)),
+    }
+    assert [kernel.impl for kernel in kernels.values()] == ["numpy:im2col"] * 3 + ["numpy:gemm"] * 3
     found = onednn.take_substitutes()
-    assert [s.what for s in found] == ["conv_forward", "conv_backward_data", "conv_backward_filter"]
-    assert all(s.by == "numpy" and "has only the slow ref:any of convolution_" in s.reason for s in found)
+    assert [s.what for s in found] == list(kernels)
+    for substitute in found:
+        kind = "convolution_" if substitute.what.startswith("conv") else "matmul"
+        assert substitute.by == "numpy" and f"has only the slow ref:any of {kind}" in substitute.reason
     assert onednn.take_substitutes() == []
 
 
@@ -212,20 +218,6 @@ def test_slow_convolutions_in_bfloat16_are_those_of_float32(onednn, monkeypatch)
             ("conv_forward", "float32"),
             ("conv_forward", "numpy"),
         ]
-
-
-def test_slow_dense_layers_are_numpys(onednn, monkeypatch):
-    a = Arrays(onednn, np.float32)
-    x, w, y = a.draw(2, 3), a.draw(4, 3), a.draw(2, 4)
-    refuse(monkeypatch)
-    onednn.take_substitutes()
-    kernels = [
-        onednn.dense_forward(x, w, None, y),
-        onednn.dense_backward_data(y, w, x),
-        onednn.dense_backward_filter(x, y, w, a.draw(4)),
-    ]
-    assert all(k.impl.startswith("numpy:") for k in kernels)
-    assert ["only the slow ref:any of matmul" in s.reason for s in onednn.take_substitutes()] == [True] * 3
 
 
 def test_delegation_is_named(onednn):
@@ -270,16 +262,7 @@ def test_statistics_of_odd_channels_are_fast_too(onednn):
 def test_dropped_rows(onednn, samples, drop, stride):
     """Rows that a negative padding removes are left out with zero gradient; oneDNN itself rejects -stride or less."""
     geometry = Geometry.of((3, 3), stride, ((1, drop[0]), (0, drop[1])))
-    a, spatial = Arrays(onednn, np.float32), (9, 10)
-    ys = (samples, *geometry.output_shape(spatial), 16)
-    x, w, dy = a.draw(samples, *spatial, 16), a.draw(16, 3, 3, 16), a.draw(*ys)
-    y, dx, dw = a.poisoned(*ys), a.poisoned(*x.shape), a.poisoned(*w.shape)
-    onednn.conv_forward(x, w, None, y, geometry)()
-    onednn.conv_backward_data(dy, w, dx, geometry)()
-    onednn.conv_backward_filter(x, dy, dw, None, geometry)()
-    assert_close(y, reference.conv(x, w, None, geometry, ys), 144)
-    assert_close(dx, reference.conv_data(dy, w, geometry, x.shape), 144)
-    assert_close(dw, reference.conv_filter(x, dy, geometry, w.shape), math.prod(ys[:-1]))
+    check(Arrays(onednn, np.float32), Case("dropped", geometry, (9, 10), samples, 16, 16))
 
 
 @pytest.mark.parametrize(
@@ -317,14 +300,16 @@ def fake(major, runtime):
     return SimpleNamespace(dnnl_version=dnnl_version)
 
 
-def test_another_version_is_refused():
-    text = text_of(lambda: Abi(fake(2, 2), "lib"))
-    assert "expected oneDNN 3, got 2.1.0 in lib; set DNNL_LIB" in text
-
-
-def test_an_asynchronous_library_is_refused():
-    text = text_of(lambda: Abi(fake(3, 512), "lib"))
-    assert "expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime 512 in lib" in text
+@pytest.mark.parametrize(
+    "major, runtime, words",
+    [
+        (2, 2, "expected oneDNN 3, got 2.1.0 in lib; set DNNL_LIB"),
+        (3, 512, "expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime 512 in lib"),
+    ],
+    ids=["another version", "asynchronous"],
+)
+def test_libraries_that_are_refused(major, runtime, words):
+    assert words in text_of(lambda: Abi(fake(major, runtime), "lib"))
 
 
 def test_error_codes_are_words(onednn):
@@ -361,7 +346,6 @@ def test_one_pool_of_threads(onednn):
     assert blas() == before
 
 
-def test_two_threads_give_the_same(onednn):
+def test_two_threads(onednn):
     with get_backend("onednn", threads=2) as backend:
         check(Arrays(backend, np.float32), CASES[2])
-    check(Arrays(onednn, np.float32), CASES[2])
