@@ -40,7 +40,8 @@ class DropoutMask:
     shape, start
         Shape of the global array, and start of the block in it.
     state
-        uint64 ``(2,)`` on the kernels' device: seed and step, read when a kernel runs.
+        uint64 ``(3,)`` on the kernels' device, read when a kernel runs: seed, step, and the number of samples by which
+        the block begins after `start`, for parts of a batch that are computed one after the other.
     """
 
     rate: float

@@ -25,18 +25,27 @@ _loaded = lru_cache(threadpoolctl.ThreadpoolController)
 class BlasLimit:
     """Limit of NumPy's BLAS to `threads`, until :meth:`close`.
 
-    Local. The limit belongs to the process; of several open limits, the last one made applies.
+    Local. The limit belongs to the process; of several open limits, the last one made applies. They may be closed in
+    any order: after the last one, BLAS has the number of threads that it had before the first.
     """
 
+    _open: ClassVar[list[BlasLimit]] = []
+
     def __init__(self, threads: int) -> None:
-        self._limits = _loaded().limit(limits=threads, user_api="blas")
-        self._open = True
+        self._limiter = _loaded().limit(limits=threads, user_api="blas")  # has the number of threads until now
+        self._open.append(self)
 
     def close(self) -> None:
-        """Restore the previous number of BLAS threads. `close` may be called twice."""
-        if self._open:
-            self._open = False
-            self._limits.restore_original_limits()
+        """Restore the previous number of BLAS threads, unless a later limit applies. `close` may be called twice."""
+        if self not in self._open:
+            return
+        index = self._open.index(self)
+        self._open.remove(self)
+        if index == len(self._open):
+            self._limiter.restore_original_limits()
+        else:
+            # The next limit has saved the threads of this one, which is gone: let it restore what this one has saved.
+            self._open[index]._limiter = self._limiter
 
 
 class NumpyBackend(StagedKernels):

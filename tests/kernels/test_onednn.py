@@ -343,6 +343,11 @@ def test_one_pool_of_threads(onednn):
         with get_backend("numpy", threads=1) as backend:
             assert blas() == {1}
         assert blas() == {2}
+        first, second = get_backend("numpy", threads=1), get_backend("onednn", threads=1)
+        first.close()
+        assert blas() == {1}, "the second is open still"
+        second.close()
+        assert blas() == {2}
     assert blas() == before
 
 
