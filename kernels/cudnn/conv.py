@@ -32,6 +32,7 @@ __all__ = [
     "Operands",
     "backward_data",
     "backward_filter",
+    "data_gradient",
     "forward",
     "of_group",
     "outside",
@@ -167,8 +168,9 @@ def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geom
     return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
 
 
-def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-    """Return a kernel for ``dx`` in one plan. Rows that no output reads become zero."""
+def data_gradient(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> tuple[Operands, Shapes]:
+    """Return the operands of a plan that computes ``dx``, and its shapes. Rows of dx that no output reads become zero.
+    """
     operands = Operands(engine, dx.dtype)
     operands.input(Y, dy)
     operands.input(W, w)
@@ -177,6 +179,12 @@ def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geom
     rest = outside(operands.arrays[-1], shapes.part)
     if rest:
         operands.before.append(engine.boxes.fill(0, *rest))
+    return operands, shapes
+
+
+def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+    """Return a kernel for ``dx`` in one plan."""
+    operands, shapes = data_gradient(engine, dy, w, dx, geometry)
     return _kernel(engine, operands, BACKWARD_DATA, shapes)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..geometry import Geometry
 from ..kernel import BatchNormArrays, Kernel, KernelError, chain
-from .conv import ConvSettings, Operands, of_group, outside, planned, shapes_of
+from .conv import ConvSettings, Operands, data_gradient, of_group, planned, shapes_of
 from .frontend import Frontend, one_line
 from .graphs import BIAS, Arithmetic, GraphKey, Shapes, Tensor, W, X, Y, vector_of, window_of
 
@@ -156,15 +156,8 @@ def backward_data(
 
     Rows that no output reads become zero, and add nothing to the sums.
     """
-    dx, t, relu = norm.dy, norm.training, norm.activation is not None
-    operands = Operands(engine, dx.dtype)
-    operands.input(Y, dy)
-    operands.input(W, w)
-    operands.output(X, dx)
-    shapes = Shapes.of(dx.shape, w.shape, dy.shape, geometry)
-    rest = outside(operands.arrays[-1], shapes.part)
-    if rest:
-        operands.before.append(engine.boxes.fill(0, *rest))
+    t, relu = norm.training, norm.activation is not None
+    operands, shapes = data_gradient(engine, dy, w, norm.dy, geometry)
     operands.input(NORMED, norm.x)
     eps = engine.empty((1,), np.float32)
     eps.fill(norm.eps)
@@ -203,8 +196,12 @@ def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -
     written = operands.arrays[-2:]
     for row in written:
         row.fill(np.nan)
-    for step in (*operands.before, kernel):
-        step()
+    try:
+        for step in (*operands.before, kernel):
+            step()
+    except KernelError:  # the device refuses all plans
+        kernel.close()
+        raise
     before = [engine.boxes.fill(0, *written)] if any(np.isnan(float(row.sum())) for row in written) else []
     pairs = [(row, total) for row, total in zip(written, sums) if row.data.ptr != total.data.ptr]
     copies = [engine.boxes.copy(pairs)] if pairs else []
@@ -218,10 +215,10 @@ def faster(engine: ConvSettings, separate: Kernel, key: SumsKey, fused: Callable
         return separate  # without the plan, which takes seconds to compile
     try:
         kernel = fused()
-        slower = engine.plans.faster([key], kernel, separate)
     except KernelError as error:
         _log.debug("kernels: sums in kernels of their own: %s", one_line(error))
         return separate
+    slower = engine.plans.faster([key], kernel, separate)
     other = kernel if slower else separate
     other.close()
     return separate if slower else kernel

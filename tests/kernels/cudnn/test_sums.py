@@ -118,9 +118,11 @@ def test_sums_are_those_of_separate_kernels(machine, host, case, dtype, seconds)
         assert any(graph.sums for graph in machine.cudnn.graphs[known:]) == (seconds < 1e-3), "nor planned, if slower"
 
 
-def test_without_a_plan_there_are_two_kernels(machine):
+@pytest.mark.parametrize("refused", [[], [EngineDouble("eng7", launches=False)]], ids=["no plan", "no launch"])
+def test_without_a_plan_there_are_two_kernels(machine, refused):
+    """A plan that is missing, or that the device refuses, leaves two kernels, and no memory of its own."""
     plain = machine.cudnn.engines
-    machine.cudnn.engines = lambda: [] if machine.cudnn.graphs[-1].sums else plain()
+    machine.cudnn.engines = lambda: refused if machine.cudnn.graphs[-1].sums else plain()
     geometry = CASES[0][0]
     with machine.open(autotune=True) as backend:
         a = Arrays(backend, as_dtype("bfloat16"))
@@ -133,6 +135,7 @@ def test_without_a_plan_there_are_two_kernels(machine):
         kernel = backend.conv_forward_sums(x, w, None, y, sums, geometry)
         kernel()
         assert kernel.impl == "two kernels" and np.isfinite(sums).all()
+        assert backend.held_bytes == backend.workspaces.nbytes + backend.scratch.held_bytes
 
 
 @pytest.mark.parametrize(("ratio", "dtype"), [(0, "bfloat16"), (4096, "bfloat16"), (256, "float16")])
@@ -169,11 +172,12 @@ def test_what_is_fused(machine):
         "channels": replace(conv, y=(1, 64, 64, 12)),
         "groups": replace(conv, geometry=replace(conv.geometry, groups=2)),
         "few rows": replace(conv, y=(1, 32, 32, 16), local=True),
+        "many channels": replace(conv, y=(1, 64, 64, 1024), local=True),
         "stride": replace(conv, backward=True, geometry=Geometry.of((3, 3), 2, 1)),
         "activation": replace(conv, backward=True, activation=FusedActivation("silu")),
     }
     taken = [conv, replace(conv, geometry=Geometry.of((3, 3), 2, 1)), replace(conv, backward=True, activation=RELU)]
-    taken += [replace(other["few rows"], local=False)]
+    taken += [replace(other["few rows"], local=False), replace(conv, local=True)]
     with machine.open(autotune=True) as backend:
         assert all(map(backend.fuses_sums, taken)) and not any(map(backend.fuses_sums, other.values()))
         assert not backend.fuses_sums(replace(taken[2], dtype="float32"))
