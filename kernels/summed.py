@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..device import as_dtype
 from .convolution import Convolutions
 from .geometry import Geometry
 from .kernel import BatchNormArrays, FusedActivation, Kernel, any_empty, chain
 from .norms import Norms
 
-__all__ = ["SummedConvolution", "SummedConvolutions", "on_tensor_cores"]
+__all__ = ["SummedConvolution", "SummedConvolutions", "is_one_launch", "on_tensor_cores"]
 
-#: Most rows of a norm that is one launch per direction. A block then has all rows of 32 bytes of channels, which a
-#: multiprocessor reads at some 60 GB/s, once from memory and once from a cache: an estimate of where that takes as long
-#: as the launches that it saves (2 us each).
-WHOLE_ROWS = 1024
+#: Most rows of a local norm that may be one launch per direction. A block then has all rows of `SECTOR` bytes of
+#: channels, and reads them a second time from the cache of its multiprocessor: 128 KiB of x, and as much of dy.
+MOST_ROWS, SECTOR = 4096, 32
+#: Rates at which a multiprocessor reads its sectors, and at which two launches read and write memory [B/s]; time of the
+#: launch that is saved [s]. Estimates for an H100, which no device has confirmed.
+BLOCK_RATE, MEMORY_RATE, LAUNCH = 60e9, 2.7e12, 2e-6
+#: Multiprocessors of the device of a plan: an H100.
+UNITS = 132
+
+
+def is_one_launch(rows: int, nbytes: int, blocks: int, tensors: int, units: int = UNITS) -> bool:
+    """Return whether a local norm takes no longer in one launch than in two, by an estimate.
+
+    Parameters
+    ----------
+    nbytes
+        Size of one tensor [B].
+    blocks
+        Blocks of the launch.
+    tensors
+        Tensors that both passes over the rows read: x, in backward also dy.
+    units
+        Multiprocessors of the device; each runs one block at a time.
+    """
+    one = 2 * tensors * rows * SECTOR / BLOCK_RATE * math.ceil(blocks / units)
+    two = (2 * tensors + 1) * nbytes / MEMORY_RATE
+    return rows <= MOST_ROWS and one <= LAUNCH + two
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,7 @@ class SummedConvolution:
     activation
         Activation of the norm.
     local
-        Whether the statistics are of this rank alone, so that a norm of few rows may be one kernel.
+        Whether the statistics are of this rank alone, so that the norm may be one launch (`is_one_launch`).
     """
 
     x: tuple[int, ...]
@@ -46,23 +71,22 @@ class SummedConvolution:
     activation: FusedActivation | None = None
     local: bool = False
 
-    @property
-    def rows(self) -> int:
-        """Number of elements per channel that are summed."""
-        rows = 1
-        for n in (self.x if self.backward else self.y)[:-1]:
-            rows *= n
-        return rows
 
-
-def on_tensor_cores(conv: SummedConvolution, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> bool:
+def on_tensor_cores(
+    conv: SummedConvolution, dtypes: tuple[str, ...] = ("float16", "bfloat16"), units: int = UNITS
+) -> bool:
     """Return whether cuDNN 9.19 plans this convolution with its sums as one kernel, and the kernel saves a pass.
 
     The sums are in float32. Rounding to 16 bits changes the variance of a channel by more than these sums do, so
-    statistics come from them in 16 bits only. A norm that is one kernel reads its array from a cache the second time.
+    statistics come from them in 16 bits only. A norm that is one launch has no pass to save.
     """
     g, f = conv.geometry, conv.activation
-    if conv.dtype not in dtypes or g.groups != 1 or (conv.local and conv.rows <= WHOLE_ROWS):
+    if conv.dtype not in dtypes or g.groups != 1:
+        return False
+    summed = conv.x if conv.backward else conv.y
+    rows, row_bytes = math.prod(summed[:-1]), summed[-1] * as_dtype(conv.dtype).itemsize
+    blocks = math.ceil(row_bytes / SECTOR)
+    if conv.local and is_one_launch(rows, rows * row_bytes, blocks, 1 + conv.backward, units):
         return False
     if conv.backward and (any(n != 1 for n in g.stride) or (f is not None and f.kind != "relu")):
         return False

@@ -13,7 +13,7 @@ from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
 from ..memory import Scratch
 from ..norm_parts import GroupNormArrays, GroupNormKernels
 from ..norms import ChannelNormArrays, Norms
-from ..summed import WHOLE_ROWS
+from ..summed import is_one_launch
 from .columns import ColumnsGrid, row_sums, with_partial
 from .launch import (
     THREADS,
@@ -29,30 +29,7 @@ from .launch import (
 )
 from .sources import CudaProgram, dtype_name
 
-__all__ = ["CudaNorms", "pays_whole"]
-
-#: Rows up to which an estimate decides if a norm is one launch per direction: a multiprocessor reads all rows of 32
-#: bytes of channels, which its block has, at 60 GB/s, once from memory and once from a cache; two launches read and
-#: write at the rate of the memory, and take 2 us more.
-MOST_ROWS = 4096
-BLOCK_RATE, MEMORY_RATE, LAUNCH = 60e9, 2.7e12, 2e-6
-
-
-def pays_whole(rows: int, nbytes: int, blocks: int, units: int, inputs: int) -> bool:
-    """Return whether a norm takes no longer in one launch than in two, by an estimate.
-
-    Parameters
-    ----------
-    nbytes
-        Size of one tensor [B].
-    blocks, units
-        Blocks of one launch, and multiprocessors.
-    inputs
-        Tensors that both passes read: x, in backward also dy.
-    """
-    whole = 2 * inputs * rows * 32 / BLOCK_RATE * -(-blocks // units)
-    estimate = whole <= LAUNCH + (2 * inputs + 1) * nbytes / MEMORY_RATE
-    return rows <= WHOLE_ROWS or (rows <= MOST_ROWS and estimate)
+__all__ = ["CudaNorms"]
 
 
 @dataclass(frozen=True)
@@ -171,15 +148,14 @@ class Norm:
         """Return the kernels for statistics of `x` alone, one or two launches per direction."""
         a = self.a
         grid = ColumnsGrid.whole(self.batch, self.rows, self.channels, a.x, a.y, a.dy, a.dx, a.residual, a.dresidual)
-        blocks, units = math.prod(grid.grid), self.launcher.units
-        whole = [pays_whole(self.rows, a.x.nbytes, blocks, units, inputs) for inputs in (1, 2)]
-        if whole[0]:
+        sizes = self.rows, a.x.nbytes, math.prod(grid.grid)
+        if is_one_launch(*sizes, 1, self.launcher.units):
             forward = sequence("norm", self._launch("whole_forward", grid, fused=True, **self._moments()))
         else:
             forward = self._statistics(self._forward())
         if a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
-        if whole[1]:
+        if is_one_launch(*sizes, 2, self.launcher.units):
             both = self._launch("whole_backward", grid, fused=True, **self._gradients(), **self._means())
             backward = sequence("norm gradient", both)
         else:

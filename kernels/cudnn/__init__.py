@@ -219,7 +219,7 @@ class CudnnBackend(CudaKernels):
     def fuses_sums(self, conv: SummedConvolution) -> bool:
         """Return whether the sums are a candidate of autotune; in TF32 those of gradients are, but no statistics."""
         wide = ("float32",) if conv.backward and self.arithmetic.precision == "tf32" else ()
-        return self._engine.tuned and on_tensor_cores(conv, (*HALF, *wide))
+        return self._engine.tuned and on_tensor_cores(conv, (*HALF, *wide), self.launcher.units)
 
     def _with_statistics(
         self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums_: Any, geometry: Geometry

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.kernels.cuda.norms import pays_whole
+from halograd.kernels.summed import is_one_launch
 from halograd.layers import BatchNorm
 from halograd.models import mesh_2k, resnet50
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
@@ -100,8 +100,8 @@ WHOLE = ("whole_forward", "whole_backward")
 @pytest.mark.parametrize(("parts", "rows", "names"), [(1, 1 << 20, WHOLE), (1, 0, APART), (2, 1 << 20, APART)])
 def test_launches_of_a_batch_norm(parts, rows, names, cuda, monkeypatch):
     """A batch norm takes four launches: sums of x, y; sums of dy, dx. On one rank, with few rows, it takes two."""
-    for most in ("WHOLE_ROWS", "MOST_ROWS"):
-        monkeypatch.setattr(f"halograd.kernels.cuda.norms.{most}", rows)
+    monkeypatch.setattr("halograd.kernels.summed.MOST_ROWS", rows)
+    monkeypatch.setattr("halograd.kernels.summed.LAUNCH", 1.0)
     found, norms = launched(cuda, "mesh_2k", parts)
     assert {name: found.get(name, 0) for name in (*APART, *WHOLE)} == {
         name: norms * (name in names) for name in (*APART, *WHOLE)
@@ -115,8 +115,7 @@ FUSED = {"resnet50": (52, 29), "mesh_2k": (30, 24)}
 @pytest.mark.parametrize(("name", "parts"), [("resnet50", 1), ("mesh_2k", 2)])
 def test_fused_sums(name, parts, cuda, monkeypatch):
     """A plan with sums takes the place of a convolution and a launch for the sums; these are converted or copied."""
-    for most in ("cuda.norms.WHOLE_ROWS", "cuda.norms.MOST_ROWS", "summed.WHOLE_ROWS"):
-        monkeypatch.setattr(f"halograd.kernels.{most}", 0)
+    monkeypatch.setattr("halograd.kernels.summed.MOST_ROWS", 0)
     network, counts, names = resnet50(width=8, resolution=64, classes=5) if parts == 1 else NETWORKS[name](), [], []
     for passes in ((), ("sums",)):
         cuda.launcher.launched.clear()
@@ -139,8 +138,8 @@ def test_launches_of_the_norms_of_published_sizes(name, full, expected, most, cu
     shapes = [node.shape for node in full().layers.values() if isinstance(node.layer, BatchNorm)]
     sizes = [(prod(shape[:-1]), shape[-1]) for shape in shapes]
     # 132 multiprocessors; a block has 16 channels
-    whole = [pays_whole(n, 2 * n * c, -(-c // 16), 132, inputs) for n, c in sizes for inputs in (1, 2)]
-    assert sum(2 - pays for pays in whole) == expected
+    one = [is_one_launch(n, 2 * n * c, -(-c // 16), tensors) for n, c in sizes for tensors in (1, 2)]
+    assert sum(2 - pays for pays in one) == expected
     found, norms = launched(cuda, name, 1)
     others = sum(found.values()) - sum(found.get(name, 0) for name in (*APART, *WHOLE))
     assert len(sizes) == norms and round(others + 1 / 3) == most  # the last update is made in the next step

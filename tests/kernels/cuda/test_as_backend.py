@@ -87,8 +87,11 @@ from ..test_saturation import (  # noqa: F401
 @pytest.mark.parametrize("shape", [(2, 5, 6, 16), (3, 1, 700, 3), (1, 2, 3, 40)], ids=str)
 def test_local_statistics_of_many_rows(typed, shape, f, monkeypatch):
     """A norm of more rows than one block takes: chunks of rows, whose sums the block that ends last adds up."""
-    monkeypatch.setattr("halograd.kernels.cuda.norms.WHOLE_ROWS", 0)
+    monkeypatch.setattr("halograd.kernels.summed.MOST_ROWS", 0)
+    launched = typed.backend.launcher.launched
+    launched.clear()
     test_on_its_statistics(typed, shape, f, local=True)
+    assert launched and not [name for name in launched if name.startswith("whole")]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -223,7 +223,7 @@ class BoxesDouble(Boxes):
     """Double of the kernels for boxes: copies, sums and fills in NumPy."""
 
     def __init__(self) -> None:
-        super().__init__(SimpleNamespace(empty=device_empty))  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(empty=device_empty, units=132))  # type: ignore[arg-type]
 
     def copy(self, pairs: Any) -> Kernel:
         return Kernel(lambda: [target.__setitem__(..., source) for source, target in pairs], "cuda:copy")
