@@ -286,12 +286,16 @@ class CupyDevice(Device):
         # Arrays that are allocated during capture must belong to the graph alone: they come from a separate pool that
         # lives as long as the graph. (Streams are captured in relaxed mode, in which the pool may allocate.)
         pool = self._cupy.cuda.MemoryPool()
-        with self._cupy.cuda.using_allocator(pool.malloc):
-            recorded = self._captured(run)
+        try:
+            with self._cupy.cuda.using_allocator(pool.malloc):
+                recorded = self._captured(run)
+        except BaseException:
+            pool.free_all_blocks()  # CuPy leaks the blocks of a deleted pool
+            raise
 
         def free() -> None:
             self.compute.synchronize()
-            pool.free_all_blocks()  # CuPy leaks the blocks of a deleted pool
+            pool.free_all_blocks()
 
         graph = DeviceGraph(recorded, self.compute, free)
         self._graphs.add(graph)

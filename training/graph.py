@@ -28,8 +28,9 @@ _log = logging.getLogger(__name__)
 #: When passes are replayed as graphs: always, never, or if a measurement shows that this saves time.
 Graphs = bool | Literal["auto"]
 
-#: Time of the host to enqueue a pass, relative to that of the device to run it, from which graphs are used. Where the
-#: host is slower the device waits; a host that also reads batches and writes checkpoints needs some time in reserve.
+#: Time of the host to enqueue what graphs would replay, relative to that of the device to run the pass, from which
+#: graphs are used. Where the host is slower the device waits; a host that also reads batches and writes checkpoints
+#: needs some time in reserve.
 PAYS = 0.5
 
 
@@ -61,8 +62,8 @@ class GraphedPass:
     capture.
 
     If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has
-    long reached the end of the second then, so that nothing waits. A fault of a capture on one rank is then a warning,
-    and the pass goes on without graphs.
+    long reached the end of the second then, so that nothing waits. In a run of one rank, a fault of a capture is then a
+    warning, and the sections that cannot be captured go on without graphs.
 
     Parameters
     ----------
@@ -109,26 +110,31 @@ class GraphedPass:
         recording = self._count == self._captured_at and (not self.measures or self._pays())
         if recording and self._prepare is not None:
             self._prepare()
-        first, begin = self._device.stamp() if measuring else None, time.perf_counter()
+        first, enqueuing = self._device.stamp() if measuring else None, 0.0
         launches = []
         for section in self.sections:
             self._enter(section.items[0].layer)
             launches.append(self._recorded(section) if recording else section.run)
+            begin = time.perf_counter()
             launches[-1]()
+            if section.graph:  # other calls may wait for messages, with graphs too
+                enqueuing += time.perf_counter() - begin
         if measuring:
-            self._measured = time.perf_counter() - begin, first, self._device.stamp(), self._device.mark()
+            self._measured = enqueuing, first, self._device.stamp(), self._device.mark()
         self._count += 1
         if recording:
             self._launches = launches
 
     def _pays(self) -> bool:
-        """Return whether the host takes so long to enqueue the pass, on any rank, that graphs save time. Collective."""
+        """Return whether the host takes so long to enqueue graphed sections, on any rank, that graphs save time.
+        Collective.
+        """
         host, first, last, event = self._measured
         event.wait()
         share = self._comm.allreduce_scalar(host / max(self._device.seconds(first, last), 1e-9), "max")
         pays, self._measured = share >= PAYS, None
         if self._comm.rank == 0:
-            text = "a pass from layer %s takes the host %.0f %% of the device's time to enqueue: %s graphs"
+            text = "a pass from layer %s takes the host up to %.0f %% of the device's time to enqueue: %s graphs"
             _log.info(text, self.sections[0].items[0].layer, 100 * share, "with" if pays else "without")
         return pays
 

@@ -72,6 +72,7 @@ class Pinned:
 def cupy(monkeypatch):
     """Return a double of the CuPy functions that the device uses; its pool of pinned memory rounds up as CuPy's."""
     Pinned.taken, StreamDouble.around, StreamDouble.current = 0, [], NULL
+    pools.clear()
     runtime = SimpleNamespace(getDeviceCount=lambda: 1, hostAllocPortable=1)
     cuda = SimpleNamespace(
         runtime=runtime,
@@ -81,12 +82,29 @@ def cupy(monkeypatch):
         PinnedMemory=Pinned,
         PinnedMemoryPointer=lambda memory, offset: memory.memory,
         alloc_pinned_memory=lambda size: Pinned(1 << (size - 1).bit_length(), 1).memory,
-        MemoryPool=lambda: SimpleNamespace(malloc=None, free_all_blocks=lambda: None),
+        MemoryPool=PoolDouble,
         using_allocator=Allocator,
     )
     made = SimpleNamespace(cuda=cuda, ndarray=np.ndarray)
     monkeypatch.setitem(sys.modules, "cupy", made)
     return made
+
+
+class PoolDouble:
+    """Double of a memory pool that records whether its blocks were freed."""
+
+    malloc = None
+
+    def __init__(self):
+        pools.append(self)
+        self.freed = False
+
+    def free_all_blocks(self):
+        self.freed = True
+
+
+#: Pools of all captures of a test.
+pools: list[PoolDouble] = []
 
 
 class Allocator:
@@ -162,7 +180,9 @@ def test_an_event_of_a_device_that_has_failed_is_not_merely_late(cupy):
 
 
 def test_a_capture_that_fails_says_why(device):
-    """A failed capture raises the first error, not the failure to end the capture; the stream leaves capture mode."""
+    """A failed capture raises the first error, not the failure to end the capture; the stream leaves capture mode, and
+    memory that was allocated for the graph is freed.
+    """
 
     def refused():
         device.compute.invalidated = True
@@ -170,7 +190,7 @@ def test_a_capture_that_fails_says_why(device):
 
     with pytest.raises(NotImplementedError, match="calling cuBLAS API during stream capture"):
         device.capture(refused)
-    assert not device.compute.capturing
+    assert not device.compute.capturing and [pool.freed for pool in pools] == [True]
 
 
 def test_what_makes_a_capture_invalid_in_silence_is_refused(device):

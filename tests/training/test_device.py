@@ -1,5 +1,8 @@
 """Tests of training steps on the double of a device: exact, without synchronization, loss and norm read later."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -11,6 +14,7 @@ from halograd.layers import Conv, Input, MeanSquaredError, Network, ReLU
 from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import ForkEnd, Run, Transfer
 from halograd.models import alexnet
+from halograd.program.recording import Item
 from halograd.training.executor import Executor
 from halograd.training.graph import GraphedPass
 from halograd.training.optimizers import SGD
@@ -171,6 +175,23 @@ def test_graphs_where_a_measurement_shows_that_they_pay(slow, kernels, monkeypat
         comm.instruments.recorder = Timeline(comm.rank)
         with Executor(network, comm, kernels, 4, cut, "float64", graph="auto") as executor:
             assert not executor.graphs  # events of layers cannot be in a graph
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("waits", [True, False])
+def test_waits_between_graphs_do_not_count(waits, kernels, monkeypatch):
+    """Calls that no graph contains wait for messages with graphs too: only the others decide if graphs pay."""
+    clock = [0.0]
+    monkeypatch.setattr("halograd.training.graph.time", SimpleNamespace(perf_counter=lambda: sum(clock)))
+    monkeypatch.setattr(kernels.device, "seconds", lambda first, last: 1.0)
+    slow, fast = partial(clock.append, 1.0), lambda: None
+    items = [Item(fast, "a"), Item(fast if waits else slow, "a"), Item(slow if waits else fast, "b", held=False)]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        graphed = GraphedPass(comm, kernels.device, items, lambda layer: None, measures=True)
+        for _ in range(GraphedPass.DECIDES + 1):
+            graphed()
+        assert graphed.graphs == (not waits)
+        graphed.close()
 
 
 @pytest.mark.ranks(1)
