@@ -333,7 +333,7 @@ class Fork(Pass):
     ends before the next one begins, so that one of them runs at a time, and before an operation that uses its result or
     writes what it reads; on several ranks, where its sum may follow the layer, at the latest with the operations of its
     layer. Its arrays stay in use until then, which takes memory. The results do not change in any bit. Elsewhere than
-    on a GPU it runs in its place.
+    on a GPU it runs in its place. So it does in predictions, which include the memory, but not the time that it saves.
     """
 
     __pydantic_config__ = STRICT

@@ -275,8 +275,8 @@ class StrategyConfig(Table):
     bucket_bytes: Size = 4 << 20
     """Size of the buckets in which gradients are summed [B]."""
     passes: list[Text] = Field(default_factory=list)
-    """Passes that transform the program of a step, in order: ``"fuse"``, ``"sums"``, ``"overlap"``, ``"fork"``, or
-    ``"FILE.py:CLASS"``."""
+    """Passes that transform the program of a step, in order: ``"fuse"``, ``"sums"``, ``"overlap"``, ``"fork"`` (whose
+    gain predictions leave out), or ``"FILE.py:CLASS"``."""
     file: FilePath | None = None
     """File that :meth:`Strategy.save` or `halograd plan` wrote; no other key may be set with it."""
     auto: bool = False
