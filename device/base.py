@@ -136,7 +136,10 @@ class TimedEvent(Protocol):
 
 
 class Branch:
-    """Work that may run beside the work enqueued after it, until it is joined; here it runs in its place. Local."""
+    """Work that may run concurrently with work enqueued after it, until it is joined. Local.
+
+    Here it runs in its place.
+    """
 
     def __call__(self, run: Callable[[], object]) -> None:
         """Call `run`, which enqueues the work, after all work enqueued so far."""
@@ -273,12 +276,12 @@ class Device(ABC):
 
     # -- time -----------------------------------------------------------------------------------
     @abstractmethod
-    def stamp(self) -> TimedEvent:
+    def timestamp(self) -> TimedEvent:
         """Return a timestamp after all work enqueued so far."""
 
     @abstractmethod
     def seconds(self, first: TimedEvent, second: TimedEvent) -> float:
-        """Return the time from one stamp to another, both done [s]."""
+        """Return the time from one timestamp to another, both done [s]."""
 
     def fork(self) -> Branch:
         """Return a fork of the compute stream, which may be used again and again, also within a graph."""
@@ -379,7 +382,7 @@ class HostDevice(Device):
     def synchronize(self) -> None:
         return None
 
-    def stamp(self) -> _Now:
+    def timestamp(self) -> _Now:
         return _Now()
 
     def seconds(self, first: Any, second: Any) -> float:

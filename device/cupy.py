@@ -136,16 +136,16 @@ class _StreamEvent:
 class StreamBranch(Branch):
     """Work on a second stream, which events order with the compute stream. Local."""
 
-    def __init__(self, cupy: Any, compute: Any, beside: Any) -> None:
-        self._compute, self._beside = compute, beside
+    def __init__(self, cupy: Any, compute: Any, second: Any) -> None:
+        self._compute, self._second = compute, second
         self._before, self._after = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
 
     def __call__(self, run: Callable[[], object]) -> None:
         self._before.record(self._compute)
-        self._beside.wait_event(self._before)
-        with self._beside:
+        self._second.wait_event(self._before)
+        with self._second:
             run()
-        self._after.record(self._beside)
+        self._after.record(self._second)
 
     def join(self) -> None:
         self._compute.wait_event(self._after)
@@ -188,7 +188,7 @@ class CupyDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.use()
         self.compute = cupy.cuda.Stream(non_blocking=True)
-        self._ahead, self._beside = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._ahead, self._second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.stay_current()
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
@@ -273,10 +273,10 @@ class CupyDevice(Device):
         return self.fused_sums(pairs) if self.fused_sums else super().sums(pairs)
 
     def fork(self) -> Branch:
-        return StreamBranch(self._cupy, self.compute, self._beside)
+        return StreamBranch(self._cupy, self.compute, self._second)
 
     # -- time, graphs, memory -------------------------------------------------------------------
-    def stamp(self) -> Any:
+    def timestamp(self) -> Any:
         return _StreamEvent(self._cupy, self.compute, timed=True)
 
     def seconds(self, first: Any, second: Any) -> float:

@@ -110,7 +110,7 @@ class GraphedPass:
         recording = self._count == self._captured_at and (not self.measures or self._pays())
         if recording and self._prepare is not None:
             self._prepare()
-        first, enqueuing = self._device.stamp() if measuring else None, 0.0
+        first, enqueuing = self._device.timestamp() if measuring else None, 0.0
         launches = []
         for section in self.sections:
             self._enter(section.items[0].layer)
@@ -120,7 +120,7 @@ class GraphedPass:
             if section.graph:  # other calls may wait for messages, with graphs too
                 enqueuing += time.perf_counter() - begin
         if measuring:
-            self._measured = enqueuing, first, self._device.stamp(), self._device.mark()
+            self._measured = enqueuing, first, self._device.timestamp(), self._device.mark()
         self._count += 1
         if recording:
             self._launches = launches

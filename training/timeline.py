@@ -207,7 +207,7 @@ class Spans:
         self._waiting: deque[tuple[str, str, TimedEvent, TimedEvent]] = deque()
         if recorder is not None and not device.is_host:
             device.synchronize()
-            self._origin, self._began = device.stamp(), time.perf_counter()
+            self._origin, self._began = device.timestamp(), time.perf_counter()
 
     @property
     def active(self) -> bool:
@@ -229,18 +229,18 @@ class Spans:
 
     def _enqueue(self, recorder: Recorder, name: str, category: str, calls: Sequence[Callable[[], object]]) -> None:
         """Make the calls, which enqueue work, between two timing events."""
-        first = self._device.stamp() if self.active else None
+        first = self._device.timestamp() if self.active else None
         for call in calls:
             call()
         if first is not None:
-            self._waiting.append((name, category, first, self._device.stamp()))
+            self._waiting.append((name, category, first, self._device.timestamp()))
             self._tell(recorder)
 
     def _tell(self, recorder: Recorder) -> None:
         """Record the spans that are complete. Does not wait."""
         while self._waiting and self._waiting[0][3].done():
             name, category, first, second = self._waiting.popleft()
-            times = (self._began + self._device.seconds(self._origin, stamp) for stamp in (first, second))
+            times = (self._began + self._device.seconds(self._origin, timestamp) for timestamp in (first, second))
             recorder.span(name, category, *times)
 
     def finish(self) -> None:

@@ -66,11 +66,11 @@ class _Ours:
 
     def seconds(self, count: int) -> float:
         """Return the mean time of both kernels on the device [s]."""
-        first = self._device.stamp()
+        first = self._device.timestamp()
         for _ in range(count):
             for kernel in self._kernels:
                 kernel()
-        second = self._device.stamp()
+        second = self._device.timestamp()
         self._device.synchronize()
         return self._device.seconds(first, second) / count
 

@@ -68,10 +68,10 @@ class Ours:
 
     def seconds(self, count: int) -> float:
         """Return the mean device time of consecutive steps, without waits between them [s]."""
-        first = self._device.stamp()
+        first = self._device.timestamp()
         for _ in range(count):
             self.trainer.step()
-        second = self._device.stamp()
+        second = self._device.timestamp()
         self._device.synchronize()
         return self._device.seconds(first, second) / count
 

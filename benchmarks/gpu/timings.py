@@ -123,10 +123,10 @@ def fastest(kernels: Backend, run: Callable[[], None]) -> float:
     """Return the mean device time of a run in the fastest of several rounds [s]."""
     device, seconds = kernels.device, []
     for _ in range(ROUNDS + 1):
-        first = device.stamp()
+        first = device.timestamp()
         for _ in range(STEPS):
             run()
-        second = device.stamp()
+        second = device.timestamp()
         device.synchronize()
         seconds.append(device.seconds(first, second) / STEPS)
     return max(min(seconds[1:]), 1e-12)

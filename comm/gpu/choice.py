@@ -179,7 +179,7 @@ class Choice:
         """Whether communication can be part of a CUDA graph."""
         return self.route.captures
 
-    def answers(self, requested: str) -> bool:
+    def matches(self, requested: str) -> bool:
         """Return whether the chosen transport is the one that `requested` names; ``"auto"`` names any."""
         return requested == AUTO or type(route_of(requested)) is type(self.route)
 
@@ -235,7 +235,7 @@ def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
         fault = route.fault(facts)
         if fault:
             raise CommError(f"device transport: expected one that works here, got {requested!r}: {fault}")
-        return Choice(route, "asked for")
+        return Choice(route, "requested")
     if len(facts) == 1:
         return Choice(MpiStaged(), "one rank: no messages")
     reasons: list[str] = []
@@ -271,9 +271,9 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
 
 def _sharing_fault(facts: Sequence[RankFacts]) -> str:
     """Return the reason why ranks that share a GPU cannot use NCCL; empty if none share."""
-    for one, other in _sharing(facts):
-        both, version = _both(facts, one, other), facts[other].nccl
-        needed = MULTI_RANK_VERSION if facts[one].instance == facts[other].instance else MIG_VERSION
+    for first, other in _sharing(facts):
+        both, version = _both(facts, first, other), facts[other].nccl
+        needed = MULTI_RANK_VERSION if facts[first].instance == facts[other].instance else MIG_VERSION
         if version < needed:
             return (
                 f"{both}, for which NCCL {version_text(needed)} is needed, got {version_text(version)}; use "
@@ -293,17 +293,17 @@ def _sharing(facts: Sequence[RankFacts]) -> Iterator[tuple[int, int]]:
             yield other, rank
 
 
-def _both(facts: Sequence[RankFacts], one: int, other: int) -> str:
-    shared = "share" if facts[one].instance == facts[other].instance else "use instances (MIG) of"
-    return f"ranks {one} and {other} {shared} GPU {facts[one].gpu}"
+def _both(facts: Sequence[RankFacts], first: int, other: int) -> str:
+    shared = "share" if facts[first].instance == facts[other].instance else "use instances (MIG) of"
+    return f"ranks {first} and {other} {shared} GPU {facts[first].gpu}"
 
 
 def _mpi_fault(facts: Sequence[RankFacts]) -> str:
     fault = _no_cuda(facts)
     if fault:
         return fault
-    for one, other in _sharing(facts):
-        if facts[one].instance != facts[other].instance:
-            return f"{_both(facts, one, other)}, which have no access to each other's memory; use 'mpi-staged'"
+    for first, other in _sharing(facts):
+        if facts[first].instance != facts[other].instance:
+            return f"{_both(facts, first, other)}, which have no access to each other's memory; use 'mpi-staged'"
     bad = [rank for rank, fact in enumerate(facts) if fact.mpi_fault]
     return f"rank {bad[0]}: {facts[bad[0]].mpi_fault}; use 'nccl' or 'mpi-staged'" if bad else ""

@@ -105,7 +105,7 @@ class DeviceLinks:
         try:
             route_of(requested)
             seconds = timeout_from(os.environ) if timeout is None else timeout
-            if self.choice is not None and not self.choice.answers(requested):
+            if self.choice is not None and not self.choice.matches(requested):
                 raise CommError(f"device transport: expected {self.choice.name!r}, which was chosen, got {requested!r}")
         except CommError as error:
             fault = error
@@ -229,11 +229,11 @@ def _choose(comm: Ranks, requested: str, facts: Sequence[RankFacts]) -> Choice:
         raise
 
 
-def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
-    """Return the result of `ask` on every rank; the ranks agree on errors. Collective."""
+def _gathered(comm: Ranks, query: Callable[[], Any]) -> list[Any]:
+    """Return the result of `query` on every rank; the ranks agree on errors. Collective."""
     result, fault = None, None
     try:
-        result = ask()
+        result = query()
     except Exception as error:
         fault = CommError(f"device transport: expected to learn what the device can do, got {error}")
     comm.agree(fault)

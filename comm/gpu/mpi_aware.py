@@ -38,7 +38,7 @@ def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     if any(environment.get(name) == "1" for name in SWITCHES):
         return ""
-    if _says_so(mpi) or "cuda" in _memory_kinds(mpi):
+    if _reports_support(mpi) or "cuda" in _memory_kinds(mpi):
         return ""
     name, version = mpi.get_vendor()
     return (
@@ -47,7 +47,7 @@ def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
     )
 
 
-def _says_so(mpi: Any) -> bool:
+def _reports_support(mpi: Any) -> bool:
     try:
         # The symbols of the MPI library that mpi4py is linked to.
         query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
@@ -86,10 +86,10 @@ def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
         return f"MPI did not send device memory to itself within {seconds:g} s"
     except OSError as error:
         return f"the test whether MPI reaches device memory could not be run ({error})"
-    return judge(done.returncode, done.stdout, done.stderr)
+    return proof_fault(done.returncode, done.stdout, done.stderr)
 
 
-def judge(code: int, out: str, err: str) -> str:
+def proof_fault(code: int, out: str, err: str) -> str:
     """Return the fault that the proof has shown, from its exit code and output; empty if there is none. Local."""
     if code == 0 and "proven" in out:
         return ""

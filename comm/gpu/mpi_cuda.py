@@ -42,16 +42,16 @@ class Computed(Stage):
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._ticket: Any = None
+        self._event: Any = None
 
     def begin(self) -> None:
-        self._ticket = self._device.mark()
+        self._event = self._device.mark()
 
     def over(self) -> bool:
-        return bool(self._ticket.done())
+        return bool(self._event.done())
 
     def wait(self) -> None:
-        self._ticket.wait()
+        self._event.wait()
 
 
 class Added(Stage):

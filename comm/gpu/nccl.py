@@ -100,7 +100,7 @@ class NcclLink:
         """Return the link of this rank's group, on the same stream; None without a group. Collective over this link.
 
         The communicator of the group shares connections and buffers with this one. That is safe because all their calls
-        are on one stream, so none runs beside another. Close it before this one.
+        are on one stream, so no two of them run at a time. Close it before this one.
 
         Parameters
         ----------

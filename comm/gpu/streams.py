@@ -155,29 +155,29 @@ class StreamSpans:
         """Set the origin of times. Waits for the device once; call it while channels are built, not in a step."""
         if self._origin is None:
             self._cuda.device.synchronize()
-            self._origin, self._began = self.stamp(self._cuda.compute), time.perf_counter()
+            self._origin, self._began = self.timestamp(self._cuda.compute), time.perf_counter()
 
     @property
     def ready(self) -> bool:
         """Whether `prepare` was called."""
         return self._origin is not None
 
-    def stamp(self, stream: Any) -> Any:
+    def timestamp(self, stream: Any) -> Any:
         """Return a timing event after all work enqueued on the stream so far."""
         event = self._cuda.cupy.cuda.Event()
         event.record(stream)
         return event
 
-    def put(self, meter: StreamMeter, stamps: list[Any]) -> None:
+    def put(self, meter: StreamMeter, events: list[Any]) -> None:
         """Queue four events for the recorder: begin and end on the stream, begin and end of waiting.
 
         Queued events that the device has reached are recorded.
         """
-        self._waiting.append((meter, stamps))
+        self._waiting.append((meter, events))
         while self._waiting and self._cuda.arrived(self._waiting[0][1][-1]):
-            whose, events = self._waiting.popleft()
+            oldest, reached = self._waiting.popleft()
             elapsed = self._cuda.cupy.cuda.get_elapsed_time
-            whose.tell([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in events])
+            oldest.record([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in reached])
 
 
 class StreamMeter(Meter):
@@ -203,7 +203,7 @@ class StreamMeter(Meter):
         # The time that the host takes to enqueue work is not recorded.
         self._instruments.waiting = None
 
-    def tell(self, times: list[float]) -> None:
+    def record(self, times: list[float]) -> None:
         """Report times to the recorder: begin and end on the stream, begin and end of waiting [s]."""
         recorder = self._instruments.recorder
         if recorder is not None:
@@ -217,26 +217,26 @@ class TimedPassage(Passage):
     def __init__(self, comm_stream: CommStream, meter: StreamMeter, spans: StreamSpans) -> None:
         super().__init__(comm_stream)
         self._meter, self._spans = meter, spans
-        self._stamps: list[Any] = []
+        self._events: list[Any] = []
 
     def enter(self) -> None:
         super().enter()
-        self._stamps = [self._spans.stamp(self.comm_stream.stream)] if self._meter.timed else []
+        self._events = [self._spans.timestamp(self.comm_stream.stream)] if self._meter.timed else []
 
     def leave(self) -> None:
-        if self._stamps:
-            self._stamps.append(self._spans.stamp(self.comm_stream.stream))
+        if self._events:
+            self._events.append(self._spans.timestamp(self.comm_stream.stream))
         super().leave()
 
     def join(self) -> None:
-        if len(self._stamps) < 2:
+        if len(self._events) < 2:
             super().join()
             return
         compute = self.comm_stream.cuda.compute
-        before = self._spans.stamp(compute)
+        before = self._spans.timestamp(compute)
         super().join()
-        self._spans.put(self._meter, [*self._stamps, before, self._spans.stamp(compute)])
-        self._stamps = []
+        self._spans.put(self._meter, [*self._events, before, self._spans.timestamp(compute)])
+        self._events = []
 
 
 class Join(Stage):
@@ -290,11 +290,11 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
     return both(device.sums([(first, other) for other in others]), device.copies([(total, first)]))
 
 
-def both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `one`, then `two`."""
+def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `first`, then `second`."""
 
     def run() -> None:
-        one()
-        two()
+        first()
+        second()
 
     return run

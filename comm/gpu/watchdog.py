@@ -67,7 +67,7 @@ class DeviceWatchdog:
         if not timeout > 0:
             raise CommError(f"timeout: expected seconds > 0, got {timeout}")
         self.timeout, self._who, self._interval, self._grace = timeout, who, min(interval, timeout), grace
-        self._end, self._begin, self._together = end or _say, begin, together
+        self._end, self._begin, self._together = end or _print, begin, together
         self._monitored: list[Monitored] = []
         self._under_way: dict[int, tuple[Any, str, float]] = {}
         self._fault: str | None = None
@@ -207,6 +207,6 @@ class DeviceWatchdog:
         )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"halograd: {text}\n")
     sys.stderr.flush()

@@ -38,7 +38,7 @@ def test_the_host_copies_at_once():
     HOST.upload(np.array([3.0, 4.0]), array)
     assert pinned.tolist() == [1, 2] and array.tolist() == [3, 4] and HOST.mark().done()
     assert HOST.to_host(array) is array and HOST.memory() is None
-    assert HOST.seconds(HOST.stamp(), HOST.stamp()) >= 0
+    assert HOST.seconds(HOST.timestamp(), HOST.timestamp()) >= 0
 
 
 def test_where_an_array_is(device):

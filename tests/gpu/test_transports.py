@@ -120,10 +120,10 @@ def test_halos(opened, record_property):
     exchange.run()
     device.synchronize()
     comm.barrier()
-    first = device.stamp()
+    first = device.timestamp()
     for _ in range(rounds):
         exchange.run()
-    last = device.stamp()
+    last = device.timestamp()
     device.synchronize()
     seconds = comm.allreduce_scalar(device.seconds(first, last) / rounds, "max")
     nbytes = comm.counters["halo"].bytes // (rounds + 1)

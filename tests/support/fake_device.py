@@ -214,7 +214,7 @@ class FakeDevice(Device):
     def sums(self, pairs: Any) -> Any:
         return self.fused_sums(pairs) if self.fused_sums and pairs else super().sums(pairs)
 
-    def stamp(self) -> Any:
+    def timestamp(self) -> Any:
         return _Stamp(self.number)
 
     def seconds(self, first: Any, second: Any) -> float:

@@ -112,7 +112,7 @@ def test_a_name_that_cannot_be_had(case):
 @pytest.mark.parametrize("name", DEVICE_TRANSPORTS.names)
 def test_a_name_that_can_be_had(name):
     found = [replace(f, mpi_fault="") for f in ranks(*OWN)]
-    assert choose(name, found).describe() == f"{name} (asked for)"
+    assert choose(name, found).describe() == f"{name} (requested)"
     assert isinstance(choose(name, found).route, DEVICE_TRANSPORTS[name])
 
 
@@ -192,7 +192,7 @@ def test_devices_that_are_not_of_cuda_go_by_the_host(monkeypatch):
 def test_mpi_that_claims_what_it_cannot_do_is_refused(monkeypatch):
     with pytest.raises(CommError, match=r"'mpi-cuda': rank 0: MPI ended by SIGSEGV .*; use 'nccl'"):  # noqa: SIM117
         with gpu_ranks(monkeypatch, "mpi-staged") as r:
-            monkeypatch.setattr(link, "prove", lambda ordinal: mpi_aware.judge(-11, "", ""))
+            monkeypatch.setattr(link, "prove", lambda ordinal: mpi_aware.proof_fault(-11, "", ""))
             with Communicator(MPI.COMM_WORLD) as comm:
                 comm.use_device(r.device, "mpi-cuda")
 
@@ -222,7 +222,7 @@ def test_a_run_says_how_arrays_travel_or_why_they_cannot(monkeypatch):
             connect_device(NumpyBackend(), comm, "auto")
             assert comm.devices.choice is None
             connect_device(kernels, comm, "mpi-staged")
-            assert comm.devices.choice.describe() == "mpi-staged (asked for)"
+            assert comm.devices.choice.describe() == "mpi-staged (requested)"
         r.nccl.version = 20604
         with (
             Communicator(MPI.COMM_WORLD) as comm,

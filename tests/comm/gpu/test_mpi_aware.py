@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm.gpu import mpi_aware
-from halograd.comm.gpu.mpi_aware import claim_fault, clean_environment, judge, prove
+from halograd.comm.gpu.mpi_aware import claim_fault, clean_environment, proof_fault, prove
 from halograd.device import DeviceError
 from halograd.device.cupy import count_devices, import_cupy
 
@@ -22,7 +22,7 @@ def fake_mpi(kinds="mpi,system"):
 
 
 def test_what_mpi_says_of_itself(monkeypatch):
-    monkeypatch.setattr(mpi_aware, "_says_so", lambda mpi: False)
+    monkeypatch.setattr(mpi_aware, "_reports_support", lambda mpi: False)
     assert claim_fault(fake_mpi(), {}).startswith(
         "MPICH 5.0.2 does not report that it is CUDA-aware (if it is, set"
     )
@@ -30,13 +30,13 @@ def test_what_mpi_says_of_itself(monkeypatch):
     assert claim_fault(fake_mpi(None), {}) != ""
     for switch in mpi_aware.SWITCHES:
         assert claim_fault(fake_mpi(), {switch: "1"}) == "" and claim_fault(fake_mpi(), {switch: "0"}) != ""
-    monkeypatch.setattr(mpi_aware, "_says_so", lambda mpi: True)
+    monkeypatch.setattr(mpi_aware, "_reports_support", lambda mpi: True)
     assert claim_fault(fake_mpi(), {}) == ""
 
 
 def test_a_library_that_cannot_be_asked():
-    assert mpi_aware._says_so(SimpleNamespace(__file__="/nowhere/MPI.so")) is False
-    assert mpi_aware._says_so(MPI) in (True, False)
+    assert mpi_aware._reports_support(SimpleNamespace(__file__="/nowhere/MPI.so")) is False
+    assert mpi_aware._reports_support(MPI) in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_library_that_cannot_be_asked():
     ],
 )
 def test_what_the_proof_has_shown(code, out, err, fault):
-    assert judge(code, out, err) == fault
+    assert proof_fault(code, out, err) == fault
 
 
 def test_the_proof_is_no_rank_of_the_job():
