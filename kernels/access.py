@@ -87,31 +87,26 @@ def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]
 
 def reads(*names: str) -> Callable[[Declared], Declared]:
     """Declare the arrays that a kernel, or a method of one, reads. Combine it with :func:`writes`, in any order."""
-
-    def declare(run: Declared) -> Declared:
-        _set(run, replace(_own(run), reads=names))
-        return run
-
-    return declare
+    return _declare(reads=names)
 
 
 def writes(*names: str, work: tuple[str, ...] = ()) -> Callable[[Declared], Declared]:
     """Declare the arrays that a kernel, or a method of one, writes, and its `work` space. Combine it with
     :func:`reads`, in any order.
     """
-
-    def declare(run: Declared) -> Declared:
-        _set(run, replace(_own(run), writes=names, work=work))
-        return run
-
-    return declare
+    return _declare(writes=names, work=work)
 
 
 def again(method: str) -> Callable[[Declared], Declared]:
     """Declare the method that computes the results of this method again, without its other effects."""
+    return _declare(again=method)
+
+
+def _declare(**changes: Any) -> Callable[[Declared], Declared]:
+    """Return a decorator that changes attributes of the access of a function."""
 
     def declare(run: Declared) -> Declared:
-        _set(run, replace(_own(run), again=method))
+        run.__dict__["access"] = replace(run.__dict__.get("access", Access()), **changes)
         return run
 
     return declare
@@ -147,12 +142,3 @@ def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
         methods = getattr(make, "makes", {})
         access = getattr(methods, method, None) if isinstance(methods, type) else methods.get(method)
     return access if isinstance(access, Access) else getattr(access, "access", ANY)
-
-
-def _own(run: Any) -> Access:
-    access: Access = run.__dict__.get("access", Access())
-    return access
-
-
-def _set(run: Any, access: Access) -> None:
-    run.access = access

@@ -224,35 +224,32 @@ def idle() -> Kernel:
 
 def chain(*kernels: Kernel) -> Kernel:
     """Return one kernel that runs several kernels in this order and closes them."""
-    parts = tuple(kernels)
-    close = run_all([k.close for k in parts])
-    whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
+    return _combined(run_all(kernels), " + ".join(k.impl for k in kernels), kernels)
+
+
+def _combined(run: Callable[[], Any], impl: str, parts: Sequence[Kernel]) -> Kernel:
+    """Return a kernel that calls `run`, with the memory of `parts`, and closes them."""
+    whole = Kernel(run, impl, sum(k.workspace_bytes for k in parts), run_all([k.close for k in parts]))
     whole.scratch_bytes = max(k.scratch_bytes for k in parts)  # of memory that all kernels share
     return whole
 
 
 def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kernel:
     """Return a kernel that runs `first` and then, if it `failed`, `second`. It closes both."""
-    both = chain(first, second)  # not run: its sizes and its close() are those of both
 
     def run() -> None:
         first()
         if failed():
             second()
 
-    whole = Kernel(run, first.impl, both.workspace_bytes, both.close)
-    whole.scratch_bytes = both.scratch_bytes
-    return whole
+    return _combined(run, first.impl, (first, second))
 
 
 def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *conditions: Kernel) -> Kernel:
     """Return a kernel that runs `second` if `otherwise` returns True, else `first`. It closes both and the kernels
     `conditions`.
     """
-    both = chain(first, second, *conditions)
-    whole = Kernel(lambda: second() if otherwise() else first(), first.impl, both.workspace_bytes, both.close)
-    whole.scratch_bytes = both.scratch_bytes
-    return whole
+    return _combined(lambda: second() if otherwise() else first(), first.impl, (first, second, *conditions))
 
 
 def deferred(make: Callable[[], Kernel]) -> Kernel:

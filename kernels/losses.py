@@ -41,6 +41,7 @@ class _Packed(LossKernel):
     def __init__(self, copy: Kernel, loss: LossKernel, nbytes: int) -> None:
         self._loss, whole = loss, chain(copy, loss)
         super().__init__(whole, loss.impl, nbytes + whole.workspace_bytes, whole.close)
+        self.scratch_bytes = whole.scratch_bytes
 
     def set(self, samples: int, scale: float) -> None:
         self._loss.set(samples, scale)
