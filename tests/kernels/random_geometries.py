@@ -86,17 +86,29 @@ class Trial:
     def outputs(self, *shapes: tuple[int, ...]) -> list[tuple[Any, Any]]:
         return [(self.mine.poisoned(*shape), self.numpy.zeros(shape, np.float64)) for shape in shapes]
 
-    def run(self, kernels: list[Any]) -> None:
-        for kernel in kernels:
-            if kernel is not None:
-                self.counts.implementations[kernel.impl] += 1
-                kernel()
-        for kernel in kernels:
-            if kernel is not None:
-                kernel.close()
+    def run(self, *kernels: Kernel | None) -> None:
+        built = [kernel for kernel in kernels if kernel is not None]
+        for kernel in built:
+            self.counts.implementations[kernel.impl] += 1
+            kernel()
+        for kernel in built:  # after all have run: a backward kernel may read memory of the forward kernel
+            kernel.close()
 
-    def same(self, what: str, pair: tuple[Any, Any], terms: int) -> None:
-        assert_close(pair[0], pair[1], terms, what)
+    def compare(self, label: str, build: Callable[[Any, int], Any], **outputs: tuple[tuple[Any, Any], int]) -> str:
+        """Run the kernels that `build` returns for oneDNN (0) and NumPy (1), and compare pairs of outputs.
+
+        Each output is a pair of arrays and the length of the sums behind them. Returns the label.
+        """
+        self.run(*build(self.onednn, 0))
+        for kernel in build(self.numpy, 1):
+            kernel()
+        for name, (pair, terms) in outputs.items():
+            infinite = np.isinf(pair[1])
+            assert np.array_equal(np.isinf(pair[0]), infinite), label
+            for array in pair:
+                array[infinite] = 0
+            assert_close(*pair, terms, f"{label}, {name}")
+        return label
 
     # ------------------------------------------------------------------ kinds
     def window(self, thin: bool) -> tuple[Geometry, tuple[int, ...]]:
@@ -139,14 +151,14 @@ class Trial:
             for array in (y[0], dx[0], dw[0], db[0]):
                 array.fill(np.nan)
             self.onednn._choice = Only(name)
-            self.run([self.onednn.conv_backward_filter(x[0], dy[0], dw[0], db[0], g)])
+            self.run(self.onednn.conv_backward_filter(x[0], dy[0], dw[0], db[0], g))
             if name != "taps":
-                self.run([self.onednn.conv_forward(x[0], w[0], b[0], y[0], g)])
-                self.run([self.onednn.conv_backward_data(dy[0], w[0], dx[0], g)])
-                self.same(f"{label}, {name}, y", y, math.prod(ws[1:]) + 1)
-                self.same(f"{label}, {name}, dx", dx, math.prod(g.kernel) * k)
-            self.same(f"{label}, {name}, dw", dw, math.prod(ys[:-1]))
-            self.same(f"{label}, {name}, db", db, math.prod(ys[:-1]))
+                self.run(self.onednn.conv_forward(x[0], w[0], b[0], y[0], g))
+                self.run(self.onednn.conv_backward_data(dy[0], w[0], dx[0], g))
+                assert_close(*y, math.prod(ws[1:]) + 1, f"{label}, {name}, y")
+                assert_close(*dx, math.prod(g.kernel) * k, f"{label}, {name}, dx")
+            assert_close(*dw, math.prod(ys[:-1]), f"{label}, {name}, dw")
+            assert_close(*db, math.prod(ys[:-1]), f"{label}, {name}, db")
         return label
 
     def pooling(self) -> str:
@@ -156,18 +168,13 @@ class Trial:
         x, dy = self.inputs((n, *spatial, c), ys)
         average = bool(self.random.integers(2))
         y, dx = self.outputs(ys, x[0].shape)
-        for i, backend in enumerate((self.onednn, self.numpy)):
+
+        def build(backend: Any, i: int) -> Any:
             arrays = (x[i], y[i], dy[i], dx[i], g)
-            kernels = backend.average_pool(*arrays, True) if average else backend.max_pool(*arrays)
-            self.run(list(kernels)) if i == 0 else [kernel() for kernel in kernels if kernel is not None]
+            return backend.average_pool(*arrays, True) if average else backend.max_pool(*arrays)
+
         label = f"{'average' if average else 'maximum'} {g} of {x[0].shape}"
-        infinite = np.isinf(y[1])
-        assert np.array_equal(np.isinf(y[0]), infinite), label
-        for array in y:
-            array[infinite] = 0
-        self.same(f"{label}, y", y, math.prod(g.kernel))
-        self.same(f"{label}, dx", dx, math.prod(g.kernel))
-        return label
+        return self.compare(label, build, y=(y, g.taps), dx=(dx, g.taps))
 
     def norm(self) -> str:
         n, c = int(self.one(1, 2, 3)), int(self.one(*NUMBERS))
@@ -175,39 +182,30 @@ class Trial:
         local = bool(self.random.integers(2))
         x, dy, gamma, beta = self.inputs(shape, shape, (c,), (c,))
         y, dx, mean, var = self.outputs(shape, shape, (c,), (c,))
-        for i, backend in enumerate((self.onednn, self.numpy)):
+
+        def build(backend: Any, i: int) -> list[Any]:
             mean[i][...], var[i][...] = x[1].mean((*range(len(shape) - 1),)), x[1].var((*range(len(shape) - 1),))
             sums, means = (backend.zeros((2, c), np.float64) for _ in range(2))
             arrays = (x[i], y[i], dy[i], dx[i], gamma[i], beta[i], mean[i], var[i], sums, means)
-            made = backend.batch_norm(BatchNormArrays(*arrays, eps=1e-2, local=local))
-            steps = [made.statistics, made.forward, made.backward_sums, made.backward_data]
-            if i == 0:
-                self.run(steps)
-            else:
-                for step in steps:
-                    assert step is not None
-                    step()
-        label = f"batch norm of {shape}, local {local}"
-        count = math.prod(shape[:-1])
-        for name, pair in (("y", y), ("dx", dx)):
-            self.same(f"{label}, {name}", pair, 10 * count)
-        return label
+            k = backend.batch_norm(BatchNormArrays(*arrays, eps=1e-2, local=local))
+            return [k.statistics, k.forward, k.backward_sums, k.backward_data]
+
+        terms = 10 * math.prod(shape[:-1])
+        return self.compare(f"batch norm of {shape}, local {local}", build, y=(y, terms), dx=(dx, terms))
 
     def dense(self) -> str:
         n, f, k = (int(self.one(*NUMBERS, 100, 257)) for _ in range(3))
         x, w, b, dy = self.inputs((n, f), (k, f), (k,), (n, k))
         y, dx, dw, db = self.outputs((n, k), (n, f), (k, f), (k,))
-        for i, backend in enumerate((self.onednn, self.numpy)):
-            kernels = [
+
+        def build(backend: Any, i: int) -> list[Any]:
+            return [
                 backend.dense_forward(x[i], w[i], b[i], y[i]),
                 backend.dense_backward_data(dy[i], w[i], dx[i]),
                 backend.dense_backward_filter(x[i], dy[i], dw[i], db[i]),
             ]
-            self.run(kernels) if i == 0 else [kernel() for kernel in kernels]
-        label = f"dense {n} x {f} to {k}"
-        for name, pair, terms in (("y", y, f + 1), ("dx", dx, k), ("dw", dw, n), ("db", db, n)):
-            self.same(f"{label}, {name}", pair, terms)
-        return label
+
+        return self.compare(f"dense {n} x {f} to {k}", build, y=(y, f + 1), dx=(dx, k), dw=(dw, n), db=(db, n))
 
 
 def examine(count: int, seed: int = 0, threads: int = 1) -> Counts:

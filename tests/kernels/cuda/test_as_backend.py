@@ -19,7 +19,6 @@ from ..test_batch_norm import (  # noqa: F401
     test_gradient_belongs_to_the_last_forward,
     test_no_gradient_passes_where_the_relu_is_flat,
     test_on_its_statistics,
-    test_statistics_of_others,
     test_training,
     test_training_of_a_rank_with_nothing,
     test_variance_of_data_far_from_zero,
