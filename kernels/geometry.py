@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from .kernel import KernelError
+from .memory import packed_strides
 
 __all__ = [
-    "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_in_memory", "read_part",
+    "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_first", "channels_in_memory", "read_part",
     "tensor_core_channels",
 ]  # fmt: skip
 
@@ -42,6 +43,23 @@ def tensor_core_channels(channels: int, dtype: Any) -> int:
     """
     access = 8  # channels of 16 bits in an access of 16 bytes
     return channels if np.dtype(dtype).itemsize != 2 or channels <= access else -(-channels // access) * access
+
+
+def channels_first(shape: Sequence[int], spatial: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return extents ``(N, C, *spatial)`` and strides [elements] of a packed array ``(N, *spatial, C)``, as libraries
+    describe it; with `spatial`, of its leading part with these extents.
+
+    >>> channels_first((2, 5, 6, 3)), channels_first((1, 5, 6, 3), (4, 6))
+    (((2, 3, 5, 6), (90, 1, 18, 3)), ((1, 3, 4, 6), (72, 1, 18, 3)))
+    """
+    n, *inner, channels = shape
+    inner = list(inner if spatial is None else spatial)
+    outer, *strides, last = packed_strides(shape)
+    if n == 1:
+        # The leading rows of a single sample are packed. The sample stride must show this, or libraries treat them as
+        # strided.
+        outer = packed_strides((n, *inner, channels))[0]
+    return (n, channels, *inner), (outer, last, *strides)
 
 
 def channels_in_memory(array: Any) -> int | None:

@@ -26,6 +26,7 @@ __all__ = [
     "masked",
     "nbytes_of",
     "on_host",
+    "packed_strides",
     "round_up",
     "rows",
     "take",
@@ -127,6 +128,15 @@ ALIGNMENT = 64
 def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
     """Return the size of a packed array [B]."""
     return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a packed array [elements].
+
+    >>> packed_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def round_up(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from halograd.documents import one_line
 
-from ..geometry import Geometry, read_part
+from ..geometry import Geometry, channels_first, read_part
 from ..kernel import KernelError
 from .frontend import Frontend, Launch
 
@@ -36,24 +36,9 @@ __all__ = [
     "W",
     "X",
     "Y",
-    "packed_strides",
     "vector_of",
     "window_of",
 ]  # fmt: skip
-
-
-def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a packed array, in elements."""
-    strides, run = [], 1
-    for n in reversed(shape):
-        strides.append(run)
-        run *= n
-    return tuple(reversed(strides))
-
-
-def _channels_first(values: Sequence[int]) -> tuple[int, ...]:
-    outer, *inner, last = values
-    return (outer, last, *inner)
 
 
 @dataclass(frozen=True)
@@ -71,19 +56,13 @@ class Tensor:
     @classmethod
     def leading(cls, shape: Sequence[int], spatial: Sequence[int]) -> Tensor:
         """Return the description of the leading part, of extents `spatial`, of a packed array."""
-        n, *_, channels = shape
-        strides = list(packed_strides(shape))
-        if n == 1:
-            # The leading rows of a single sample are packed. The sample stride must show this, or engines treat them as
-            # strided and copy them first.
-            strides[0] = packed_strides((n, *spatial, channels))[0]
-        return cls((n, channels, *spatial), _channels_first(strides))
+        return cls(*channels_first(shape, spatial))
 
     @property
     def is_packed(self) -> bool:
         """Whether the elements are contiguous."""
         n, channels, *spatial = self.dims
-        return self.strides == _channels_first(packed_strides((n, *spatial, channels)))
+        return self.strides == channels_first((n, *spatial, channels))[1]
 
 
 @dataclass(frozen=True)

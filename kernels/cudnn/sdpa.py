@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..memory import packed_strides
 from .frontend import Frontend
-from .graphs import Arithmetic, GraphKey, Tensor, packed_strides
+from .graphs import Arithmetic, GraphKey, Tensor
 
 __all__ = [
     "ATTENTION_BACKWARD",

@@ -12,18 +12,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...device import is_low
-from ..geometry import Geometry, read_part
-from ..kernel import Kernel
+from ..geometry import Geometry, channels_first, read_part
+from ..kernel import Kernel, run_all
+from ..numpy.convolution import edges
 from ..numpy.norms import column_sums
 from . import abi as c
 from .abi import dims
 from .faults import Candidate, margin_of, reason
-from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = [
     "ConvChoice",
@@ -47,35 +49,20 @@ __all__ = [
 ]
 
 
-def _channels_first(strides: Sequence[int]) -> tuple[int, ...]:
-    outer, *inner, last = strides
-    return (outer, last, *inner)
-
-
-def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
-    n, *inner, channels = array.shape
-    return (n, channels, *(inner if spatial is None else spatial))
-
-
 def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
     """Return the descriptor of a packed image with the samples, channels and dtype of `array`.
 
     Its extents are those of `array`, or `spatial`. With `free`, the primitive chooses the format: usually blocks of 8
     or 16 channels, ``(N, C / 16, *spatial, 16)``.
     """
-    n, channels, *inner = shape = _logical(array, spatial)
-    strides = None if free else _channels_first(packed_strides((n, *inner, channels)))
-    return program.desc(shape, array.dtype, strides)
+    n, *inner, channels = array.shape
+    shape, strides = channels_first((n, *(inner if spatial is None else spatial), channels))
+    return program.desc(shape, array.dtype, None if free else strides)
 
 
 def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None) -> OnednnMemory:
     """Return the memory of a packed array ``(N, *spatial, C)``, or of its leading part of extents `spatial`."""
-    n, channels, *inner = shape = _logical(array, spatial)
-    strides = list(_channels_first(packed_strides(array.shape)))
-    if n == 1:
-        # The leading rows of a single sample are packed. The sample stride must show this, or oneDNN treats them as
-        # strided.
-        strides[0] = packed_strides((n, *inner, channels))[0]
+    shape, strides = channels_first(array.shape, spatial)
     return program.array(array, program.desc(shape, array.dtype, strides))
 
 
@@ -84,19 +71,9 @@ def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> Non
 
     The rows that a negative padding drops are no inputs of the primitive, so its gradient does not write them.
     """
-    rest = []
-    at: list[slice] = [slice(None)]
-    for n, part in zip(array.shape[1:-1], spatial):
-        if part < n:
-            rest.append(array[(*at, slice(part, None))])
-        at.append(slice(0, part))
-
-    def run() -> None:
-        for block in rest:
-            block.fill(0)
-
+    rest = edges(array, [slice(0, n) for n in spatial])
     if rest:
-        program.call(run)
+        program.call(run_all([partial(block.fill, 0) for block in rest]))
 
 
 def flat_shape(array: Any) -> tuple[int, int, int, int]:
@@ -121,16 +98,15 @@ def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
 
 def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
     """Return the memory of packed weights."""
-    strides = _channels_first(packed_strides(w.shape))
+    _, strides = channels_first(w.shape)
     if groups > 1:
         strides = (strides[0] * (w.shape[0] // groups), *strides)
     return program.array(w, program.desc(weight_shape(w, groups), w.dtype, strides))
 
 
-def vector(program: PrimitiveList, array: Any, shape: tuple[int, ...] | None = None) -> OnednnMemory:
-    """Return the memory of a packed vector ``(C,)``, plain or broadcast, for example as (1, C, 1, 1)."""
-    dimensions = shape or array.shape
-    return program.array(array, program.desc(dimensions, array.dtype, packed_strides(dimensions)))
+def vector(program: PrimitiveList, array: Any) -> OnednnMemory:
+    """Return the memory of a packed vector ``(C,)``."""
+    return program.array(array, program.desc(array.shape, array.dtype, (1,)))
 
 
 def geometry_dims(geometry: Geometry) -> tuple[Any, Any, Any, Any]:

@@ -43,12 +43,12 @@ from ...device import is_low
 from ..checks import same_elements
 from ..geometry import Geometry, read_part
 from ..kernel import FusedActivation, Kernel, chain, deferred, either, fallback
-from ..memory import aligned_empty
+from ..memory import aligned_empty, packed_strides
 from ..numpy.activation import FAR, STRETCH, TAIL
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
-from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["Finite", "activation", "add", "fuses", "gelu", "is_relu", "max_pool", "operations", "pool", "rectified"]
 

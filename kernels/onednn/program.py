@@ -14,7 +14,7 @@ from ..memory import Scratch, aligned_empty, round_up
 from . import abi as c
 from .abi import Abi, Argument, DnnlError
 
-__all__ = ["OnednnEngine", "OnednnMemory", "OnlyEmulated", "PrimitiveList", "ReferenceOnly", "packed_strides"]
+__all__ = ["OnednnEngine", "OnednnMemory", "OnlyEmulated", "PrimitiveList", "ReferenceOnly"]
 
 
 class ReferenceOnly(KernelError):
@@ -58,14 +58,6 @@ class OnednnMemory:
 
     def __init__(self, handle: int, desc: int, array: Any = None, offset: int = 0, nbytes: int = 0) -> None:
         self.handle, self.desc, self.array, self.offset, self.nbytes = handle, desc, array, offset, nbytes
-
-
-def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a C-contiguous array [elements]."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))
 
 
 class PrimitiveList:

@@ -28,10 +28,11 @@ from typing import Any
 import numpy as np
 
 from ..geometry import Geometry
+from ..memory import packed_strides
 from ..numpy.convolution import edges
 from ..numpy.norms import column_sums
 from . import abi as c
-from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["BLOCK_BYTES", "backward_filter_by_taps", "preferred"]
 

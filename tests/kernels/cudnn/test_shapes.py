@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry
-from halograd.kernels.cudnn.graphs import Shapes, Tensor, packed_strides
+from halograd.kernels.cudnn.graphs import Shapes, Tensor
 from halograd.kernels.geometry import read_part
+from halograd.kernels.memory import packed_strides
 from tests.kernels.geometries import CASES
 
 
