@@ -32,7 +32,7 @@ from typing import Any
 from halograd.data import generate
 from halograd.report.status import read_record, status_of
 from halograd.training.log import read_log
-from halograd.training.watchdog import STALLS, read_places
+from halograd.training.watchdog import STALLS, read_positions
 
 CONFIG = """\
 [model]
@@ -186,7 +186,7 @@ def names(job: Job, output: str, run: Path) -> str:
     own = [line for line in output.splitlines() if re.match(rf"halograd: rank {job.victim} of {job.ranks}\b", line)]
     if own:
         return own[-1]
-    victim = read_places(run / STALLS).get(job.victim)
+    victim = read_positions(run / STALLS).get(job.victim)
     if victim is not None and victim.line.startswith("Fatal"):
         return f"rank {job.victim} on {victim.host}: {victim.line}"
     process = "none" if victim is None else str(victim.process)

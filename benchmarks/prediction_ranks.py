@@ -65,7 +65,7 @@ class Run:
             self.seconds.append(time.perf_counter() - begin)
 
     def close(self) -> None:
-        self.trainer.settle()
+        self.trainer.synchronize()
         self.executor.close()
 
 

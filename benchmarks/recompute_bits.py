@@ -145,7 +145,7 @@ def train(case: Case, network: Network, comm: Communicator, backend: Any, strate
         for step in range(STEPS):
             case.fill(executor, step)
             losses.append(float(trainer.step()))
-        trainer.settle()
+        trainer.synchronize()
         arrays = {"losses": np.array(losses), **executor.store.params, **executor.store.state}
         digests = {key: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest() for key, a in arrays.items()}
         allocated = predicted if debug else len(executor.runner.arena)

@@ -73,7 +73,7 @@ class HalogradSubject:
         return time.perf_counter()
 
     def synchronize(self) -> None:
-        self.trainer.settle()
+        self.trainer.synchronize()
 
     def close(self) -> None:
         self.executor.close()

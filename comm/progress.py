@@ -40,6 +40,7 @@ class Stage:
     """Stage of an operation; it begins when the previous stage is over. A stage of this base class is over at once."""
 
     works = False  # whether `over` does a piece of work when it returns False
+    done = 0  # number of pieces that `over` has done, which `wait` must not repeat
 
     def begin(self) -> None:
         """Begin the stage. Does not wait."""
@@ -58,21 +59,21 @@ class Work(Stage):
     works = True
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        self.calls, self._next = list(calls), 0
+        self.calls, self.done = list(calls), 0
 
     def over(self) -> bool:
-        if self._next < len(self.calls):
-            self.calls[self._next]()
-            self._next += 1
-        if self._next < len(self.calls):
+        if self.done < len(self.calls):
+            self.calls[self.done]()
+            self.done += 1
+        if self.done < len(self.calls):
             return False
-        self._next = 0
+        self.done = 0
         return True
 
     def wait(self) -> None:
-        for call in self.calls[self._next :] if self._next else self.calls:
+        for call in self.calls[self.done :] if self.done else self.calls:
             call()
-        self._next = 0
+        self.done = 0
 
 
 _Calls = list[Callable[[], object]]
@@ -185,7 +186,9 @@ class StagedOperation:
         """Run the operation to its end in the calling thread (lowest latency, uses the core)."""
         if self._prepare is not None:
             self._prepare()
-        if self.at == self._first and not self._last:  # nothing was done yet: run all of it at once
+        # The progress thread may have done some pieces of the first stage: they are not repeated (sums would be wrong).
+        in_pieces = self.at < len(self._stages) and self._stages[self.at].done > 0
+        if self.at == self._first and not self._last and not in_pieces:  # nothing was done yet: run all of it at once
             for call in self._after:
                 call()
             self.at, self.completed_at = len(self._stages), time.perf_counter()

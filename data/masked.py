@@ -126,7 +126,7 @@ class Masked(DatasetView):
         extents = shape if len(shape) == len(grid) else (1,) * len(grid)
         ranges = [(0, 1) if n == 1 else one for n, one in zip(extents, part.ranges[1:])]
         own = ranges if len(shape) == len(grid) else [(0, 1)]
-        stored = np.empty(Box.of_ranges([part.ranges[0], *own]).shape, dtype)
+        stored = np.zeros(Box.of_ranges([part.ranges[0], *own]).shape, dtype)  # nothing is read beyond a smaller sample
         self.dataset.read(name, indices, Box.of_ranges([part.ranges[0], *own]), stored)
         return stored.reshape(len(stored), *(high - low for low, high in ranges))
 
@@ -134,7 +134,7 @@ class Masked(DatasetView):
         """Return which elements of a box have valid targets; one channel of `weights` needs valid numbers in all."""
         channels = self.dataset.fields[target].shape[-1]
         box = Box.of_ranges([*part.ranges[:-1], (0, channels)])
-        values = np.empty(box.shape, dtype)
+        values = np.full(box.shape, np.nan, dtype)  # nothing is read beyond a smaller sample: no target is there
         self.dataset.read(target, indices, box, values)
         good = self._limits[target].allows(values)
         if weights == channels:

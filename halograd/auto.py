@@ -331,7 +331,7 @@ class _Planner:
                 if node.dtype == "compute":
                     executor.device.assign(array, draw.random(array.shape, np.float32).astype(array.dtype))
             yield trainer.step
-            trainer.settle()
+            trainer.synchronize()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:
         """Plan on rank 0; return the plan, or raise its UserError, on all ranks. Collective.

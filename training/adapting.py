@@ -67,9 +67,9 @@ def adapted(
     keys = [override.partition("=")[0].strip() for override in overrides]
     settings: list[str] = []
 
-    def free(*wanted: str) -> bool:
-        pairs = [(f"{one}.", f"{key}.") for one in keys for key in wanted]
-        return not any(one.startswith(key) or key.startswith(one) for one, key in pairs)
+    def free(*names: str) -> bool:
+        pairs = [(f"{key}.", f"{name}.") for key in keys for name in names]
+        return not any(key.startswith(name) or name.startswith(key) for key, name in pairs)
 
     def change(section: str, values: dict[str, Any], without: Collection[str] = ()) -> None:
         nonlocal config

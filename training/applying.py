@@ -78,7 +78,7 @@ _OWN = ("written_by", "network", "needs")
 
 _log = logging.getLogger(__name__)
 
-Tell = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 Predicted = Callable[[Sequence[Batch]], Iterator[tuple[Batch, list[np.ndarray]]]]
 
 
@@ -153,7 +153,8 @@ def outputs_of(
     for name in kept.keys() & network.outputs.keys():
         raise UserError(f"output {name!r}: expected another name, because the file uses it for {kept[name]}")
     comparisons = loss.layer.comparisons(*(n.shape for n in loss.inputs))
-    specs = {loss.inputs[one.prediction]: one for one in reversed(comparisons)}  # use the first one of each prediction
+    # The first comparison of each prediction.
+    specs = {loss.inputs[spec.prediction]: spec for spec in reversed(comparisons)}
     outputs = []
     for name, node in network.outputs.items():
         if node is loss:
@@ -217,7 +218,7 @@ def write_outputs(
     out: Path,
     writer: Writer,
     job: dict[str, Any],
-    tell: Tell,
+    report: Report,
     flips: Sequence[str] = (),
 ) -> int:
     """Compute and write all samples of the session's data; return the number that this job computed. Collective.
@@ -226,7 +227,7 @@ def write_outputs(
     ----------
     job
         Plain data that distinguish this job from others.
-    tell
+    report
         Function that is called with the number of complete samples and the number of all samples.
     flips
         Axes along which samples are mirrored; the outputs are means over the images (:mod:`halograd.training.flips`).
@@ -248,12 +249,12 @@ def write_outputs(
     if steps:
         names = [output.attributes.get("channel_names", ()) for output in outputs]
         with closing(Rollout(session, steps, values, names)) as rollout:
-            computed = _compute(session, outputs, folder, key, tell, rollout.predicted)
+            computed = _compute(session, outputs, folder, key, report, rollout.predicted)
     elif flips:
         with closing(Flips(session, flips, values)) as mean:
-            computed = _compute(session, outputs, folder, key, tell, mean.predicted)
+            computed = _compute(session, outputs, folder, key, report, mean.predicted)
     else:
-        computed = _compute(session, outputs, folder, key, tell, partial(predicted, session, values))
+        computed = _compute(session, outputs, folder, key, report, partial(predicted, session, values))
     _finish(session, outputs, out, folder, writer)
     with comm.agreement(), writing(out):
         if comm.rank == 0:
@@ -262,7 +263,7 @@ def write_outputs(
 
 
 def _compute(
-    session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell, compute: Predicted
+    session: Session, outputs: Sequence[Output], folder: Path, key: str, report: Report, compute: Predicted
 ) -> int:
     """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
 
@@ -302,7 +303,7 @@ def _compute(
                         fault = fault or pending.result()
                     if fault is None:
                         pending = thread.submit(_fault_of, partial(write, blocks))
-                    tell(number * size + batch.valid, count)
+                    report(number * size + batch.valid, count)
         finally:
             unrecorded = _fault_of(part.record)
         comm.agree(fault or (pending and pending.result()) or unrecorded)
@@ -458,7 +459,7 @@ def write_each(
     out: Path,
     format: str,
     job: Mapping[str, Any],
-    tell: Tell,
+    report: Report,
     flips: Sequence[str] = (),
     steps: int = 0,
 ) -> int:
@@ -509,7 +510,7 @@ def write_each(
                     loader, ahead = open_loader(sized.config, sized.executor, samples, own)
                     each = replace(sized, samples=samples, loader=loader, ahead=ahead)
                     outputs = outputs_of(each, what, described, steps)
-                    shown = _shown(tell, ready, len(dataset))
+                    shown = _shown(report, ready, len(dataset))
                     of_file = {**job, "files": _files(job, part)}
                     computed += write_outputs(each, outputs, path, WRITERS.make(format), of_file, shown, flips)
                 part.close()
@@ -521,8 +522,8 @@ def write_each(
     return computed
 
 
-def _shown(tell: Tell, before: int, total: int) -> Callable[[int, int], None]:
-    return lambda done, _: tell(before + done, total)
+def _shown(report: Report, before: int, total: int) -> Callable[[int, int], None]:
+    return lambda done, _: report(before + done, total)
 
 
 def _write(out: Path, table: Mapping[str, Any]) -> None:

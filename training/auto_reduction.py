@@ -278,7 +278,7 @@ class AutoReduction:
         return self.tuner.done
 
     @property
-    def settled(self) -> bool:
+    def finished(self) -> bool:
         """Whether the final scheme is in use, and the search has ended."""
         return self.done and self._begun
 

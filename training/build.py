@@ -403,7 +403,7 @@ def check_memory(
     strategy: Strategy,
     trainable: bool,
     workspace: int | None = None,
-    beside: int = 0,
+    others: int = 0,
 ) -> None:
     """Raise UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
@@ -415,10 +415,10 @@ def check_memory(
     workspace
         Memory that the kernels of this rank hold [B]; None before they are made: then it is not counted, and only the
         rule that the message names must fit with an estimate.
-    beside
-        Memory that this rank needs in addition [B], such as that of training besides an evaluation of whole samples.
+    others
+        Memory that this rank needs in addition [B], such as that of training during an evaluation of whole samples.
     """
-    nodes = _memory_by_node(config, comm, network, strategy, trainable, workspace or 0, beside)
+    nodes = _memory_by_node(config, comm, network, strategy, trainable, workspace or 0, others)
     for there_is, mine in nodes:
         total = sum(sum(needs.values()) for needs in mine)
         if total > there_is:
@@ -482,12 +482,12 @@ def _memory_by_node(
     strategy: Strategy,
     trainable: bool,
     workspace: int | None,
-    beside: int = 0,
+    others: int = 0,
 ) -> list[tuple[int, list[dict[str, int]]]]:
     """Return, per node, its memory, and the memory that each of its ranks needs, by use [B]. Collective."""
     needs = needs_of(config, comm, network, strategy, trainable, workspace)
-    if beside:
-        needs = {**needs, "parameter": 0, "the other batches": beside}  # they share the parameters
+    if others:
+        needs = {**needs, "parameter": 0, "the other batches": others}  # they share the parameters
     ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
     sizes = {node: there_is for node, there_is, _ in ranks}
     return [(there_is, [own for other, _, own in ranks if other == node]) for node, there_is in sizes.items()]

@@ -189,9 +189,9 @@ def write_checkpoint(
             file.create_dataset("progress", data=json.dumps(asdict(progress)))
             if snapshot.settings is not None:
                 file.create_group("optimizer").attrs["settings"] = json.dumps(dict(snapshot.settings))
-            places: dict[str, tuple[int, tuple[int, ...], str]] = {}
+            locations: dict[str, tuple[int, tuple[int, ...], str]] = {}
             for name, arrays in snapshot.groups.items():
-                places |= _write_arrays(file, name, arrays)
+                locations |= _write_arrays(file, name, arrays)
         index = {
             "network": snapshot.network,
             "dtype": snapshot.dtype,
@@ -199,19 +199,19 @@ def write_checkpoint(
             "progress": asdict(progress),
             "settings": snapshot.settings,
             "states": sorted(snapshot.optimizer),
-            "arrays": places,
+            "arrays": locations,
         }
         raw.finish(json.dumps(index).encode())
 
 
 def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...], str]]:
     """Write a group of arrays; return offset in the file [B], shape and dtype by path."""
-    group, places = file.create_group(name), {}
+    group, locations = file.create_group(name), {}
     for key, array in arrays.items():
         dataset = group.create_dataset(key, data=array)
         offset = dataset.id.get_offset() if dataset.size else HEADER
-        places[f"{name}/{key}"] = offset, dataset.shape, dataset.dtype.str
-    return places
+        locations[f"{name}/{key}"] = offset, dataset.shape, dataset.dtype.str
+    return locations
 
 
 def read_header(path: str | Path) -> tuple[TrainingProgress, str]:
@@ -319,7 +319,7 @@ class CheckpointReader:
                 )
             if optimizer is not None:
                 self._check_optimizer(optimizer)
-            parts = {self._source(path, averaged): part for path, part in _wanted(store, optimizer).items()}
+            parts = {self._source(path, averaged): part for path, part in _needed_arrays(store, optimizer).items()}
             rounded = any(path.startswith("errors/") for path in arrays)
             optional = [] if rounded else ["errors/"]
             optional.append("optimizer/")  # the optimizer has no state of a layer that was frozen
@@ -454,7 +454,7 @@ class CheckpointReader:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _NeededArray:
     """Part of an array of the file that this rank needs.
 
     Attributes
@@ -489,17 +489,17 @@ class _Wanted:
         device_of(self.target).assign(self.target, values if self.taken else np.zeros_like(values))
 
 
-def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wanted]:
+def _needed_arrays(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _NeededArray]:
     """List the arrays that this rank needs by path in the file; the paths are the same on all ranks."""
     assert store.blocks is not None
-    parts = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
-    parts |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
+    parts = {f"params/{name}": _NeededArray(name, array) for name, array in store.params.items()}
+    parts |= {f"state/{name}": _NeededArray(name, array) for name, array in store.state.items()}
     for name, array in store.errors.items():
         first = store.blocks[name].holders.leads(store.rank)  # one rank only, so that the residual is added once
-        parts[f"errors/{name}"] = _Wanted(name, array, taken=first)
+        parts[f"errors/{name}"] = _NeededArray(name, array, taken=first)
     for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
         parts |= {
-            f"optimizer/{key}/{name}": _Wanted(name, array, part, average=key == AVERAGE)
+            f"optimizer/{key}/{name}": _NeededArray(name, array, part, average=key == AVERAGE)
             for name, (part, array) in kept.items()
         }
     return parts

@@ -89,12 +89,12 @@ class ModelConfig(Table):
     """An ONNX file (:func:`halograd.onnx.load`), with ``loss`` as for `torch`."""
 
     @model_validator(mode="after")
-    def _one(self) -> ModelConfig:
+    def _check_source(self) -> ModelConfig:
         sources = [key for key in _SOURCES if getattr(self, key) is not None]
         if not sources:
             raise ValueError('name: expected a model, or file = "net.py:build", got neither')
         if len(sources) > 1 and sources != ["torch", "onnx"]:
-            raise ValueError(f"{sources[1]}: expected no {sources[0]} beside it, got one; remove one of them")
+            raise ValueError(f"{sources[1]}: expected no {sources[0]} with it, got one; remove one of them")
         for key in ("file", "torch"):
             value = getattr(self, key)
             if value is not None and ":" not in value:
@@ -103,7 +103,7 @@ class ModelConfig(Table):
         if sources[0] in ("torch", "onnx") and not isinstance(extra.get("loss"), str):
             raise ValueError(f'loss: expected a loss with {sources[0]}, "SoftmaxCrossEntropy" or another, got none')
         if sources == ["onnx"] and len(extra) > 1:
-            raise ValueError(f"{min(set(extra) - {'loss'})}: expected no option but loss beside onnx, got one")
+            raise ValueError(f"{min(set(extra) - {'loss'})}: expected no option but loss with onnx, got one")
         return self
 
     @property
@@ -191,10 +191,10 @@ class DataConfig(Table):
     """Samples are successive times: targets are those of `lag` samples later, in the same simulation (dataset
     ``simulation``) and file, without copies. 0: targets of the sample itself."""
     history: Count = 1
-    """Number of times of the inputs, `lag` samples apart, the last one that of the sample; their channels are
+    """Number of times of the inputs, at intervals of `lag` samples, the last one that of the sample; their channels are
     concatenated, oldest first."""
     rollout: Count = 1
-    """Number of times of the targets, `lag` samples apart; their channels are concatenated."""
+    """Number of times of the targets, at intervals of `lag` samples; their channels are concatenated."""
     evaluate: Literal["whole", "middle"] | None = None
     """Part of the samples that validations and `halograd evaluate` compute for a network that is trained on windows:
     whole samples, cut over the ranks, or their middle windows. By default whole samples if their sizes differ, or with
@@ -301,13 +301,13 @@ class StrategyConfig(Table):
         keys = self.model_fields_set
         others = sorted(keys - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
         if self.auto and others:
-            raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
+            raise ValueError(f"auto: expected no {others[0]} with it, which the plan decides; remove one of them")
         planned = keys & _PLANNED - ({"memory"} if self.recompute == "auto" else set())
         if not self.auto and planned:
             key = min(planned)
             raise ValueError(f"{key}: expected auto = true with it, got none; add that, or remove {key}")
         if self.file is not None and keys != {"file"}:
-            raise ValueError(f"file: expected no other key beside it, got {min(keys - {'file'})}")
+            raise ValueError(f"file: expected no other key with it, got {min(keys - {'file'})}")
         return self
 
 

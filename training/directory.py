@@ -152,7 +152,7 @@ class RunLock:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "run.lock"
         self._me = Owner.this()
-        self._made = self._held = False
+        self._created_folder = self._held = False
         self._folder: int | None = None  # descriptor of the directory, valid even if it is moved
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -167,7 +167,7 @@ class RunLock:
         OSError
             If no file can be created in it.
         """
-        self._made = not self.path.parent.exists()
+        self._created_folder = not self.path.parent.exists()
         make_folder(self.path.parent)
         self._folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         begun, first = time.monotonic(), None
@@ -322,7 +322,7 @@ class RunLock:
             with contextlib.suppress(OSError):
                 if self._is_mine():
                     os.unlink(self.path.name, dir_fd=self._folder)
-        if self._made and self._stays():
+        if self._created_folder and self._stays():
             with contextlib.suppress(OSError):  # the directory is not empty
                 self.path.parent.rmdir()
         if self._folder is not None:

@@ -91,11 +91,11 @@ class Evaluation:
                     )
                 owners[key] = name
         self._counts: list[np.ndarray] = []
-        for one in self._counted:
-            self._counts.append(one.metric.counts)
-            if calibrated and isinstance(one.metric, Confusion):
-                one.metric.calibration = Calibration()
-                self._counts.append(one.metric.calibration.counts)
+        for pair in self._counted:
+            self._counts.append(pair.metric.counts)
+            if calibrated and isinstance(pair.metric, Confusion):
+                pair.metric.calibration = Calibration()
+                self._counts.append(pair.metric.calibration.counts)
         self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss = MeanLoss(executor)
 
@@ -107,8 +107,8 @@ class Evaluation:
         self._executor, pairs = executor, compared_pairs(executor)
         pairs += pairs[:1] * (len(self._counted) - len(pairs))  # metrics in addition to those of the loss
         self._counted = [
-            replace(one, prediction=other.prediction, target=other.target, weights=other.weights)
-            for one, other in zip(self._counted, pairs, strict=True)
+            replace(pair, prediction=other.prediction, target=other.target, weights=other.weights)
+            for pair, other in zip(self._counted, pairs, strict=True)
         ]
         self._loss.follow(executor)
 
@@ -116,8 +116,8 @@ class Evaluation:
     def names(self) -> dict[str, str | None]:
         """Names of the scores of :meth:`finish`, and whether "lower" or "higher" is better; None: not declared."""
         names: dict[str, str | None] = {"loss": "lower"}
-        for one in self._counted:
-            names |= {f"{one.prefix}{key}": one.metric.better.get(key) for key in one.metric.scores()}
+        for pair in self._counted:
+            names |= {f"{pair.prefix}{key}": pair.metric.better.get(key) for key in pair.metric.scores()}
         return names
 
     @property
@@ -133,12 +133,12 @@ class Evaluation:
     @property
     def blind(self) -> bool:
         """Whether the counts cannot distinguish good from bad predictions (:meth:`Metric.lacking`)."""
-        return all(one.metric.lacking() for one in self._pairs)
+        return all(pair.metric.lacking() for pair in self._pairs)
 
     @property
     def lacking_text(self) -> str:
         """The predictions whose counts cannot distinguish good from bad, with the reason; "" if there are none."""
-        lacking = [(one.name, one.metric.lacking()) for one in self._pairs]
+        lacking = [(pair.name, pair.metric.lacking()) for pair in self._pairs]
         return "; ".join(f"of {name!r} {text}" for name, text in lacking if text)
 
     def begin(self) -> None:
@@ -152,21 +152,21 @@ class Evaluation:
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
         self._loss.add(loss, valid)
-        for number, one in enumerate(self._counted):
-            box = one.prediction.box
+        for number, pair in enumerate(self._counted):
+            box = pair.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
                 # The host counts, so that the counts are the same for every device.
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
-                arrays = (to_host(view(array)[:count]) for array in one.views)
+                arrays = (to_host(view(array)[:count]) for array in pair.views)
                 prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
-                if one.nodes[1] in self._statistics:
-                    restored = self._statistics[one.nodes[1]].restored
+                if pair.nodes[1] in self._statistics:
+                    restored = self._statistics[pair.nodes[1]].restored
                     prediction = restored(prediction, box.start[-1])
-                    target = restored(target, one.target.box.start[-1])
-                if number >= len(self._pairs) and one.spec.members > 1:
-                    prediction = ensemble_mean(prediction, one.spec.members)
-                one.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
+                    target = restored(target, pair.target.box.start[-1])
+                if number >= len(self._pairs) and pair.spec.members > 1:
+                    prediction = ensemble_mean(prediction, pair.spec.members)
+                pair.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
     def finish(self) -> dict[str, float | None]:
@@ -177,17 +177,17 @@ class Evaluation:
         loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
-        scores = {"loss": None if all(one.metric.empty for one in self._pairs) else loss}
-        for one in self._counted:
-            for key, score in one.metric.scores().items():
-                scores[f"{one.prefix}{key}"] = None if score is None else float(score)
+        scores = {"loss": None if all(pair.metric.empty for pair in self._pairs) else loss}
+        for pair in self._counted:
+            for key, score in pair.metric.scores().items():
+                scores[f"{pair.prefix}{key}"] = None if score is None else float(score)
         return scores
 
     def details(self) -> list[dict[str, Any]]:
         """Return the details of every prediction, after :meth:`finish`: plain data, the same on all ranks. Local."""
         return [
-            {"name": one.name, "target": one.nodes[1], **one.metric.details(), "scores": one.metric.scores()}
-            for one in self._counted
+            {"name": pair.name, "target": pair.nodes[1], **pair.metric.details(), "scores": pair.metric.scores()}
+            for pair in self._counted
         ]
 
     def close(self) -> None:
@@ -246,25 +246,25 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
     if step is not None and node is not None and comparisons:
         outputs = {prediction: name for name, prediction in network.outputs.items()}
         pairs = list[ComparedPair]()
-        for one in comparisons:
-            prediction, target = node.inputs[one.prediction], node.inputs[one.target]
+        for spec in comparisons:
+            prediction, target = node.inputs[spec.prediction], node.inputs[spec.target]
             nodes = network.names[prediction], network.names[target]
-            values = step.inputs[one.prediction], step.inputs[one.target]
+            values = step.inputs[spec.prediction], step.inputs[spec.target]
             weights = None
-            if one.weights is not None:
-                weight_value = step.inputs[one.weights]
+            if spec.weights is not None:
+                weight_value = step.inputs[spec.weights]
                 weights = weight_value.brought(operand_blocks(weight_value.layout.shape, values[0].layout.boxes))
             name = outputs.get(prediction, nodes[0])
             if pairs and (name in _TAKEN or any(name == other.name for other in pairs)):
                 name = f"{name} {nodes[1]}"
             metric: Metric
-            if one.metric is not None:
-                metric = checked_metric(one.metric, name, one, values[0].layout.shape[1:])
-            elif one.classes is None:
-                metric = Errors() if one.members == 1 else Ensemble(one.members)
+            if spec.metric is not None:
+                metric = checked_metric(spec.metric, name, spec, values[0].layout.shape[1:])
+            elif spec.classes is None:
+                metric = Errors() if spec.members == 1 else Ensemble(spec.members)
             else:
-                metric = Confusion(one.classes, one.threshold, one.ignored, one.probabilities)
-            pairs.append(ComparedPair(name, f"{name} " if pairs else "", nodes, *values, one, metric, weights))
+                metric = Confusion(spec.classes, spec.threshold, spec.ignored, spec.probabilities)
+            pairs.append(ComparedPair(name, f"{name} " if pairs else "", nodes, *values, spec, metric, weights))
         return pairs
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
@@ -358,7 +358,7 @@ def _is_ours(path: Path) -> bool:
     names = {"prediction", "target"}
     with open_to_read(path) as file:
         others = [file[name] for name in file if name not in _TAKEN]
-        pairs = all(isinstance(one, h5py.Group) and set(one) == names for one in others)
+        pairs = all(isinstance(group, h5py.Group) and set(group) == names for group in others)
         return pairs and names | {"sample"} <= set(file)
 
 
@@ -378,9 +378,9 @@ def gather_samples(
     predictions in the units of the data; 16 bits as float32.
     """
     executor, units = session.executor, dict[str, ChannelStatistics | None]()
-    for one in compared_pairs(executor):
-        for node in one.nodes:
-            units.setdefault(node, session.samples.statistics.get(one.nodes[1]))
+    for pair in compared_pairs(executor):
+        for node in pair.nodes:
+            units.setdefault(node, session.samples.statistics.get(pair.nodes[1]))
     parts: dict[Any, list[np.ndarray]] = {key: [] for key in names}
     samples: list[int] = []
     with closing(Gather(executor, list(names.values()))) as way:
@@ -405,9 +405,9 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     written in the units of the data. Rank 0 holds all of them at once, so this is for images and small sets.
     """
     names: dict[str, str] = {}
-    for number, one in enumerate(compared_pairs(session.executor)):
-        folder = f"{one.name}/" if number else ""
-        names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
+    for number, pair in enumerate(compared_pairs(session.executor)):
+        folder = f"{pair.name}/" if number else ""
+        names |= {f"{folder}prediction": pair.nodes[0], f"{folder}target": pair.nodes[1]}
     samples, arrays = gather_samples(session, batches, names)
     with session.comm.agreement():
         if session.comm.rank:

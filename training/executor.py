@@ -198,8 +198,8 @@ class Executor:
         nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
         if self.comm.size == 1 and not self.device.is_host:
             nbytes = sys.maxsize  # nothing is summed while backward runs: one update is one launch
-        rank, apart = self.comm.rank, frozenset(self.replicable)
-        arguments = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
+        rank, separate = self.comm.rank, frozenset(self.replicable)
+        arguments = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, separate)
         return ParameterStore(*arguments, parts=self.parts, rounds=self.kernels.rounds_gradients)
 
     @cached_property
@@ -345,7 +345,7 @@ class Executor:
         assert self.reducer is not None, "the executor was built with trainable=False"
         if checks or self.checks:
             if self.heartbeat.count:  # residuals of rounding lie with the sums
-                self.reducer.settle()
+                self.reducer.synchronize()
             self.checks = dict(checks)
             self._replace_reducer(self.reducer)
 
@@ -373,7 +373,7 @@ class Executor:
             If the scheme is not possible here. After either error the executor is unchanged.
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
-        self.reducer.settle()
+        self.reducer.synchronize()
         with self.comm.agreement():  # the old reducer stays until the new scheme is known to be possible
             check_possible(self.store, self.comm, scheme)
             self.store.rechunk(scheme)
@@ -432,7 +432,7 @@ class Executor:
     def loss_value(self) -> float:
         """Return the loss of the last `forward`, summed over all ranks. Collective; optional in a step."""
         self._require_loss("loss_value()")
-        return self.pass_loss.settle()
+        return self.pass_loss.finish()
 
     def _require_loss(self, what: str) -> None:
         if self.loss is None:
@@ -496,8 +496,8 @@ class Executor:
         message buffers of the host are not counted.
         """
         messages = self.comm.buffer_bytes if self.device.is_host else self.comm.device_bytes
-        beside = {"kernel workspace": self.kernels.held_bytes, "messages": messages}
-        return {**self.memory.bytes, **beside}
+        others = {"kernel workspace": self.kernels.held_bytes, "messages": messages}
+        return {**self.memory.bytes, **others}
 
     def close(self) -> None:
         """Free graphs, kernels, channels and reductions. Collective."""

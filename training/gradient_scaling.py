@@ -81,7 +81,7 @@ class LossScale:
         self._find: Any = None
         self._sum: Reduction | None = None
         self._pinned = device.pinned((3,), np.float64)
-        self._ticket: Event | None = None
+        self._copied: Event | None = None
         self.known, self.skipped, self._row = INITIAL, 0, 0
 
     def watch(self, grads: list[Any], comm: Communicator | None) -> None:
@@ -108,14 +108,14 @@ class LossScale:
         self.observe()
         self._adapt()
         self._device.download(self.state, self._pinned)
-        self._ticket = self._device.mark()
+        self._copied = self._device.mark()
 
     def observe(self) -> None:
         """Read the state after the last step. Waits for that step, which is complete when the next one is enqueued."""
-        if self._ticket is None:
+        if self._copied is None:
             return
-        self._ticket.wait()
-        self._ticket = None
+        self._copied.wait()
+        self._copied = None
         before, self.known = self.known, float(self._pinned[0])
         skipped = self._pinned[1] == 0 and self.known <= before
         self.skipped += skipped
@@ -137,7 +137,7 @@ class LossScale:
         if not (math.isfinite(scale) and scale >= 1):
             raise UserError(f"loss scale: expected a number >= 1 in the checkpoint, got {scale}; it is damaged")
         self._device.assign(self.state, np.array([scale, good, 1 / scale]))
-        self.known, self._ticket, self._row = scale, None, 0
+        self.known, self._copied, self._row = scale, None, 0
 
     def close(self) -> None:
         """Free the kernels and the reduction. Collective with `comm`."""

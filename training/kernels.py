@@ -101,15 +101,15 @@ def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Subs
     """
     ranks: dict[tuple[str, Substitute], list[int]] = {}
     for rank, reported in enumerate(comm.allgather_objects(list(dict.fromkeys(substitutes)))):
-        for one in reported:
-            ranks.setdefault(one, []).append(rank)
+        for substitute in reported:
+            ranks.setdefault(substitute, []).append(rank)
     if not ranks or comm.rank:
         return
-    places = "; ".join(
+    listed = "; ".join(
         f"{substitute.what} of layer {layer!r} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
         for (layer, substitute), where in ranks.items()
     )
-    _log.warning("kernels: slower than others, because there is no fast kernel: %s", places)
+    _log.warning("kernels: slower than others, because there is no fast kernel: %s", listed)
 
 
 def _ranks(ranks: Sequence[int], size: int) -> str:

@@ -66,23 +66,23 @@ class RunLog:
     ----------
     path
         File of the log; created if missing, else continued.
-    speaks
+    prints
         Whether this is rank 0.
     bar
         Whether to show a progress bar (only on a terminal) and a line per epoch.
     """
 
-    def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
+    def __init__(self, path: Path, prints: bool, bar: bool = True) -> None:
         self.path = path
         self._file: TextIO | None = None
         self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._failing = self._lost = False
-        self._speaks, self._bar = speaks and bar, None
+        self._prints, self._bar = prints and bar, None
         self._console = stderr_console()
-        if speaks:
+        if prints:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8")
-        if self._speaks and self._console.is_terminal:
+        if self._prints and self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
             self._bar.start()
@@ -114,12 +114,12 @@ class RunLog:
         """Return the file under the log's name: `file`, or a copy of its lines if it was removed or replaced."""
         mine = os.fstat(file.fileno())
         try:
-            found = os.stat(self.path)
+            current = os.stat(self.path)
         except FileNotFoundError:
             if not self.path.parent.is_dir():
                 return file  # the whole run was removed or moved: its next checkpoint will report that
         else:
-            if os.path.samestat(found, mine) or not stat.S_ISREG(found.st_mode):
+            if os.path.samestat(current, mine) or not stat.S_ISREG(current.st_mode):
                 return file
         new = self.path.open("a+", encoding="utf-8")
         if os.fstat(new.fileno()).st_size == 0:
@@ -138,9 +138,9 @@ class RunLog:
             _log.warning("the log %s cannot be written now: %s", self.path, reason)
         self._failing = True
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line for the user."""
-        if self._speaks:
+        if self._prints:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def move(self, done: int, total: int, text: str) -> None:
@@ -362,12 +362,12 @@ def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
     if entry["event"] == "step":
         return {tag: entry[key] for key, tag in _TAGS.items() if key in entry}
     if entry["event"] == "validation":
-        found = {f"validation/{key}": value for key, value in entry.items() if key not in STAMPS}
+        scores = {f"validation/{key}": value for key, value in entry.items() if key not in STAMPS}
     elif entry["event"] == "phases":
-        found = {f"hidden_percent/{kind}": p.get("overlap") for kind, p in entry["phases"].items()}
+        scores = {f"hidden_percent/{kind}": p.get("overlap") for kind, p in entry["phases"].items()}
     else:
         return {}
-    return {tag: float(value) for tag, value in found.items() if value is not None}
+    return {tag: float(value) for tag, value in scores.items() if value is not None}
 
 
 class TensorBoard:
@@ -518,7 +518,7 @@ class _Both:
         self._stream, self._copy = stream, _Quiet(file)
 
     def write(self, text: str) -> int:
-        if not (self._stream.isatty() or "\x1b" in text):  # escapes move the cursor of a terminal behind a launcher
+        if not (self._stream.isatty() or "\x1b" in text):  # escapes move the cursor of a terminal through a launcher
             self._copy.write(text)
         return self._stream.write(text)
 

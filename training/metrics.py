@@ -258,14 +258,14 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
 
     With two classes, the scores are those of the second class, and defined if it occurs in the targets. With more
     classes, they are the mean over the classes that occur or were predicted, class 0 (the background) included;
-    :class:`DiceScore` and :class:`IoU` say in their names what they average.
+    the names of :class:`DiceScore` and :class:`IoU` show what they average.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
     """
     total, classes = int(counts.sum()), by_class(counts)
-    chosen = [one for one in classes[1:] if one["count"]] if len(classes) == 2 else classes
-    means = {key: _mean([one[key] for one in chosen]) for key in ("iou", "f1", "precision", "recall")}
+    chosen = [scores for scores in classes[1:] if scores["count"]] if len(classes) == 2 else classes
+    means = {key: _mean([scores[key] for scores in chosen]) for key in ("iou", "f1", "precision", "recall")}
     return {"accuracy": int(np.trace(counts)) / total if total else None, **means}
 
 
@@ -426,7 +426,7 @@ class _Overlap(Metric):
 
     def scores(self) -> dict[str, float | None]:
         """Compute ``NAME_foreground``, ``NAME_all`` and, if requested, ``NAME_0``, ``NAME_1``, ..."""
-        ratios = [one["f1" if self.name == "dice" else self.name] for one in by_class(self.counts)]
+        ratios = [scores["f1" if self.name == "dice" else self.name] for scores in by_class(self.counts)]
         scores = {f"{self.name}_foreground": _mean(ratios[1:]), f"{self.name}_all": _mean(ratios)}
         return scores | {f"{self.name}_{c}": ratio for c, ratio in enumerate(ratios if self.each else ())}
 

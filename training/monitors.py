@@ -235,7 +235,7 @@ class Callback:
             Scores of the last validation as printed, with the mean ``loss`` first; empty without one. None: undefined.
         """
 
-    def on_predictions(self, epoch: int, found: SamplePredictions) -> None:
+    def on_predictions(self, epoch: int, predictions: SamplePredictions) -> None:
         """Act on predictions of :attr:`samples`, after `on_epoch`. They are those of a validation: with averaged
         parameters if there are any, without augmentation; of the middle windows if training takes windows.
         """

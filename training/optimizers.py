@@ -140,7 +140,7 @@ class Optimizer:
         self._pinned = [self._device.pinned(shape, np.float64) for _ in range(2)]
         self._sent: list[Event | None] = [None, None]
         self._shards = self._owned_ranges()
-        self._starts, sizes = self._places()
+        self._starts, sizes = self._offsets()
         self._arrays = [
             tuple(store.memory.keep((size,), store.dtype, "optimizer state") for _ in self.state_names)
             for size in sizes
@@ -159,7 +159,7 @@ class Optimizer:
         """
         if self._owned_ranges() != self._shards:
             raise ValueError("bind(): expected the shards for which the state was created; create a new optimizer")
-        self._starts, _ = self._places()
+        self._starts, _ = self._offsets()
         for kernel in (kernel for kernels in self._kernels.values() for kernel in kernels):
             kernel.close()
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
@@ -297,7 +297,7 @@ class Optimizer:
 
     # -- state --------------------------------------------------------------------------------------
 
-    def _places(self) -> tuple[dict[int, int], list[int]]:
+    def _offsets(self) -> tuple[dict[int, int], list[int]]:
         """Return, per bucket, the offset of its first element in the state arrays of its flat, and the arrays' sizes.
 
         A rank has state only for elements that it updates: the shards of buckets are stored one after another.

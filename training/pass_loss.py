@@ -25,7 +25,7 @@ class FetchedNumber:
         self._device = device
         self._number = device.zeros((1,), np.float64)
         self._pinned = device.pinned((1,), np.float64)
-        self._ticket: Event | None = None
+        self._copied: Event | None = None
 
     def put(self, value: Any) -> None:
         """Enqueue a copy of `value` (a number, or a device array without axes) for the next fetch."""
@@ -34,13 +34,13 @@ class FetchedNumber:
     def fetch(self) -> None:
         """Start the copy of the last number to the host. Does not wait."""
         self._device.download(self._number, self._pinned)
-        self._ticket = self._device.mark()
+        self._copied = self._device.mark()
 
     def read(self) -> float:
         """Return the last fetched number. Waits for its copy, which is already complete one step later."""
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
         return float(self._pinned[0])
 
 
@@ -86,7 +86,7 @@ STOP, CHECKPOINT = range(VOTES)
 class PassLoss:
     """Sum over all ranks of the losses of their blocks, together with votes of the ranks.
 
-    Call `begin` after every forward pass, and `settle` when the sum is needed; otherwise the next `begin` calls it.
+    Call `begin` after every forward pass, and `finish` when the sum is needed; otherwise the next `begin` calls it.
     Creation and all methods except `put` are collective over `comm`.
 
     Parameters
@@ -125,17 +125,17 @@ class PassLoss:
         """Finish the sum of the previous pass, and start the sum of this one."""
         if self._part is None:
             return
-        self.settle()
+        self.finish()
         self._votes_summed[...] = self.votes
         if self._fetched is None:
             self._sum[0] = self._part[0]
             self._reduction.start()
         else:
             self._fetched.fetch()
-            self.pending = PendingLoss(self.settle)
+            self.pending = PendingLoss(self.finish)
         self._under_way = True
 
-    def settle(self) -> float:
+    def finish(self) -> float:
         """Wait for the loss of the last pass, and return it. On a device the ranks sum it here, not within the pass."""
         if self._under_way:
             self._under_way = False

@@ -69,7 +69,7 @@ class Reducer:
     Notes
     -----
     Communication per process and step: `halograd.perfmodel.cost.count_program`. Residuals of rounding are in
-    `Bucket.errors` and, until `settle`, in the encodings of the sums.
+    `Bucket.errors` and, until `synchronize`, in the encodings of the sums.
 
     References
     ----------
@@ -103,13 +103,13 @@ class Reducer:
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         sums = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
         specs = [
-            (one.groups, ReductionSpec(array, one.kind, one.name, one.method, one.codec))
-            for one, (state, gathers) in sums.items()
+            (summed.groups, ReductionSpec(array, summed.kind, summed.name, summed.method, summed.codec))
+            for summed, (state, gathers) in sums.items()
             for array in [state.bucket.params if gathers else state.bucket.grads]
         ]
         reductions = dict(zip(sums, reductions_in_groups(self.comm, specs)))
-        for one, (state, gathers) in sums.items():
-            total = reductions[one]
+        for summed, (state, gathers) in sums.items():
+            total = reductions[summed]
             if gathers:
                 state.gather = total
                 continue
@@ -228,7 +228,7 @@ class Reducer:
                 state.gather.run()
             state.bucket.refresh()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish all sums and updates, and collect rounding residuals for a checkpoint. Collective; outside of steps.
 
         The rounding residuals of all ranks are summed on the first rank that holds the block, which adds them to its

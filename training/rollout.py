@@ -5,7 +5,7 @@
     x(t-1), x(t) -> forward -> y(t+1) -> in the units of the data -> x(t), y(t+1) -> normalized -> forward -> ...
 
 Predictions are restored to the units of the data, and normalized as the inputs of the next application are: both have
-statistics of their own, also each time of a history. An exchange brings the blocks of the predictions to the boxes
+statistics of their own, also each time of a history. An exchange moves the blocks of the predictions to the boxes
 that ranks read, with halos. Fields that all samples share do not change. An element that is absent (NaN on land) in
 the last input stays absent.
 """
@@ -132,10 +132,10 @@ class Rollout:
         #: By number of the output: the target that it is compared with.
         self._targets: dict[int, str] = {}
         with comm.agreement():
-            for one in reversed(loss.layer.comparisons(*(n.shape for n in loss.inputs))):
-                number = numbers.get(network.names[loss.inputs[one.prediction]])
-                if number is not None and one.classes is None and one.members == 1:
-                    self._targets[number] = network.names[loss.inputs[one.target]]
+            for comparison in reversed(loss.layer.comparisons(*(n.shape for n in loss.inputs))):
+                number = numbers.get(network.names[loss.inputs[comparison.prediction]])
+                if number is not None and comparison.classes is None and comparison.members == 1:
+                    self._targets[number] = network.names[loss.inputs[comparison.target]]
             chosen = [self._source(name, channel_names) for name in self._changing()]
         self._sent = [np.empty(value.layout.boxes[rank].shape, dtype_of(value)) for value in values]
         self._inputs: list[_Input] = []
@@ -158,12 +158,12 @@ class Rollout:
 
     def _changing(self) -> list[str]:
         fields = self._session.samples.dataset.fields
-        return [name for name, one in fields.items() if not (one.is_target or one.static)]
+        return [name for name, field in fields.items() if not (field.is_target or field.static)]
 
     def _source(self, name: str, channel_names: Sequence[Sequence[str]]) -> tuple[str, int, list[int]]:
         """Return an input, the output that predicts it, and the channels of a time in that output. Local."""
-        data, one = self._session.config.data, self._session.samples.dataset.fields[name]
-        expected = one.channel_names[: one.shape[-1] // data.history]
+        data, field = self._session.config.data, self._session.samples.dataset.fields[name]
+        expected = field.channel_names[: field.shape[-1] // data.history]
         inputs, targets = ({}, {}) if data.file is not None else datasets_of(data, self._session.network)
         channels = []
         for number, target in self._targets.items():
@@ -176,7 +176,7 @@ class Rollout:
             if stored and stored == inputs.get(name):
                 names = expected if count == len(expected) else numbered
             channels.append(f"{target!r} with {', '.join(names)}")
-            if shape[:-1] == one.shape[:-1] and len(names) == count and {*expected} <= {*names}:
+            if shape[:-1] == field.shape[:-1] and len(names) == count and {*expected} <= {*names}:
                 return name, number, [names.index(channel) for channel in expected]
         raise UserError(
             f"--rollout: expected a prediction on the grid of input {name!r} with all of its channels "
@@ -217,34 +217,34 @@ class Rollout:
             array = executor.device.to_host(executor.input(name).array)
             arrays[name] = np.array(array, np.float32 if is_low(array.dtype) else None)
         with session.comm.agreement():
-            for one in self._inputs:
-                one.state = np.zeros(one.box.shape, executor.store.dtype)
-                session.samples.dataset.read(one.name, batch.indices, one.box, one.state)
-                one.absent = ~np.isfinite(one.state[..., -len(one.channels) :])
+            for source in self._inputs:
+                source.state = np.zeros(source.box.shape, executor.store.dtype)
+                session.samples.dataset.read(source.name, batch.indices, source.box, source.state)
+                source.absent = ~np.isfinite(source.state[..., -len(source.channels) :])
         return arrays
 
     def _advance(self, arrays: dict[str, NDArray[Any]]) -> None:
         """Fill the inputs of the next application from the last one. Collective."""
         session, executor = self._session, self._session.executor
-        for one in self._inputs:
-            one.exchange.run()
-            times = one.received.reshape(*one.received.shape[:-1], self._at_once, -1)
-            new = times[..., one.channels].astype(one.state.dtype)
-            new[np.broadcast_to(one.absent[..., None, :], new.shape)] = np.nan
-            kept = one.state.shape[-1]
-            one.state = np.concatenate([one.state, new.reshape(*new.shape[:-2], -1)], -1)[..., -kept:]
-            values = one.state.copy()
-            absent = mark_absent(values) if one.name in session.samples.dataset.lenient else None
-            if one.name in session.samples.statistics:
-                session.samples.statistics[one.name].apply(values)
+        for source in self._inputs:
+            source.exchange.run()
+            times = source.received.reshape(*source.received.shape[:-1], self._at_once, -1)
+            new = times[..., source.channels].astype(source.state.dtype)
+            new[np.broadcast_to(source.absent[..., None, :], new.shape)] = np.nan
+            kept = source.state.shape[-1]
+            source.state = np.concatenate([source.state, new.reshape(*new.shape[:-2], -1)], -1)[..., -kept:]
+            values = source.state.copy()
+            absent = mark_absent(values) if source.name in session.samples.dataset.lenient else None
+            if source.name in session.samples.statistics:
+                session.samples.statistics[source.name].apply(values)
             if absent is not None:
                 values[absent] = 0
-            low, high = executor.input(one.name).box.ranges[-1]
-            arrays[one.name][one.own] = values[..., max(0, low) : high]
+            low, high = executor.input(source.name).box.ranges[-1]
+            arrays[source.name][source.own] = values[..., max(0, low) : high]
         for name, array in arrays.items():
             executor.device.assign(executor.input(name).array, array)
 
     def close(self) -> None:
         """Free the exchanges. Collective."""
-        for one in self._inputs:
-            one.exchange.close()
+        for source in self._inputs:
+            source.exchange.close()

@@ -139,12 +139,12 @@ def train(
         part = session.samples.evaluated_part if len(session.samples.validation) else ""
         for text in (headline(session), *data_lines(session), run.whole.text if run.whole is not None else part):
             if text:
-                log.say(text)
+                log.print(text)
         if checkpoint is not None:
             run.resume(checkpoint)
         elif config.training.init is not None:
             begin_with(session)
-            log.say(f"initial parameters: {config.training.init}")
+            log.print(f"initial parameters: {config.training.init}")
         elif config.training.init_from is not None:
             run.begin_from(Path(config.training.init_from))
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
@@ -279,14 +279,14 @@ class TrainingRun:
         checkpoint.close()
         step, path = self.optimizer.step, checkpoint.path.resolve()
         if self.sampler.epoch < self.epochs:
-            self.log.say(f"resumed at step {step}, epoch {self.sampler.epoch + 1}, from {path}")
+            self.log.print(f"resumed at step {step}, epoch {self.sampler.epoch + 1}, from {path}")
             if before != self.sampler.batch:
-                self.log.say(
+                self.log.print(
                     f"batches of {self.sampler.batch} samples, before of {before}: the run goes on after "
                     f"{self.sampler.skipped} samples of the epoch; the schedule is at step {step + self.trainer.ahead}"
                 )
         else:
-            self.log.say(
+            self.log.print(
                 f"complete: {self.sampler.epoch} of {self.epochs} epochs are done, at step {step}, in {path}; increase "
                 "training.epochs to continue"
             )
@@ -304,7 +304,7 @@ class TrainingRun:
         with closing(CheckpointReader(on_root(comm.mpi, find), comm)) as checkpoint:
             checkpoint.restore(self.session.executor.store, self.optimizer, extents=False)
         self.trainer.ahead = -self.optimizer.step
-        self.log.say(f"initial parameters and optimizer: {checkpoint.path}, after {self.optimizer.step} steps")
+        self.log.print(f"initial parameters and optimizer: {checkpoint.path}, after {self.optimizer.step} steps")
 
     def _warn_of_schedule(self, entries: Sequence[Entry], state: Mapping[str, Any]) -> None:
         """Warn if the learning rate jumps because the resumed run has another schedule or number of epochs."""
@@ -373,10 +373,10 @@ class TrainingRun:
         if timeline is not None and self.steps and self.session.config.output.timeline:
             self.session.executor.spans.finish()
             write_trace(timeline, self.session.comm, directory / "timeline.json")
-            self.log.say(timeline.table(self.steps))
+            self.log.print(timeline.table(self.steps))
         measured = None if plan is None or self.step_times is None else self.step_times.result()
         if plan is not None and measured is not None:
-            self.log.say(plan.compare(measured))
+            self.log.print(plan.compare(measured))
             self.log.write("prediction", step=step, **plan.record(measured))
         self.log.write("finished", step=step)
 
@@ -427,7 +427,7 @@ class TrainingRun:
             ended = self.sampler.epoch != epoch
             validates = self._validates(ended)
             through = ended and self.sampler.epoch == self.epochs and not validates
-            if self._asked_to_stop and not through:
+            if self._is_interrupted and not through:
                 self._stop(validates)
                 return float(loss)
             if self.checkpoints.due and not (ended or validates):  # otherwise, it is written after the validation
@@ -473,7 +473,7 @@ class TrainingRun:
         if last and auto is not None and best is not None:
             values = {"scheme": str(best.scheme), "seconds": best.seconds, "chosen": True, "table": asdict(best.scheme)}
             self.log.write("reduction", step=step, **values)
-            self.log.say(
+            self.log.print(
                 f"gradient reduction: {best.scheme}, {1e3 * best.seconds:.2f} ms/step, the best of "
                 f"{len(auto.tuner.trials)}; to pin it: {pinned(best.scheme)}"
             )
@@ -484,13 +484,13 @@ class TrainingRun:
         self.checkpoints.vote()
 
     @property
-    def _asked_to_stop(self) -> bool:
+    def _is_interrupted(self) -> bool:
         """Whether any rank received a signal before the last pass; the same on all ranks."""
         return bool(self.session.executor.pass_loss.counted[STOP] > 0)
 
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
         """Write a checkpoint (:class:`Checkpoints`). Collective."""
-        self.trainer.settle()
+        self.trainer.synchronize()
         path = self.checkpoints.write(needed, unvalidated, best)
         if path is not None:
             for callback in self.callbacks:
@@ -508,7 +508,7 @@ class TrainingRun:
 
         Stops if a signal arrives during the validation.
         """
-        self.trainer.settle()
+        self.trainer.synchronize()
         due, better = self.checkpoints.due, False
         text = f"epoch {epoch + 1}/{self.epochs}, step {self.optimizer.step}"
         if ended:
@@ -525,7 +525,7 @@ class TrainingRun:
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += f"{',' if ended else ':'} validation {describe(self.validation)}"
             text += " (best)" if better and (epoch or not ended) else ""
-        self.log.say(text)
+        self.log.print(text)
         if ended:
             self._warn_of_divergence(epoch)
             for callback in self.callbacks:
@@ -540,7 +540,7 @@ class TrainingRun:
             best = self.best
             reason = f"no better {best.name} in {best.waited} validations; {best.describe()}"
             self.log.write("early_stop", step=self.optimizer.step, reason=reason)
-            self.log.say(f"training ends here: {reason}")
+            self.log.print(f"training ends here: {reason}")
         self._unvalidated = False
 
     def _is_best(self, validation: dict[str, Any], epoch: int, ended: bool) -> bool:
@@ -587,11 +587,11 @@ class TrainingRun:
 
     def _check_samples(self) -> None:
         """Check the samples whose predictions callbacks get. Raises UserError, on all ranks. Collective."""
-        requests = [(list(map(int, one.samples)), int(one.every)) for one in self.callbacks]
+        requests = [(list(map(int, callback.samples)), int(callback.every)) for callback in self.callbacks]
         if not requests:
             return
         count = len(self.session.samples.dataset)
-        others = [one for one in self.session.comm.allgather_objects(requests) if one != requests]
+        others = [theirs for theirs in self.session.comm.allgather_objects(requests) if theirs != requests]
         if others:
             raise UserError(f"callbacks: expected the same samples on all ranks, got {requests} and {others[0]}")
         for samples, every in requests:
@@ -604,11 +604,12 @@ class TrainingRun:
     def _show_predictions(self, epoch: int) -> None:
         """Compute the predictions for callbacks that are due after an epoch. Collective."""
         network, last = self.session.network, epoch + 1 == self.epochs or self.best.exhausted
-        due = [one for one in self.callbacks if len(one.samples) and (last or (epoch + 1) % one.every == 0)]
+        requested = [callback for callback in self.callbacks if len(callback.samples)]
+        due = [callback for callback in requested if last or (epoch + 1) % callback.every == 0]
         nodes = {name: network.names[node] for name, node in network.outputs.items() if name != "loss"}
         names = {("output", name): node for name, node in nodes.items()} | {("input", n): n for n in network.inputs}
         for callback in due:
-            with self._apart():
+            with self._with_averages():
                 self._vote()
                 batches = self.session.in_order(np.array(callback.samples, np.int64))
                 samples, arrays = gather_samples(self.session, batches, names)
@@ -616,7 +617,7 @@ class TrainingRun:
             callback.on_predictions(epoch, SamplePredictions(tuple(samples), *kinds))
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _with_averages(self) -> Iterator[None]:
         """Use averaged parameters, if there are any, and record no times."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
@@ -631,14 +632,14 @@ class TrainingRun:
 
     def validate(self) -> dict[str, Any] | None:
         """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
-        with self._apart():
+        with self._with_averages():
             parts = [(self.session, self._held_out)] if self.whole is None else self.whole.parts()
             return evaluate_parts(parts, self.evaluation, self._interrupted)
 
     def _interrupted(self) -> bool:
         """Return whether to end the validation in progress because of a signal; the same on all ranks."""
         self._vote()
-        return self._asked_to_stop
+        return self._is_interrupted
 
     def _diverged(self, error: Diverged) -> Diverged:
         """Return the error, extended by the rank of its origin, if known, and the last checkpoint. Collective."""

@@ -216,9 +216,9 @@ class Samples:
         """Attributes of the targets in the data (units, names, ...), by target. Local."""
         maps: Mapping[str, LabelMap] = getattr(self.dataset, "labels", {})
         described = {}
-        for name, one in self.dataset.fields.items():
-            if one.is_target and one.attributes:
-                described[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
+        for name, field in self.dataset.fields.items():
+            if field.is_target and field.attributes:
+                described[name] = maps[name].described(field.attributes) if name in maps else dict(field.attributes)
         return {name: attributes for name, attributes in described.items() if attributes}
 
     @property
@@ -378,7 +378,7 @@ def _multiples(network: Network) -> list[int]:
                 f"{SLIDING}: expected outputs of the window's extents {own} or coarser by whole factors, got "
                 f"{have} of {output!r}; apply whole samples"
             )
-        multiples = [math.lcm(one, n // m) for one, n, m in zip(multiples, own, have)]
+        multiples = [math.lcm(multiple, n // m) for multiple, n, m in zip(multiples, own, have)]
     return multiples
 
 
@@ -389,7 +389,7 @@ def _find_foreground(
     data, dataset, ranges, begin = config.data, windows.dataset, _ranges(network), time.perf_counter()
     weights = weights_of(network)
     with comm.agreement():
-        names = [one for one in windows.moved if dataset.fields[one].is_target and one not in weights]
+        names = [weight for weight in windows.moved if dataset.fields[weight].is_target and weight not in weights]
         if not windows.cut or not names:
             expected = "targets with spatial axes" if windows.cut else "data.patches = 1 or more"
             raise UserError(f"data.foreground: expected {expected}, got none; set it to 0")
@@ -422,7 +422,7 @@ def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Map
         ignored = ranges[name].ignored if name in ranges and name not in reductions else None
         if ignored is not None:
             windows.outside[name] = ignored
-        elif not weighted.get(name) or not all(windows.pads(one) for one in weighted[name]):
+        elif not weighted.get(name) or not all(windows.pads(weight) for weight in weighted[name]):
             index, extents = windows.smallest
             raise UserError(
                 f"{windows.key}: expected samples of at least {windows.size} elements, the network's window, got "
@@ -509,7 +509,7 @@ def _masked(data: DataConfig, dataset: Dataset, network: Network) -> Masked:
 
 
 def _of_files(dataset: Dataset, name: str, default: Any) -> Any:
-    """Return an attribute of a data set of HDF5 files, also behind a view; `default` for others. Local."""
+    """Return an attribute of a data set of HDF5 files, also through a view; `default` for others. Local."""
     return getattr(dataset, name, default) if isinstance(dataset, Hdf5Dataset | FileSet | DatasetView) else default
 
 
@@ -537,8 +537,8 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
         both = np.intersect1d(file_of[training], file_of[validation])
         if both.size:
             _log.warning(
-                "data.split: samples of %d of %d files are both trained on and held out; if those of a file are much "
-                'alike (neighbors in time), hold out whole files by data.split = "file"',
+                "data.split: samples of %d of %d files are both trained on and held out; if those of a file are "
+                'similar (neighbors in time), hold out whole files by data.split = "file"',
                 both.size,
                 file_of[-1] + 1,
             )

@@ -128,7 +128,7 @@ class Schedule(ABC):
         """Take the scores of a validation, which are the same on all ranks. Local. By default the rate ignores them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data for checkpoints: what the rate depends on besides the step; by default nothing."""
+        """Return plain data for checkpoints: what the rate depends on in addition to the step; by default nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (optional)

@@ -137,7 +137,7 @@ class Session:
                 check_memory(config, comm, network, strategy, trainable, kernels.held_bytes)
             inputs = {name: executor.input(name) for name in samples.dataset.fields}
             if comm.rank == 0:
-                samples.warn_of_chunks({name: one.box for name, one in inputs.items()}, trainable and data.shuffle)
+                samples.warn_of_chunks({name: value.box for name, value in inputs.items()}, trainable and data.shuffle)
             loader, ahead = open_loader(config, executor, samples, stack, timeline)
             return cls(config, comm, network, executor, samples, loader, timeline, ahead, small)
 
@@ -190,7 +190,7 @@ class Session:
         with closing(self.loader.iterate(batches)) as loaded:
             for item in loaded:
                 if self.ahead is not None:
-                    self.ahead.bring(item)
+                    self.ahead.copy_to_inputs(item)
                 else:
                     for name in inputs.keys() if item.batch.only is None else item.batch.only:
                         np.copyto(inputs[name], item.arrays[name], casting="unsafe")
@@ -350,7 +350,7 @@ def _transforms(session: Session) -> Iterator[str]:
             by_rule.setdefault(rule, []).append(channel)
         by_rule.pop("none", None)
         if by_rule:
-            rules = "; ".join(f'{_some(channels)} by "{rule}"' for rule, channels in by_rule.items())
+            rules = "; ".join(f'{_listed(channels)} by "{rule}"' for rule, channels in by_rule.items())
             yield f"{name}: transformed before they are normalized (data.transforms): {rules}"
 
 
@@ -358,10 +358,10 @@ def _balances(session: Session) -> Iterator[str]:
     factors = session.network.class_factors
     for name, counts in session.samples.class_counts.items():
         each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, factors[name]))]
-        yield f"classes of {name} in the training samples, and their weights: {_some(each)}"
+        yield f"classes of {name} in the training samples, and their weights: {_listed(each)}"
 
 
-def _some(texts: Sequence[str]) -> str:
+def _listed(texts: Sequence[str]) -> str:
     more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     return ", ".join(texts[:_NAMED]) + more
 

@@ -107,11 +107,11 @@ class _Sums:
                     sent[...] = _block(self._session, value)
                 # One exchange moves all windows of a batch that lie in the same slabs.
                 for _, rows in groupby(range(batch.valid), partial(self._row, batch)):
-                    some = [*rows]
-                    if batch.patches[some[0]] == 0:
+                    slab_rows = [*rows]
+                    if batch.patches[slab_rows[0]] == 0:
                         sums = [np.zeros(box.shape, sent.dtype) for box, sent in zip(self._boxes, self._sent)]
-                    self._add(batch, some, sums)
-                    if batch.patches[some[-1]] == count - 1:
+                    self._add(batch, slab_rows, sums)
+                    if batch.patches[slab_rows[-1]] == count - 1:
                         done, sums = sums, []
                         for v, sample_sums in enumerate(done):
                             self._divide(v, sample_sums)
@@ -136,14 +136,14 @@ class _Sums:
 
     def _add(self, batch: Batch, rows: Sequence[int], sums: Sequence[NDArray]) -> None:
         """Add windows of a batch to the sums. Collective."""
-        places = [self._windows.position_of(0, batch.patches[k]) for k in rows]
+        positions = [self._windows.position_of(0, batch.patches[k]) for k in rows]
         for v, (value, window) in enumerate(zip(self._values, sums)):
             starts, extents = self._starts[v], value.layout.shape[1:-1]
-            along = starts[self._cut][places[0][self._cut]]
+            along = starts[self._cut][positions[0][self._cut]]
             exchange, received = self._exchange(v, rows, along)
             exchange.run()
-            for block, place in zip(received, places):
-                lows = [one[at] for one, at in zip(starts, place)]
+            for block, position in zip(received, positions):
+                lows = [along_axis[at] for along_axis, at in zip(starts, position)]
                 own = Box.of_ranges([(low, low + n) for low, n in zip(lows, extents)])
                 own &= Box.of_ranges(self._boxes[v].ranges[1:-1])
                 if not own.size:
@@ -201,6 +201,6 @@ def _within(n: int, extent: int) -> int:
 def _product(factors: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """Return the outer product of arrays of one axis each."""
     product = np.ones(())
-    for one in factors:
-        product = product[..., None] * one
+    for factor in factors:
+        product = product[..., None] * factor
     return product

@@ -71,9 +71,9 @@ def _training(config: Config) -> Training:
 def _machine(config: Config, comm: Communicator) -> Machine:
     """Return the assumed machine, with the nodes of the ranks and their threads. Collective."""
     transport, threads = TRANSPORTS.make(config.backend.transport), config.backend.threads
-    most, one = max(Counter(comm.nodes).values()), Machine.load(MACHINE)
-    peaks = {dtype: threads * peak for dtype, peak in one.peak_flops.items()}
-    machine = replace(one, peak_flops=peaks, memory_bandwidth=threads * one.memory_bandwidth)
+    most, assumed = max(Counter(comm.nodes).values()), Machine.load(MACHINE)
+    peaks = {dtype: threads * peak for dtype, peak in assumed.peak_flops.items()}
+    machine = replace(assumed, peak_flops=peaks, memory_bandwidth=threads * assumed.memory_bandwidth)
     if transport.network is not None:
         return machine.emulated(transport.network.alpha, transport.network.beta, node=transport.network.node)
     return replace(machine, devices_per_node=most if transport.shares else 1)
@@ -116,5 +116,5 @@ def describe(network: Network, small: SmallLayers) -> str:
     gain = 1 - small.prediction.step_seconds / small.given_seconds
     return (
         f"small layers: {len(small.layers)} of {len(network.layers)} are cut otherwise ({'; '.join(texts)}), for a "
-        f'predicted step that is {gain:.0%} shorter; strategy.small = "keep" cuts all alike'
+        f'predicted step that is {gain:.0%} shorter; strategy.small = "keep" cuts all in the same way'
     )

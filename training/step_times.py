@@ -85,7 +85,7 @@ class StepTimes:
         self.begin_at = first + (count - measured) // 2 + (count == 2)
         self.end_at = self.begin_at + measured
         self._executor, self._timeline, self._owned = executor, timeline, timeline.paused
-        self._places = _places(executor)
+        self._layers_of_spans = _layers_of_spans(executor)
         self._before: dict[tuple[str, str], float] = {}
         self._steps: list[dict[tuple[str, str], float]] = []
         self._seconds: list[tuple[float, float]] = []
@@ -116,8 +116,8 @@ class StepTimes:
             return fmean(step.get((name, category), 0.0) for step in steps)
 
         layers, waits = defaultdict[tuple[str, str], float](float), defaultdict[str, float](float)
-        for (name, category), place in self._places.items():
-            layers[place, category] += mean(name, category)
+        for (name, category), layer in self._layers_of_spans.items():
+            layers[layer, category] += mean(name, category)
         for name, category in {key for step in steps for key in step}:
             if category == "wait":
                 waits[kind_of(name)] += mean(name, category)
@@ -145,9 +145,9 @@ def _middle(values: Sequence[float]) -> list[int]:
     return order[cut : len(order) - cut]
 
 
-def _places(executor: Executor) -> dict[tuple[str, str], str]:
+def _layers_of_spans(executor: Executor) -> dict[tuple[str, str], str]:
     """Map name and category of a span to its layer; a redistribution belongs to the layer that reads its result."""
-    places: dict[tuple[str, str], str] = {}
+    layers_of_spans: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.program.steps:
         waiting.append(step.name)
@@ -155,7 +155,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
             continue
         for name in waiting:
             for label in (name, f"{name} (sum)", f"{name} (moved)"):
-                places[label, "forward"] = places[label, "backward"] = step.name
-            places[f"{name} (again)", "again"] = step.name
+                layers_of_spans[label, "forward"] = layers_of_spans[label, "backward"] = step.name
+            layers_of_spans[f"{name} (again)", "again"] = step.name
         waiting.clear()
-    return places
+    return layers_of_spans

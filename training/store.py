@@ -148,7 +148,7 @@ class ParameterStore:
         This rank.
     scheme
         Scheme of gradient reduction, which decides the buckets.
-    apart
+    separate
         Layers with separate arrays, because they may be replicated now or later; None: the layers that are replicated
         now.
     parts
@@ -186,7 +186,7 @@ class ParameterStore:
     blocks: Mapping[str, ParameterBlocks] | None = None
     rank: int = 0
     scheme: Scheme = field(default_factory=Scheme)
-    apart: frozenset[str] | None = None
+    separate: frozenset[str] | None = None
     parts: int = 1
     rounds: bool = True
     direct: bool = field(default=False, init=False)
@@ -211,9 +211,9 @@ class ParameterStore:
         self.shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in {**specs, **states}.items()}
         self._decays = {n: s.decay for n, s in specs.items()}
         self._layers = gradient_layers(self.network, self.blocks)
-        if self.apart is None:
-            self.apart = replicated_layers(self._layers, self.scheme)
-        self._places: dict[str, int] = {}
+        if self.separate is None:
+            self.separate = replicated_layers(self._layers, self.scheme)
+        self._flat_numbers: dict[str, int] = {}
         together = self._together()
         trained = {name for names in together for name in names}
         self.untrained = [name for name in specs if name not in trained]
@@ -280,14 +280,14 @@ class ParameterStore:
     def rechunk(self, scheme: Scheme) -> None:
         """Divide the same arrays into other buckets. Local, the same on all ranks.
 
-        Only layers in `apart` can be replicated. Reducers and optimizers hold views of the buckets: make a new reducer,
-        and call `Optimizer.bind`.
+        Only layers in `separate` can be replicated. Reducers and optimizers hold views of the buckets: make a new
+        reducer, and call `Optimizer.bind`.
         """
-        assert self.apart is not None
-        others = replicated_layers(self._layers, scheme) - self.apart
+        assert self.separate is not None
+        others = replicated_layers(self._layers, scheme) - self.separate
         if others:
             raise ValueError(
-                f"rechunk(): expected replicated layers among {sorted(self.apart)}, for which the arrays were made, "
+                f"rechunk(): expected replicated layers among {sorted(self.separate)}, for which the arrays were made, "
                 f"got {sorted(others)[0]!r}"
             )
         kinds = [f"payload {s.payload}, error_feedback {s.error_feedback}" for s in (self.scheme, scheme)]
@@ -302,11 +302,11 @@ class ParameterStore:
 
     def _together(self) -> list[list[str]]:
         """Group the names of parameters by array, in the order in which backward finishes them."""
-        assert self.apart is not None
+        assert self.separate is not None
         groups: dict[tuple, list[str]] = {}
         for layer in self._layers:
             for gradient in layer.gradients:
-                groups.setdefault((gradient.sharing, layer.name in self.apart), []).append(gradient.name)
+                groups.setdefault((gradient.sharing, layer.name in self.separate), []).append(gradient.name)
         return list(groups.values())
 
     def _allocate(self, names: list[str], specs: Mapping[str, Parameter], sums: bool) -> None:
@@ -325,7 +325,7 @@ class ParameterStore:
             box = self.box(name)
             self.params[name] = params[slices[name]].reshape(box.shape)
             self.grads[name] = grads[slices[name]].reshape(box.shape)
-            self._places[name] = len(self.flats)
+            self._flat_numbers[name] = len(self.flats)
             if copies is not None:
                 self.copies[name] = copies[slices[name]].reshape(box.shape)
             if rounded is not None and specs[name].rounded:
@@ -344,13 +344,13 @@ class ParameterStore:
         return errors
 
     def _chunked(self, scheme: Scheme) -> list[Bucket]:
-        assert self.apart is not None
-        chunks = chunks_of(self._layers, scheme, self.bucket_bytes, self.dtype.itemsize, self.apart)
+        assert self.separate is not None
+        chunks = chunks_of(self._layers, scheme, self.bucket_bytes, self.dtype.itemsize, self.separate)
         return [self._bucket(chunk) for chunk in chunks]
 
     def _bucket(self, chunk: GradientChunk) -> Bucket:
         names = [gradient.name for gradient in chunk.gradients]
-        number = self._places[names[0]]
+        number = self._flat_numbers[names[0]]
         flat, step = self.flats[number], _ALIGN // self.dtype.itemsize
         start, last = flat.slices[names[0]].start, flat.slices[names[-1]]
         stop = start + -(-(last.stop - start) // step) * step

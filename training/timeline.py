@@ -234,9 +234,9 @@ class Spans:
             call()
         if first is not None:
             self._waiting.append((name, category, first, self._device.timestamp()))
-            self._tell(recorder)
+            self._record_complete(recorder)
 
-    def _tell(self, recorder: Recorder) -> None:
+    def _record_complete(self, recorder: Recorder) -> None:
         """Record the spans that are complete. Does not wait."""
         while self._waiting and self._waiting[0][3].done():
             name, category, first, second = self._waiting.popleft()
@@ -247,7 +247,7 @@ class Spans:
         """Record all spans so far. Waits for a device."""
         if self._waiting and self._recorder is not None:
             self._device.synchronize()
-            self._tell(self._recorder)
+            self._record_complete(self._recorder)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -76,18 +76,18 @@ def evaluate(
     world = boot() if comm is None else comm
 
     def find() -> tuple[Config, list[str], Path, TrainingProgress, bool]:
-        config, checkpoint, progress, drawn_alike = find_trained(Path(target), overrides)
+        config, checkpoint, progress, same_draw = find_trained(Path(target), overrides)
         if samples == "all":  # a single sample, of which none can be held out, is evaluated too
             config = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.0})})
-        return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, drawn_alike)
+        return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, same_draw)
 
-    config, settings, checkpoint, progress, drawn_alike = on_root(world, find)
+    config, settings, checkpoint, progress, same_draw = on_root(world, find)
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
     if details is not None:
         on_root(world, lambda: check_details(Path(details)))
     with _trained(config, world, planner, checkpoint, progress) as (ranks, session, _):
-        if samples != "all" and drawn_alike:
+        if samples != "all" and same_draw:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
         known = session.samples
         chosen = {"validation": known.validation, "training": known.training, "all": known.everything}[samples]
@@ -137,7 +137,7 @@ def apply(
     what: str = "logits",
     comm: Any = None,
     planner: Planner | None = None,
-    tell: Callable[[int, int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
     format: str = "hdf5",
     flips: Sequence[str] = (),
     window: Sequence[int] = (),
@@ -161,7 +161,7 @@ def apply(
         samples differ in size, a folder with a file for each of their files: :mod:`halograd.training.applying`.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
-    tell
+    report
         Function that is called on rank 0 with the number of complete samples and the number of all samples.
     format
         Format of `out`: ``"hdf5"``, or a :class:`halograd.data.Writer` of your own, ``"FILE.py:CLASS"``.
@@ -223,9 +223,10 @@ def apply(
         job |= {"flips": sorted(flips)} if flips else {}
         job |= {"rollout": rollout} if rollout else {}
         job |= {"window": slide.window, "overlap": slide.overlap} if slide else {}
-        shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
+        shown = report if report is not None and ranks.rank == 0 else lambda done, total: None
         if several and slide is None:  # each size has its own
-            settings = [one for one in settings if not one.startswith(("data.extents=", "model.resolution="))]
+            sizes = ("data.extents=", "model.resolution=")
+            settings = [setting for setting in settings if not setting.startswith(sizes)]
         if several:
             computed = write_each(session, progress.described, what, out, format, job, shown, flips, rollout)
         else:

@@ -38,13 +38,13 @@ class Trainer:
 
         trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Cosine(0.1, steps=1000))
         for every batch: fill executor.input("x").array, ...; loss = trainer.step()
-        trainer.settle()
+        trainer.synchronize()
 
     For a batch in parts (`Executor.parts`), call :meth:`add` for every part except the last, and :meth:`step` for the
     last. If a loss is divided by its weights (`Executor.counted`), first call :meth:`Executor.count` for every part.
 
     The gradients of a bucket are summed during the rest of backward, and its parameters are updated before their first
-    layer in the next forward pass. Read parameters only after :meth:`settle`.
+    layer in the next forward pass. Read parameters only after :meth:`synchronize`.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class Trainer:
         """
         begin = self._begin_part()
         loss = self._step()
-        if self.auto is None or self.auto.settled:
+        if self.auto is None or self.auto.finished:
             return loss
         loss = float(loss)  # waits on a device
         self.auto.after_step(self._seconds + time.perf_counter() - begin)
@@ -207,7 +207,7 @@ class Trainer:
         """Return the start time of a part [s]. The scheme of all parts is chosen before the first part."""
         if not self._parts:
             self._seconds = 0.0
-            if self.auto is not None and not self.auto.settled:
+            if self.auto is not None and not self.auto.finished:
                 self.auto.before_step()
         return time.perf_counter()
 
@@ -265,7 +265,7 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish all updates. Call it before evaluation, checkpoints, or reading of parameters.
 
         Raises
@@ -273,7 +273,7 @@ class Trainer:
         Diverged
             If a parameter or a running statistic is not finite: a checkpoint of it would be useless.
         """
-        self._reducer.settle()
+        self._reducer.synchronize()
         self._check_last()
         if self._scaling is not None:
             self._scaling.observe()
@@ -292,8 +292,8 @@ class Trainer:
     def averaged(self) -> Iterator[None]:
         """Replace parameters by their moving averages within the ``with``, if the optimizer keeps them. Collective.
 
-        Call :meth:`settle` before. After an error the averages are not swapped back, because the error may be on one
-        rank only.
+        Call :meth:`synchronize` before. After an error the averages are not swapped back, because the error may be on
+        one rank only.
         """
         self._swap_averages()
         yield

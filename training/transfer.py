@@ -162,7 +162,7 @@ class DeviceFeed:
             event.wait()
 
     # -- the main thread ------------------------------------------------------------------------
-    def bring(self, item: LoadedBatch) -> None:
+    def copy_to_inputs(self, item: LoadedBatch) -> None:
         """Enqueue the copies of a batch into the inputs, after its upload. Does not wait."""
         event = self._uploaded[item.slot]
         assert event is not None

@@ -47,7 +47,7 @@ from .process_monitor import TAIL, MonitoredRanks, append_line, start_monitor
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["STALLS", "Heartbeat", "Place", "Watchdog", "describe_stall", "read_places"]
+__all__ = ["STALLS", "Heartbeat", "Position", "Watchdog", "describe_stall", "read_positions"]
 
 STALLS = "stalls"  # folder in the directory of a run
 SHOWN = 4  # maximum number of ranks that a message names
@@ -83,22 +83,22 @@ class Heartbeat:
         Number of forward and backward passes, including validation.
     phase
         ``"forward"``, ``"backward"``, ``"data"``, ``"checkpoint"``, ...
-    place
+    location
         Name of the layer, or of another activity.
     """
 
     step: int = 0
     count: int = 0
     phase: str = "start"
-    place: str = ""
+    location: str = ""
 
-    def at(self, phase: str, place: str) -> None:
+    def at(self, phase: str, location: str) -> None:
         """Record the start of an activity of the main thread: its phase, and its layer or another name."""
-        self.phase, self.place = phase, place
+        self.phase, self.location = phase, location
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Process of a rank, and its position in the program.
 
     Attributes
@@ -141,50 +141,51 @@ def _of_ranks(ranks: Sequence[int]) -> str:
     return f" with rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
 
 
-def describe_stall(places: Mapping[int, Place]) -> tuple[int, str]:
+def describe_stall(positions: Mapping[int, Position]) -> tuple[int, str]:
     """Return the rank that blocks the other ranks, and a text with the reason.
 
     It is a rank that crashed; else one whose position is not known, if possible one that another rank waits for; else
     the rank that is in no exchange; else the rank with the least progress.
     """
-    known = {rank: place for rank, place in sorted(places.items()) if place.phase}
-    awaited = {rank for place in known.values() for rank in place.ranks}
-    silent = sorted(places.keys() - known.keys(), key=lambda rank: (not places[rank].line, rank not in awaited, rank))
+    known = {rank: position for rank, position in sorted(positions.items()) if position.phase}
+    awaited = {rank for position in known.values() for rank in position.ranks}
+    unknown = positions.keys() - known.keys()
+    silent = sorted(unknown, key=lambda rank: (not positions[rank].line, rank not in awaited, rank))
     if silent:
         culprit = silent[0]
         text = "it does not respond (killed, stopped, in a call that locks the interpreter, or its node hangs)"
-        text = places[culprit].line or text
+        text = positions[culprit].line or text
     else:
         culprit = min(known, key=lambda rank: (bool(known[rank].waiting), known[rank].step, known[rank].since))
         text = known[culprit].text()
-    others = [f"rank {rank} on {place.host}: {place.text()}" for rank, place in known.items() if rank != culprit]
+    others = [f"rank {rank} on {other.host}: {other.text()}" for rank, other in known.items() if rank != culprit]
     if others:
         more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         text += f". The others: {'; '.join(others[:SHOWN])}{more}"
     return culprit, text
 
 
-def read_places(folder: Path) -> dict[int, Place]:
+def read_positions(folder: Path) -> dict[int, Position]:
     """Return the ranks that have a file, and the positions that those without progress have written. Local.
 
     A rank has a file while it runs, and keeps it if it is killed.
     """
-    places: dict[int, Place] = {}
+    positions: dict[int, Position] = {}
     for path in sorted(folder.glob("rank-*.txt")):
         name = _NAME.fullmatch(path.name)
         if name is not None:
-            places[int(name[1])] = _read_place(path, Place(name[2], int(name[3])))
-    return places
+            positions[int(name[1])] = _read_position(path, Position(name[2], int(name[3])))
+    return positions
 
 
-def _read_place(path: Path, silent: Place) -> Place:
+def _read_position(path: Path, silent: Position) -> Position:
     with contextlib.suppress(OSError, ValueError, TypeError):
         with path.open("rb") as file:
             line = file.readline(TAIL)
         if line.startswith(b"Fatal Python error"):
             return replace(silent, line=line.decode(errors="replace").strip())
         if line.endswith(b"\n"):
-            return Place(**json.loads(line))
+            return Position(**json.loads(line))
     return silent
 
 
@@ -209,12 +210,12 @@ class _StallFile:
         """Whether the file is in the directory of the run."""
         return self.descriptor != 2
 
-    def write(self, place: Place) -> None:
+    def write(self, position: Position) -> None:
         """Write the position, and make it visible on other nodes."""
         self.written = True
         if self.shared:
             with contextlib.suppress(OSError):
-                os.write(self.descriptor, json.dumps(asdict(place)).encode() + b"\n")
+                os.write(self.descriptor, json.dumps(asdict(position)).encode() + b"\n")
                 os.fsync(self.descriptor)
 
     def clear(self) -> None:
@@ -330,9 +331,9 @@ class Watchdog:
     def _state(self) -> object:
         """Return a value that changes when the main thread makes progress."""
         heartbeat = self._heartbeat or Heartbeat()
-        return heartbeat.step, heartbeat.count, heartbeat.phase, heartbeat.place, self._comm.instruments.waiting
+        return heartbeat.step, heartbeat.count, heartbeat.phase, heartbeat.location, self._comm.instruments.waiting
 
-    def _place(self, since: float) -> Place:
+    def _position(self, since: float) -> Position:
         """Return step, layer, exchange, and the line of code of the main thread."""
         heartbeat, meter, frame = self._heartbeat or Heartbeat(), self._comm.instruments.waiting, None
         frame = sys._current_frames().get(self._main)
@@ -340,7 +341,7 @@ class Watchdog:
         ranks = [] if meter is None else [rank for rank in meter.ranks if rank != self._comm.rank]
         waiting = meter.label if meter is not None else "another rank" if _in_comm(frame) else ""
         here = platform.node(), os.getpid()
-        return Place(*here, heartbeat.step, heartbeat.phase, heartbeat.place, waiting, ranks, line, since)
+        return Position(*here, heartbeat.step, heartbeat.phase, heartbeat.location, waiting, ranks, line, since)
 
     def _arm(self, seconds: float) -> None:
         """Let this process end after `seconds` [s], with all stacks in its file."""
@@ -373,7 +374,7 @@ class Watchdog:
             elif idle > self._patience:
                 self._end(since)
             elif idle > min(QUIET, self._patience / 4) and not self._file.written:
-                self._file.write(self._place(since))
+                self._file.write(self._position(since))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -392,9 +393,9 @@ class Watchdog:
         """Print and log the rank that blocks the others; return False if another rank does."""
         if _latest(self._log, "failed"):
             return False
-        positions, mine = read_places(self._log.with_name(STALLS)), self._comm.rank
-        places = {rank: positions.get(rank, Place(self._hosts[rank], 0)) for rank in self._seen}
-        rank, text = describe_stall({**places, mine: self._place(since)})
+        written, mine = read_positions(self._log.with_name(STALLS)), self._comm.rank
+        positions = {rank: written.get(rank, Position(self._hosts[rank], 0)) for rank in self._seen}
+        rank, text = describe_stall({**positions, mine: self._position(since)})
         cause = f"no progress for {self._patience / 60:.3g} min: {text}"
         host, size, stacks = self._hosts[rank], self._comm.size, self._log.with_name(STALLS)
         if not self._log_first("failed", rank=rank, host=host, cause=cause):
@@ -429,10 +430,10 @@ class Watchdog:
 
 def _clear(folder: Path) -> None:
     """Remove the files of a killed job; warn if it made no progress when it was killed."""
-    places = read_places(folder)
-    if any(place.line for place in places.values()):
-        rank, text = describe_stall(places)
-        _log.warning("the job before ended without progress: rank %d on %s: %s", rank, places[rank].host, text)
+    positions = read_positions(folder)
+    if any(position.line for position in positions.values()):
+        rank, text = describe_stall(positions)
+        _log.warning("the job before ended without progress: rank %d on %s: %s", rank, positions[rank].host, text)
     for path in folder.glob("rank-*.txt"):
         path.unlink()
 

@@ -1,4 +1,4 @@
-"""Whole samples beside windows of them: sessions of the same parameters at the sizes of the samples.
+"""Whole samples in addition to windows of them: sessions of the same parameters at the sizes of the samples.
 
 A run that trains on windows validates whole samples, which may differ in size. For each size there is a session with
 its own executor, which only computes forward, without copies of parameters and statistics. A session of the only size
@@ -73,12 +73,12 @@ class WholeSamples:
             self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise UserError if the largest size does not fit beside the session. Collective."""
+        """Raise UserError if the largest size does not fit in addition to the session. Collective."""
         own, comm = self._session, self._session.comm
         trains = own.executor.reducer is not None
-        beside = sum(needs_of(own.config, comm, own.network, own.executor.strategy, trains, None).values())
+        others = sum(needs_of(own.config, comm, own.network, own.executor.strategy, trains, None).values())
         sized = max((sized for _, sized in self.sizes), key=lambda sized: math.prod(sized.extents))
-        check_memory(sized.config, comm, sized.network, sized.strategy, False, beside=beside)
+        check_memory(sized.config, comm, sized.network, sized.strategy, False, others=others)
 
     def parts(self) -> Iterator[tuple[Session, Sequence[Batch]]]:
         """Yield a session per size, and the batches of its samples. Collective."""
@@ -145,7 +145,7 @@ class Sized:
         self.strategy.refuse_empty_blocks(self.network)
         self.extents = extents_of(self.network)
         mine, theirs = parameter_blocks(self.network, self.strategy, size), own.store.blocks or {}
-        if any(not (one.whole and theirs[name].whole) and one != theirs[name] for name, one in mine.items()):
+        if any(not (blocks.whole and theirs[name].whole) and blocks != theirs[name] for name, blocks in mine.items()):
             raise UserError(
                 'data.evaluate: expected "middle" where parameters are cut, and whole samples need another cut; '
                 "evaluate them by `halograd evaluate`"

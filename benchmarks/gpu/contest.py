@@ -108,7 +108,7 @@ class Ours:
 
     def close(self) -> None:
         """Free all resources."""
-        self.trainer.settle()
+        self.trainer.synchronize()
         self.executor.close()
         del self.trainer, self.executor
         gc.collect()

@@ -13,7 +13,7 @@ from ..documents import bytes_text
 from ..errors import UserError
 from ..training.directory import Owner, checkpoint_of
 from ..training.log import Entry, lines_of, parse_lines, warn_of_lines
-from ..training.watchdog import STALLS, describe_stall, read_places
+from ..training.watchdog import STALLS, describe_stall, read_positions
 
 __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "status_text"]
 
@@ -245,7 +245,7 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
             return "failed", f"rank {first['rank']} on {first['host']}: {first['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more
             return ("stopped" if "code" in entry else "failed"), str(entry["reason"])
-    positions = read_places(record.directory / STALLS)
+    positions = read_positions(record.directory / STALLS)
     since = max((position.since for position in positions.values()), default=0.0)
     stalled = ""
     if any(position.line for position in positions.values()):

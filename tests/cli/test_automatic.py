@@ -143,7 +143,7 @@ def test_settings_replace_a_plan_and_the_other_way_round():
 
 
 test_tables_that_are_refused = refusals(
-    ("auto = true\nheight = 2", "strategy.auto: expected no height beside it, which the plan decides"),
+    ("auto = true\nheight = 2", "strategy.auto: expected no height with it, which the plan decides"),
     ('memory = "1GiB"', "strategy.memory: expected auto = true with it, got none"),
     ("auto = 1", "strategy.auto: expected true or false, got 1"),
     ("auto = true\nbudget = -1.0", "strategy.budget: expected a number >= 0"),

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,6 +199,18 @@ def test_stages_follow_each_other_in_pieces():
         assert operation.poll() and log[3:] == ["b"] and operation.arrived and not operation.over
         operation.wait()
         assert log[4:] == ["owner's"] and operation.over
+
+
+@pytest.mark.parametrize("pieces", range(4))
+def test_an_owner_does_not_repeat_pieces_of_the_thread(pieces):
+    log = []
+    operation = StagedOperation([Work([partial(log.append, number) for number in range(3)])])
+    for _ in range(2):
+        operation.start()
+        for _ in range(pieces):
+            operation.poll()
+        operation.wait()
+    assert log == [0, 1, 2] * 2 and operation.over
 
 
 def test_turns_alternate_and_a_waiter_does_everything():

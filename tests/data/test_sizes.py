@@ -91,6 +91,11 @@ def test_views_have_the_sizes_of_their_samples(written):
     out = np.empty((1, *sample_shape(masked, "weights", 2)), np.float32)
     masked.read("weights", [2], Box.of_shape(out.shape), out)
     np.testing.assert_array_equal(out[0], samples[2]["mask"] <= 1)
+    beyond = np.full((1, 40, 40, 1), 0.5, np.float32)
+    masked.read("weights", [2], Box.of_shape(beyond.shape), beyond)
+    largest, (high, wide) = masked.fields["weights"].shape, samples[2]["mask"].shape[:2]
+    assert (high, wide) != largest[:2]
+    assert not beyond[:, high : largest[0], : largest[1]].any() and not beyond[:, : largest[0], wide : largest[1]].any()
     dataset.lenient = before
 
 

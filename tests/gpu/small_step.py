@@ -28,7 +28,7 @@ def main() -> None:
                     for step in range(2):
                         fill(executor, step)
                         trainer.step()
-                    trainer.settle()
+                    trainer.synchronize()
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_step_does_not_wait_for_the_device(name, graph):
         with gate(kernels) as behind:
             trainer.step()
             assert not behind.done(), "the step has waited for the device"
-        trainer.settle()
+        trainer.synchronize()
 
 
 @only_gpu
@@ -83,7 +83,7 @@ def test_memory_is_what_was_predicted(subject, dtype, record_property):
                 executor.set_input(name, array)
             for _ in range(3):
                 trainer.step()
-            trainer.settle()
+            trainer.synchronize()
             predicted = sum(executor.predicted_bytes.values())
             used = kernels.device.memory().used - before
     record_property("predicted_bytes", predicted)

@@ -247,7 +247,7 @@ def _trained(
         trainer = hg.Trainer(executor, hg.SGD(executor.store), hg.Constant(RATE))
         for _ in range(steps):
             trainer.step()
-            trainer.settle()
+            trainer.synchronize()
         return module, x, (before, outputs(), hg.to_torch(executor, copy.deepcopy(module), strict=False))
 
 

@@ -119,7 +119,7 @@ def check_step(network: Network, module, x: np.ndarray, rate: float = 0.5) -> No
             executor.forward(training=False)
             found.append(executor.gather(trained.names[ours]))
             trainer.step()
-            trainer.settle()
+            trainer.synchronize()
     optimizer = lib.optim.SGD(module.parameters(), rate) if list(module.parameters()) else None
     for y in found:
         module.eval()

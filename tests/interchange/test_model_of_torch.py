@@ -119,8 +119,8 @@ def test_keys_that_do_not_go_together():
     for keys, message in (
         ({"torch": "net.py:make"}, "loss: expected a loss with torch"),
         ({"torch": "net.py", "loss": "Huber"}, "torch: expected "),
-        ({"torch": "net.py:make", "name": "mesh", "loss": "Huber"}, "torch: expected no name beside it"),
-        ({"onnx": "net.onnx", "loss": "Huber", "width": 3}, "width: expected no option but loss beside onnx"),
+        ({"torch": "net.py:make", "name": "mesh", "loss": "Huber"}, "torch: expected no name with it"),
+        ({"onnx": "net.onnx", "loss": "Huber", "width": 3}, "width: expected no option but loss with onnx"),
     ):
         with pytest.raises(ValueError, match=message):
             ModelConfig(**keys)

@@ -61,7 +61,7 @@ def test_a_step_of_a_u_net_is_that_of_torch(exporter, comm, shared):
                 executor.set_input("x", x)
                 executor.set_input("target", classes)
                 assert trainer.step() == pytest.approx(want, rel=1e-11), parts
-                trainer.settle()
+                trainer.synchronize()
                 found = executor.store.gather(ranks, executor.store.params)
         for name, array in (found or {}).items():
             layer, _, key = name.rpartition("/")

@@ -175,7 +175,7 @@ def step_on_blocks(folder: Path) -> None:
             executor.set_input("x", x)
             executor.set_input("target", want["classes"])
             loss = trainer.step()
-            trainer.settle()
+            trainer.synchronize()
             found = executor.store.gather(comm, executor.store.params)
     if found is not None:
         print(json.dumps([loss, _difference(network, found, folder)]))

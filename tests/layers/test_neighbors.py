@@ -312,7 +312,7 @@ def step(comm, strategy, parts=1, **options):
             if part + 1 < parts:
                 trainer.add()
         loss = float(trainer.step())
-        trainer.settle()
+        trainer.synchronize()
         scores = scores_of(executor) if parts == 1 else None
         return loss, scores, executor.store.gather(comm, executor.store.params) or {}
 

@@ -59,7 +59,7 @@ def run(comm, strategy, batch=BATCH):
         for step in range(STEPS):
             fill(executor, step)
             losses.append(trainer.step())
-        trainer.settle()
+        trainer.synchronize()
         params = {name: array.copy() for name, array in executor.store.params.items()}
         boxes = {name: executor.store.box(name).slices() for name in params}
     return losses, params, boxes
@@ -205,7 +205,7 @@ def test_gradients_of_shared_layers_are_not_replicated(scheme):
             for step in range(8):
                 fill(executor, step)
                 trainer.step()
-            trainer.settle()
+            trainer.synchronize()
             return {name: array.copy() for name, array in executor.store.params.items()}
 
     with Communicator(MPI.COMM_SELF) as comm:
@@ -254,7 +254,7 @@ def test_a_frozen_layer_keeps_its_parameters():
         trainer = Trainer(executor, SGD(executor.store), Constant(RATE))
         fill(executor, 0)
         trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         changed = {name for name, array in executor.store.params.items() if (array != before[name]).any()}
     assert {name for name in before if name not in changed} == {"head/w", "head/b"}
 

@@ -123,7 +123,7 @@ def test_a_configuration_names_a_model_or_a_file():
     assert config.model.source == "net.py:build" and config.model.options == {"resolution": 16}
     for model, message in (
         ("resolution = 16", 'model.name: expected a model, or file = "net.py:build", got neither'),
-        ('name = "mesh"\nfile = "net.py:build"', "model.file: expected no name beside it"),
+        ('name = "mesh"\nfile = "net.py:build"', "model.file: expected no name with it"),
         ('file = "net.py"', 'model.file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got \'net.py\''),
     ):
         with pytest.raises(UserError, match=message):

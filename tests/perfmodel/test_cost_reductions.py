@@ -43,10 +43,10 @@ def faults_of(name, comm, strategy, per_node):
     with build(name, comm, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, [0])
-        trainer.settle()
+        trainer.synchronize()
         comm.counters.reset()
         advance(trainer, [1])
-        trainer.settle()
+        trainer.synchronize()
         found = {kind: count for kind, count in comm.counters.snapshot().items() if kind != "errors"}
         held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
     faults = differing(found, count_step(network, strategy, BATCH, comm.size, per_node=per_node), comm.rank)

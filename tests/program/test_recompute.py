@@ -50,7 +50,7 @@ def trained(comm, network, strategy, dtype="float64", backend="numpy", debug=Fal
             comm.counters.reset()
             losses.append(float(trainer.step()))
             sent = comm.counters.snapshot()
-        trainer.settle()
+        trainer.synchronize()
         if not debug:
             assert len(executor.runner.arena) == executor.program.placement.size
         arrays = copied(executor.store.params) | copied(executor.store.state)

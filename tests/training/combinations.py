@@ -221,7 +221,7 @@ def trained(case: Case, comm: Communicator, strategy: Strategy) -> Outcome:
                     trainer.add()
                 else:
                     losses.append(float(trainer.step()))
-        trainer.settle()
+        trainer.synchronize()
         with trainer.averaged():
             scores = _evaluated(case, executor)
             store = executor.store

@@ -65,7 +65,7 @@ def train(
                 counts = counted(device)
             losses.append(trainer.step())
         counts = {key: count - counts[key] for key, count in counted(device).items() if counts}
-        trainer.settle()
+        trainer.synchronize()
         params = {k: executor.device.to_host(v).copy() for k, v in executor.store.params.items()}
         return np.array([float(loss) for loss in losses]), params, counts
 

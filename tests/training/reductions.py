@@ -38,7 +38,7 @@ def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: f
     with build(name, comm, strategy, dtype) as executor:
         trainer = trainer_of(executor, rate)
         losses = advance(trainer, range(STEPS))
-        trainer.settle()
+        trainer.synchronize()
         return outcome(executor, losses)
 
 

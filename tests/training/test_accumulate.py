@@ -73,7 +73,7 @@ def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried
             fill(executor, step, parts - 1)
             losses.append(trainer.step())
             norms.append(trainer.gradient_norm or 0.0)
-        trainer.settle()
+        trainer.synchronize()
         blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
         params = copied(executor.store.params)
         trials = [] if trainer.auto is None else trainer.auto.tuner.trials
@@ -223,12 +223,12 @@ def test_a_part_that_diverges_leaves_parameters_as_they_are():
                     executor.input("x").array.fill(np.inf)
                     with np.errstate(all="ignore"), pytest.raises(Diverged):
                         trainer.step()
-                    trainer.settle()
+                    trainer.synchronize()
                     assert all((array == before[name]).all() for name, array in executor.store.params.items())
                 for part in range(2):
                     fill(executor, 1, part)
                     (trainer.step if part else trainer.add)()
-                trainer.settle()
+                trainer.synchronize()
                 results.append(copied(executor.store.params))
         assert_arrays(results[1], results[0])
 
@@ -340,7 +340,7 @@ def run_divided(comm, strategy, parts, scheme=None):
                 if part + 1 < parts:
                     trainer.add()
             losses.append(float(trainer.step()))
-        trainer.settle()
+        trainer.synchronize()
         blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
         params, read = copied(executor.store.params), executor.counted
     return SimpleNamespace(losses=losses, params=params, blocks=blocks, read=read)

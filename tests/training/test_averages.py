@@ -43,7 +43,7 @@ def run(comm, strategy, kind, factors=FACTORS, average=AVERAGE, rate=0.05):
         for step in range(STEPS):
             fill(executor, step % 3)
             trainer.step()
-            trainer.settle()
+            trainer.synchronize()
             history.append(copied(executor.store.params))
         with trainer.averaged():
             averages = copied(executor.store.params)

@@ -140,7 +140,7 @@ def assert_refused(text, overrides, message):
         ("[schedule]\nlearning_rate = 0.1", "", "schedule: expected a value, got nothing; this table is required"),
         ('[model]\nname = "mesh"\nresolution = 64', "model = 3", "model: expected a table, got 3"),
         ("momentum = 0.9", "nesterov = true", "optimizer.nesterov: expected momentum > 0 with it, got 0"),
-        ("[data]", "[strategy]\nfile = 'a'\nwidth = 2\n[data]", "strategy.file: expected no other key beside it, got"),
+        ("[data]", "[strategy]\nfile = 'a'\nwidth = 2\n[data]", "strategy.file: expected no other key with it, got"),
         ("batch = 4", "batch = ", "expected valid TOML, got an error: Invalid value (at line "),
     ],
 )

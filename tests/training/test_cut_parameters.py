@@ -54,7 +54,7 @@ def trainer_of(executor, clip_norm=None):
 
 def steps(trainer, numbers):
     losses = advance(trainer, numbers)
-    trainer.settle()
+    trainer.synchronize()
     return losses
 
 
@@ -160,7 +160,7 @@ def test_a_bad_block_on_one_rank_is_seen_by_all(name):
             if comm.rank == holders[-1]:
                 array.reshape(-1)[-1] = math.nan
             with pytest.raises(Diverged, match=f"parameter {name} is no longer finite; lower schedule"):
-                trainer.settle()
+                trainer.synchronize()
 
         run(comm, cut(comm.size), spoil)
 

@@ -166,7 +166,7 @@ def test_graphs_where_a_measurement_shows_that_they_pay(slow, kernels, monkeypat
                 losses.append(float(trainer.step()))
                 graphs = min(graphed.graphs for graphed in executor.graphs)
                 assert (graphs > 0) == (slow == "host" and step >= GraphedPass.DECIDES)
-            trainer.settle()
+            trainer.synchronize()
             fill(executor, 0)
             executor.mode.valid = 3
             executor.forward(training=True)  # a short batch runs without graphs
@@ -224,7 +224,7 @@ def test_gradients_of_filters_on_a_second_stream(name, options, graph, kernels, 
             for step in range(4):
                 fill(executor, step)
                 found.append(float(trainer.step()))
-            trainer.settle()
+            trainer.synchronize()
             for segment in executor.program.backward if passes else ():
                 forked = [o.layer for o in segment.operations if isinstance(o, Run) and o.forked]
                 joined = [o.layer for o in segment.operations if isinstance(o, ForkEnd)]
@@ -285,7 +285,7 @@ def test_graphs_beside_a_timeline_that_is_paused(kernels):
                 names = {segment.name for segment in executor.program.forward}
                 executor.spans.finish()
                 assert (names <= {name for name, _ in timeline.phases}) == (step >= 4), step
-            trainer.settle()
+            trainer.synchronize()
             assert min(graphed.graphs for graphed in executor.graphs) > 0
 
 

@@ -87,7 +87,7 @@ def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
                     for name in ("upload", "empty", "function", "bind"):
                         monkeypatch.setattr(cuda.launcher, name, None)
                 trainer.step()
-            trainer.settle()
+            trainer.synchronize()
     kernels.close()
 
 

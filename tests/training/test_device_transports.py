@@ -64,7 +64,7 @@ def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypa
             with Executor(network, r.comm, r.kernels, 4, Strategy({"height": 2}), "float64", graph=True) as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
                 advance(trainer, range(4))
-                trainer.settle()
+                trainer.synchronize()
                 assert tuple(graphed.graphs for graphed in executor.graphs) == graphs
 
 
@@ -80,7 +80,7 @@ def test_graphs_are_gone_before_nccl_is_ended(ends, monkeypatch):
             (executor,) = made
             trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
             advance(trainer, range(4))
-            trainer.settle()
+            trainer.synchronize()
             graphs = [c.graphs for c in r.nccl.communicators]
             assert sum(map(len, graphs)) == 2, "forward and backward"
             made.append(r.nccl.communicators)
@@ -111,7 +111,7 @@ def test_the_launch_of_a_graph_with_messages_is_watched(monkeypatch):
                 told.clear()
                 fill(executor, step)
                 trainer.step()
-            trainer.settle()
+            trainer.synchronize()
         assert told.count("a graph with messages") == 2
 
 

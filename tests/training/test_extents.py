@@ -73,7 +73,7 @@ def steps(trainer, numbers):
         trainer.add()
         fill(trainer.executor, 2 * number + 1)
         losses.append(trainer.step())
-    trainer.settle()
+    trainer.synchronize()
     return losses
 
 

@@ -70,14 +70,14 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
                 fill(built, 0)
                 trainer.step()
                 assert len(built.device.synchronizations) == waits
-                trainer.settle()
+                trainer.synchronize()
             assert to_host(scaling.state).tolist() == [2.0**23, 0.0, 2.0**-23]
             assert (trainer.loss_scale, scaling.skipped) == (2.0**23, 1)
             for name, array in built.store.params.items():
                 np.testing.assert_array_equal(to_host(array), before[name], err_msg=name)
             with np.errstate(all="ignore"):
                 advance(trainer, range(20))
-                trainer.settle()
+                trainer.synchronize()
             assert scaling.skipped < 15, "the scale came down until steps were made"
             assert any((to_host(v) != before[k]).any() for k, v in built.store.params.items())
 
@@ -93,7 +93,7 @@ def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(k
             scaling = built.store.loss_scale
             scaling.load_state_dict({"scale": 2.0**24, "good": 7.0})
             advance(trainer, range(20))
-            trainer.settle()
+            trainer.synchronize()
             assert 1 <= scaling.skipped < 15
 
 
@@ -132,7 +132,7 @@ def test_the_scale_grows_after_many_good_steps_and_starts_where_a_checkpoint_say
             scaling.load_state_dict({"scale": 256.0, "good": 1999.0})
             fill(built, 0)
             trainer.step()
-            trainer.settle()
+            trainer.synchronize()
             assert scaling.state_dict() == {"scale": 512.0, "good": 0.0}
             assert scaling.skipped == 0
 

@@ -108,7 +108,7 @@ def test_what_is_float32_beside_bfloat16(each):
         trainer = Trainer(built, SGD(store), Constant(0.01))
         fill(built, 0)
         trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         for name, array in store.copies.items():
             np.testing.assert_array_equal(to_host(array), to_host(store.params[name]).astype(BFLOAT16), err_msg=name)
 
@@ -122,7 +122,7 @@ def test_updates_too_small_for_bfloat16_are_not_lost(kernels):
         for _ in range(2):
             fill(built, 0)
             trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         weights = [k for k in before if k.endswith("/w")]
         moved = np.concatenate([(to_host(built.store.params[k]) != before[k]).reshape(-1) for k in weights])
         seen = np.concatenate([(to_host(built.store.copies[k]) != rounded[k]).reshape(-1) for k in weights])

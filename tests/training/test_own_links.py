@@ -144,10 +144,10 @@ def test_a_step_is_counted_held_and_priced_as_predicted(comm, half, feedback):
     with Communicator(comm, "mpi") as ranks, build("lenet", ranks, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, [0])
-        trainer.settle()
+        trainer.synchronize()
         ranks.counters.reset()
         advance(trainer, [1])
-        trainer.settle()
+        trainer.synchronize()
         counted = {kind: count for kind, count in ranks.counters.snapshot().items() if kind != "errors"}
         held = dict(executor.predicted_bytes)
         faults = differing(counted, count_step(network, strategy, BATCH, ranks.size, per_node=1), ranks.rank)

@@ -78,7 +78,7 @@ def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
             feign(trainer.auto, comm)
             trainer.auto.on_measured = lambda *what: measured.append(what)
         losses = advance(trainer, range(steps))
-        trainer.settle()
+        trainer.synchronize()
         params = copied(executor.store.params)
         return np.array(losses), params, measured, trainer.auto
 
@@ -155,8 +155,8 @@ def test_schemes_are_tried_without_a_cost_model_and_by_the_clock(monkeypatch):
         several = comm.size > 1
         assert executor.replicable == (["dense1", "dense2"] if several else [])
         advance(trainer, range(40))
-        trainer.settle()
-        assert trainer.auto.settled and all(t.seconds == TICK for t in trainer.auto.tuner.trials)
+        trainer.synchronize()
+        assert trainer.auto.finished and all(t.seconds == TICK for t in trainer.auto.tuner.trials)
         tried = {t.scheme.name for t in trainer.auto.tuner.trials}
         assert tried == {"bucketed", "two_chunks"} | ({"host_accumulate"} if several else set())
         chosen = comm.allgather_objects(str(trainer.auto.scheme))

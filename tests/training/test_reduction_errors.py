@@ -28,14 +28,14 @@ def begin(comm, strategy, path):
     with build("lenet", comm, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, range(HALF))
-        trainer.settle()
+        trainer.synchronize()
         snapshot = Snapshot.of(executor.store, trainer.optimizer, comm)
         errors = {} if snapshot is None else copied(snapshot.errors)
         if snapshot is not None:
             write_checkpoint(path, snapshot)
         comm.barrier()
         losses = advance(trainer, range(HALF, STEPS))
-        trainer.settle()
+        trainer.synchronize()
         return comm.bcast(errors), losses, copied(executor.store.params)
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(comm_, shared, s
         trainer = trainer_of(executor)
         read_checkpoint(shared / "step.h5", executor.store, trainer.optimizer)
         assert advance(trainer, range(HALF, STEPS)) == losses
-        trainer.settle()
+        trainer.synchronize()
         assert_arrays(params, executor.store.params)
 
 
@@ -84,7 +84,7 @@ def test_a_block_of_one_rank_gets_what_others_had_rounded_away_once(comm_, share
                 for array in executor.store.errors.values():
                     array.fill(0)
             advance(trainer, [HALF])
-            trainer.settle()
+            trainer.synchronize()
             grads.append(copied(executor.store.grads))
             assert not any(array.any() for array in executor.store.errors.values())
     for key, array in grads[0].items():
@@ -106,7 +106,7 @@ def test_errors_survive_a_change_of_chunks(comm_):
     """The sum of all residuals does not change when the chunks change."""
 
     def everything(executor):
-        executor.reducer.settle()
+        executor.reducer.synchronize()
         total = copied(executor.store.errors)
         for array in total.values():
             comm_.reduction(array).run()
@@ -134,7 +134,7 @@ def test_a_batch_that_is_not_finite_leaves_nothing_behind(comm_):
                 with pytest.raises(Diverged):
                     trainer.step()
             found += advance(trainer, range(HALF, STEPS))
-            trainer.settle()
+            trainer.synchronize()
             assert all(np.isfinite(array).all() for array in executor.store.errors.values())
             return found
 

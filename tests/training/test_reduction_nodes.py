@@ -91,7 +91,7 @@ def test_clipping_scales_by_the_norm_of_one_process(scheme):
             for number in range(4):
                 advance(trainer, [number])
                 norms.append(trainer.gradient_norm)
-            trainer.settle()
+            trainer.synchronize()
             found.append((norms, copied(executor.store.params)))
     assert max(found[0][0]) > 0.3
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-11)
@@ -104,20 +104,20 @@ def resumed(comm, path, first, second, make, steps=2):
     with build("lenet", comm, first, "float64") as executor:
         trainer = Trainer(executor, make(executor.store), Constant(RATE))
         advance(trainer, range(steps))
-        trainer.settle()
+        trainer.synchronize()
         snapshot = Snapshot.of(executor.store, trainer.optimizer, comm)
         with comm.agreement():
             if snapshot is not None:
                 write_checkpoint(path, snapshot)
         advance(trainer, range(steps, 2 * steps))
-        trainer.settle()
+        trainer.synchronize()
         expected = Snapshot.of(executor.store, trainer.optimizer, comm)
         expected = expected and copied({**expected.params, **flat(expected.optimizer)})
     with build("lenet", comm, second, "float64") as executor:
         trainer = Trainer(executor, make(executor.store), Constant(RATE))
         read_checkpoint(path, executor.store, trainer.optimizer)
         advance(trainer, range(steps, 2 * steps))
-        trainer.settle()
+        trainer.synchronize()
         found = Snapshot.of(executor.store, trainer.optimizer, comm)
         return found and {**found.params, **flat(found.optimizer)}, expected
 
@@ -151,15 +151,15 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
         with Communicator(MPI.COMM_WORLD) as comm, build("lenet", comm, strategy_of(comm, scheme)) as executor:
             trainer = trainer_of(executor)
             advance(trainer, range(2))
-            trainer.settle()
+            trainer.synchronize()
             before = copied(executor.store.params)
             executor.forward(training=True)
             executor.backward()
             executor.reducer.discard()
-            trainer.settle()
+            trainer.synchronize()
             assert_arrays(before, executor.store.params)
             advance(trainer, [2])
-            trainer.settle()
+            trainer.synchronize()
             assert any((array != before[key]).any() for key, array in executor.store.params.items())
 
 

@@ -124,10 +124,10 @@ def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport
         with build("lenet", comm, strategy) as executor:
             trainer = trainer_of(executor)
             advance(trainer, [0])
-            trainer.settle()
+            trainer.synchronize()
             comm.counters.reset()
             advance(trainer, [1, 2])
-            trainer.settle()
+            trainer.synchronize()
         expected = expected_traffic(scheme, comm, 2 if transport == NODES_OF_TWO else comm.size, sizes)
         found = {kind: (comm.counters[kind].messages, comm.counters[kind].bytes) for kind in expected}
         assert found == {kind: (2 * messages, 2 * nbytes) for kind, (messages, nbytes) in expected.items()}
@@ -230,7 +230,7 @@ def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
                 with pytest.raises(UserError, match='ranks share memory with "hierarchical", got "mpi"'):
                     trainer.reduce_by(Scheme("hierarchical"))
             losses += advance(trainer, range(3, len(expected)))
-            trainer.settle()
+            trainer.synchronize()
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
 

@@ -49,7 +49,7 @@ class Nothing:
         pass
 
 
-def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, delayed=True):
+def train(executor, optimizer="momentum", steps=STEPS, clip=None, synchronize=False, delayed=True):
     """Train; return losses, parameters and optimizer state after all updates. Collective."""
     with executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Cosine(RATE, 2 * steps), clip)
@@ -59,9 +59,9 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
         for step in range(steps):
             fill(executor, step)
             losses.append(trainer.step())
-            if settle:
-                trainer.settle()
-        trainer.settle()
+            if synchronize:
+                trainer.synchronize()
+        trainer.synchronize()
         state = {
             f"{k}/{n}": a
             for k, arrays in trainer.optimizer.named_state(executor.comm).items()
@@ -138,7 +138,7 @@ def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip,
         scheme = {"name": "two_chunks", "first_layers": 3, "replicated_dense": 2}
         delayed = train(build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip)
         at_once = train(
-            build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip, settle=True, delayed=False
+            build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip, synchronize=True, delayed=False
         )
         np.testing.assert_array_equal(delayed[0], at_once[0])
         assert_arrays(at_once[1], delayed[1])
@@ -159,10 +159,10 @@ def test_messages_and_bytes_are_those_of_the_formula(batch):
         for _ in range(2):
             fill(executor, 0)
             trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         comm.counters.reset()
         trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         several, most, expected = int(comm.size > 1), -(-batch // comm.size), 0
         for name in executor.replicable:
             units, features = executor.store.shapes[f"{name}/w"]
@@ -211,7 +211,7 @@ def test_evaluation_and_passes_without_backward_do_not_disturb_the_step():
                 for step in range(4):
                     fill(executor, step)
                     if disturbed:
-                        trainer.settle()
+                        trainer.synchronize()
                         executor.forward(training=False)
                         executor.forward(training=True)
                     trainer.step()
@@ -228,12 +228,12 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
         fill(executor, 0)
         trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         before = copied(executor.store.params)
         executor.input("x").array.fill(np.nan)
         with np.errstate(invalid="ignore"), pytest.raises(Diverged):
             trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         assert_arrays(executor.store.params, before)
         fill(executor, 1)
         assert np.isfinite(trainer.step())
@@ -254,7 +254,7 @@ def test_timeline_shows_gathers_and_gradients_of_the_whole_batch():
         with build(comm, {"sample": comm.size}, {"replicated_dense": 2}) as executor:
             trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
             advance(trainer, range(4))
-            trainer.settle()
+            trainer.synchronize()
         gathers = {name for name, _ in timeline.phases if kind_of(name) == "replicated_dense"}
         assert gathers == {
             f"replicated_dense: {layer} {what}" for layer in ("dense3", "dense4") for what in ("x", "dy")

@@ -13,7 +13,7 @@ from halograd.report.status import read_record, status_of
 from halograd.training.directory import checkpoint_of
 from halograd.training.log import read_log
 from halograd.training.run import train
-from halograd.training.watchdog import STALLS, read_places
+from halograd.training.watchdog import STALLS, read_positions
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import PATIENT, mpiexec
 from tests.training.launching import Gate, losses, rank_processes, sets, started, wait_for_step
@@ -48,7 +48,7 @@ def test_killed_and_resumed(tmp_path):
     wait_until(lambda: read_log(tmp_path / "out" / "log.jsonl", "failed"), "the line of the killed rank")
     status = status_of(read_record(tmp_path / "out"))
     assert status.state == "failed" and status.detail.startswith(f"rank 2 on {platform.node()}: its process was killed")
-    assert read_places(tmp_path / "out" / STALLS)[2].process == ranks[2]  # the launcher names the process
+    assert read_positions(tmp_path / "out" / STALLS)[2].process == ranks[2]  # the launcher names the process
     resumed = mpiexec(2, [*train, *sets("strategy.sample=2"), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
     assert "run.lock: taken over from process" in resumed.stderr and "its process is gone" in resumed.stderr

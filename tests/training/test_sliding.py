@@ -116,7 +116,7 @@ def test_coarser_predictions(comm, config, capsys):
         raise RuntimeError(f"after {done}")
 
     with pytest.raises(RuntimeError, match="after 1"):
-        apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm, tell=stop)
+        apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm, report=stop)
     found = apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm)
     assert found["computed"] == 2 and found["windows"] == 3 * 3 * 3
     np.testing.assert_allclose(read("x.h5"), by_hand(x, (EDGE, EDGE), 0.3, factor=4), rtol=1e-9, atol=1e-12)

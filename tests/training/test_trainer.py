@@ -107,7 +107,7 @@ def test_steps(comm, clip):
                 for step in range(STEPS):
                     fill(executor, step)
                     found.append(trainer.step())
-                trainer.settle()
+                trainer.synchronize()
                 assert found == pytest.approx(losses, rel=1e-12)
                 assert (trainer.gradient_norm is None) == (clip is None)
                 for name, want in params.items():
@@ -130,7 +130,7 @@ def test_diverged(comm, case):
         fill(executor, 0)
         params = executor.store.params
         trainer.step()
-        trainer.settle()
+        trainer.synchronize()
         params[name][...] = value
         before = copied(params)
         with np.errstate(all="ignore"), pytest.raises(Diverged, match=f"step 1: {message}"):
@@ -140,11 +140,11 @@ def test_diverged(comm, case):
         params["conv1/w"][0, 1, 1, 0] = np.inf
         params["conv2/b"][...] = 0
         with pytest.raises(Diverged, match="step 1: parameter conv1/w is no longer finite; lower"):
-            trainer.settle()
+            trainer.synchronize()
         params["conv1/w"][0, 1, 1, 0] = 0
         executor.store.state["norm1/mean"] = np.array([0.0, np.nan])  # as it is after the statistics of a bad batch
         with pytest.raises(Diverged, match="step 1: running statistic norm1/mean is no longer finite"):
-            trainer.settle()
+            trainer.synchronize()
 
 
 @pytest.mark.mpi

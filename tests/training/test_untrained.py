@@ -62,13 +62,13 @@ def train(trainer, litter):
     """Return this rank's parameters after some steps; before each step gradients are set to `litter`. Collective."""
     executor = trainer.executor
     for step in range(STEPS):
-        trainer.settle()
+        trainer.synchronize()
         for array in executor.store.grads.values():
             array.fill(litter)
         for name, node in executor.network.inputs.items():
             executor.set_input(name, random_array((BATCH, *node.shape), name, step))
         trainer.step()
-    trainer.settle()
+    trainer.synchronize()
     return copied(executor.store.params)
 
 

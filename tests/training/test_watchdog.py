@@ -19,16 +19,16 @@ from halograd.report.status import read_record, status_of
 from halograd.training import watchdog as module
 from halograd.training.log import read_log
 from halograd.training.process_monitor import MonitoredRanks, cause_of, start_monitor
-from halograd.training.watchdog import STALLS, Heartbeat, Place, Watchdog, describe_stall, read_places
+from halograd.training.watchdog import STALLS, Heartbeat, Position, Watchdog, describe_stall, read_positions
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 
 
 def place(step=4, waiting="", ranks=(), since=60.0, layer="conv1"):
-    return Place("n0", 1, step, "forward", layer, waiting, list(ranks), "flags.py:88", since)
+    return Position("n0", 1, step, "forward", layer, waiting, list(ranks), "flags.py:88", since)
 
 
-SILENT = Place("n1", 7)
+SILENT = Position("n1", 7)
 STALLED = [
     ([place(waiting="halo: conv1"), place(), place(waiting="loss")], 1, "step 5, forward of layer 'conv1', not in an"),
     ([place(waiting="halo: conv1"), place(), SILENT], 2, "it does not respond .*The others: rank 0 on n0: step 5"),
@@ -65,7 +65,7 @@ def test_status_of_a_run_without_progress(tmp_path):
     for rank, text in enumerate(texts):
         (folder / f"rank-{rank:05d}.n1.7.txt").write_text(text)
     (folder / "rank-x.txt").touch()
-    assert read_places(folder) == {0: place(waiting="halo: a", ranks=[1]), 1: SILENT, 2: SILENT, 3: SILENT}
+    assert read_positions(folder) == {0: place(waiting="halo: a", ranks=[1]), 1: SILENT, 2: SILENT, 3: SILENT}
     begin = read_record(tmp_path).modified
     status = status_of(read_record(tmp_path), now=begin + 1)
     assert status.state == "running" and re.match(
@@ -87,16 +87,16 @@ def test_a_rank_writes_its_position_only_while_it_makes_no_progress(comm, tmp_pa
     with Communicator(comm) as ranks, Watchdog(ranks, 5.0, log, lambda: None) as watchdog:
         heartbeat = Heartbeat(step=7)
         watchdog.follow(heartbeat)
-        assert read_places(folder) == {
-            rank: Place(*here) for rank, here in enumerate(comm.allgather((platform.node(), os.getpid())))
+        assert read_positions(folder) == {
+            rank: Position(*here) for rank, here in enumerate(comm.allgather((platform.node(), os.getpid())))
         }
         comm.Barrier()
         found = wait_until(
-            lambda: (one := read_places(folder)[comm.rank]).phase and one, "a rank to write its position"
+            lambda: (one := read_positions(folder)[comm.rank]).phase and one, "a rank to write its position"
         )
         assert (found.step, found.phase, found.waiting) == (7, "start", "") and "limits.py" in found.line
         heartbeat.at("forward", "conv1")
-        wait_until(lambda: not read_places(folder)[comm.rank].phase, "a rank to remove its position")
+        wait_until(lambda: not read_positions(folder)[comm.rank].phase, "a rank to remove its position")
         comm.Barrier()
     comm.Barrier()
     assert not folder.exists() and log.read_text() == ""
@@ -111,9 +111,9 @@ def test_a_position_is_written_on_a_full_disk(tmp_path):
     try:
         for here in (place(), place(step=5)):
             file.write(here)
-            assert read_places(tmp_path)[0] == here
+            assert read_positions(tmp_path)[0] == here
             file.clear()
-            assert not read_places(tmp_path)[0].phase and file.path.stat().st_size == size
+            assert not read_positions(tmp_path)[0].phase and file.path.stat().st_size == size
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         file.remove()
