@@ -125,7 +125,7 @@ class Recorder:
         self.seconds = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.record.write(collected=len(session.items), nightly=session.config.stash[NIGHTLY])
+        self.record.write(collected=len(session.items), nightly=session.config.stash.get(NIGHTLY, 0))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
