@@ -85,6 +85,7 @@ def filter_without_input(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
     """
     if db is None or any_empty(dy):
         return filled(0, dw, db)
+    # There are outputs, of padding alone: the bias has a gradient, the weights have none.
     axes = tuple(range(len(dy.shape) - 1))
 
     def run() -> None:
@@ -140,7 +141,7 @@ class Kernel:
     def close(self) -> None:
         """Free the kernel's memory; it cannot run any more. `close` may be called twice."""
         free, self._free = self._free, None
-        self._run = self._closed
+        self._run = self._closed  # freed memory must not be read or written
         if free is not None:
             free()
 

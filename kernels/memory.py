@@ -185,6 +185,7 @@ class Scratch:
     def reserve(self, nbytes: int) -> None:
         """Make the buffer at least `nbytes` [B] large."""
         if nbytes > self.nbytes:
+            # Views keep the old buffer until their kernels take new ones; a captured graph has addresses only.
             if self._keeps and self._buffer is not None:
                 self._kept.append(self._buffer)
             self._buffer = self._allocate((round_up(nbytes),), np.uint8)

@@ -161,7 +161,7 @@ def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
     On a device the result is always True, because the host does not wait for the values. On a device only the reference
     in float64 calls it; in float32, the variance is inaccurate if ``mean^2 / var`` exceeds 5e8.
     """
-    if not mean.size:
+    if not mean.size:  # the maximum of an empty array is an error
         return False
     if not on_host(mean):
         return True

@@ -38,9 +38,9 @@ def is_one_launch(rows: int, nbytes: int, blocks: int, tensors: int, units: int 
     units
         Multiprocessors of the device; each runs one block at a time.
     """
-    one = 2 * tensors * rows * SECTOR / BLOCK_RATE * math.ceil(blocks / units)
-    two = (2 * tensors + 1) * nbytes / MEMORY_RATE
-    return rows <= MOST_ROWS and one <= LAUNCH + two
+    one_launch = 2 * tensors * rows * SECTOR / BLOCK_RATE * math.ceil(blocks / units)
+    two_launches = (2 * tensors + 1) * nbytes / MEMORY_RATE
+    return rows <= MOST_ROWS and one_launch <= LAUNCH + two_launches
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class SummedConvolutions(Convolutions, Norms):
         """
         convolution = self.conv_backward_data(dy, w, norm.dy, geometry)
         # Kernels that apply an activation themselves write no intermediate result to dx.
+        # Others need work space of their own: `norm.dy` is their input.
         dx = norm.dy if self.fuses_norms else self.empty(norm.dy.shape, norm.dy.dtype)
         sums = self.batch_norm(replace(norm, dx=dx)).backward_sums
         assert sums is not None

@@ -341,7 +341,7 @@ class _Backward(_Share):
     def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:
         super().__init__(whole, share, operations, begin)
         for tiles in self.parts:
-            tiles.by_key = _largest(tiles.leads) == 1
+            tiles.by_key = _largest(tiles.leads) == 1  # a single product at a time
         self.reserve("d_row", "q", "dq", "dq_part")
         self.reserve("e_row", "y", "dy")
         self.reserve("d_column", "k", "dk")
@@ -547,6 +547,7 @@ class _Pass:
             tables = [share.table for share in self._shares]
             if not merge:
                 a.dbias.fill(0)
+            # In the order of the shares: which thread ends first does not change the bits.
             for table in tables[1:]:
                 np.add(tables[0], table, out=tables[0])
             for table in tables[:1]:

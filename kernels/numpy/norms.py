@@ -60,6 +60,7 @@ class RowBlocks:
         self.channels, self.rows = channels, rows
         self.repeat = max(1, min(rows, LONG // max(1, channels)))
         per_block = max(1, BLOCK_BYTES // max(1, array.itemsize * self.repeat * channels)) * self.repeat
+        # Rows that do not fill a long row are a block of their own, one row high and narrower.
         whole = rows - rows % self.repeat
         self.pieces = [
             RowBlock(a, min(whole, a + per_block), self.repeat, channels) for a in range(0, whole, per_block)
@@ -85,6 +86,7 @@ class RowBlocks:
 
         def add(rows: Any, out: Any) -> None:
             np.matmul(ones, rows, out=row)
+            # A long row has each channel `repeat` times.
             np.add.reduce(by_channel, axis=0, dtype=np.float64, out=out)
 
         return add
@@ -184,6 +186,7 @@ class NumpyBatchNorm:
         def run() -> None:
             for compute in statistics:
                 compute()
+            # Vectors are computed in float64 and rounded once; the loops over blocks run in the dtype of the arrays.
             np.copyto(vectors[0], a.mean, casting="same_kind")
             np.copyto(vectors[2], a.beta, casting="same_kind")
             np.multiply(inverse(), a.gamma, out=vectors[1], casting="same_kind")

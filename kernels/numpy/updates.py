@@ -128,6 +128,7 @@ class NumpyUpdates(Updates):
                 numbers = StepNumbers(*scalars.tolist())
                 for start, stop, decayed, pieces in ranges:
                     own = numbers
+                    # LARS adapts the rates of parameters with decay; biases and norms have none.
                     if adapted is not None and decayed:
                         own = numbers._replace(rate=numbers.rate * adapted(start, stop, numbers.scale))
                     for piece in pieces:

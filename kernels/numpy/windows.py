@@ -126,6 +126,7 @@ class NumpyWindows(Pointwise):
             works.append((*shape[:i], axis.longest, *shape[i + 1 :]))
             shape[i] = y.shape[i]
             shapes.append(tuple(shape))
+        # Arrays between axes lie one after the other, followed by the work array.
         offsets = [0, *itertools.accumulate(round_up(nbytes_of(s, x.dtype)) for s in shapes[:-1])]
         nbytes = offsets[-1] + max(nbytes_of(work, x.dtype) for work in works)
 

@@ -181,7 +181,7 @@ class ConvChoice:
                 return build().kernel()
             except ReferenceOnly as error:
                 reasons.append(error)
-        raise reasons[0]
+        raise reasons[0]  # that of the preferred candidate, for the message
 
     def _compare(self, candidates: Candidates) -> dict[str, float]:
         times: dict[str, float] = {}
@@ -295,6 +295,7 @@ def backward_filter(
 ) -> PrimitiveList:
     """Return ``dw`` and ``db`` as one primitive, with an implementation without a known fault (`faults.py`)."""
     p = PrimitiveList(engine)
+    # The hint, a forward primitive, must have a bias if this one writes its gradient.
     bias = None if db is None else vector(p, db)
     conv = _Convolution(p, x, dw, dy, bias, geometry)
     source, target = conv.images(blocked)
@@ -336,6 +337,7 @@ def _product(
 def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> PrimitiveList:
     """Return ``y = x w^T + b`` as a list of primitives."""
     p = PrimitiveList(engine)
+    # matmul takes a bias with as many axes as the output, broadcast over the samples.
     bias = None if b is None else p.array(b, p.desc((1, b.shape[0]), b.dtype, (b.shape[0], 1)))
     _product(p, _matrix(p, x), _matrix(p, w, transposed=True), _matrix(p, y), bias)
     return p

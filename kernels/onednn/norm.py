@@ -226,11 +226,12 @@ class OnednnBatchNorm:
         arguments = {c.SRC: x, c.DST: y}
         for index, array in ((c.MEAN, a.mean), (c.VARIANCE, a.var), (c.GAMMA, a.gamma), (c.BETA, a.beta)):
             arguments[index] = vector(p, repeated(array))
+        # Which elements the fused ReLU has let pass; backward reads it, because it has no output.
         mask = p.required(pd, c.WORKSPACE)
         if mask:
             arguments[c.WORKSPACE] = p.kept(mask)
             self._mask = arguments[c.WORKSPACE].array
-        if self.repeat > 1:
+        if self.repeat > 1:  # parameters and statistics change from call to call
             p.call(repeated.refresh)
         p.step(pd, arguments)
         return p, pd
@@ -249,6 +250,7 @@ class OnednnBatchNorm:
         if self.repeat > 1:
             p.call(repeated.refresh)
         p.step(pd, arguments)
+        # The primitive sums each of the merged rows' channels; a channel occurs `repeat` times among them.
         p.call(lambda: np.add.reduce(sums, axis=1, dtype=np.float64, out=a.sums))
         return p.kernel()
 

@@ -299,7 +299,7 @@ def activation(
     if backward is not None and f.kind == "relu" and engine.threads == 1 and not same_elements(dy, dx):
         # A product with the slope: infinity times 0 sets the flag.
         invalid = Invalid()
-        backward = _watched(backward, invalid, invalid.raised, lambda: plain()[1])
+        backward = _watched(backward, invalid, invalid.raised, lambda: plain()[1])  # selects, from the same `dy`
     if forward is not None and (dx is None or backward is not None):
         return forward, backward
     kernels = plain()
@@ -394,6 +394,7 @@ def gelu(engine: OnednnEngine, x: Any, out: Any, dy: Any = None) -> Kernel:
     scratch = [p.temporary(p.desc((length,), np.float32, (1,))) for _ in range(_BUFFERS)]
     numbers = {value: p.number(value) for value in (0.0, 0.25, 16.0, TAIL[np.dtype(np.float32)][-1])}
     for start in range(0, x.size, length):
+        # The last piece may be shorter: it uses the beginnings of the same scratch arrays.
         count = min(length, x.size - start)
         desc = p.desc((count,), np.float32, (1,))
         source, target, gradient = (

@@ -89,6 +89,7 @@ class PrimitiveList:
     def close(self) -> None:
         """Destroy all owned handles. `close` may be called twice."""
         owned, self._owned = self._owned, []
+        # In reverse order: a handle is destroyed before those that it was made of.
         if owned:
             self.engine.workspace_bytes -= self.workspace_bytes
         for destroy, handle in reversed(owned):
@@ -138,7 +139,7 @@ class PrimitiveList:
             self._guards.append((begin, self._scratch_bytes, f"in front of a {what} of {nbytes} B"))
         memory = OnednnMemory(handle, desc, None, self._scratch_bytes, nbytes)
         end = self._scratch_bytes + nbytes
-        self._scratch_bytes += round_up(nbytes + margin)
+        self._scratch_bytes += round_up(nbytes + margin)  # temporaries do not share memory: all may be in use at once
         if GUARDS.active:  # cover the margin too: it exists for invalid writes
             self._scratch_bytes += guarded_bytes(nbytes)
             self._guards.append((end, self._scratch_bytes, f"after a {what} of {nbytes} B"))
@@ -216,6 +217,7 @@ class PrimitiveList:
         try:
             created = getattr(self.abi, kind)(self.engine.handle, *args, attr)
         except DnnlError as error:
+            # Arguments that oneDNN does not support are "invalid" or "unimplemented", depending on the primitive.
             if error.status in (c.UNIMPLEMENTED, c.INVALID):
                 raise ReferenceOnly(f"oneDNN {self.abi.version} has no {kind} for these arrays: {error}") from None
             raise
