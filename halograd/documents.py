@@ -39,6 +39,7 @@ __all__ = [
     "shown_path",
     "to_toml",
     "write_whole",
+    "writing",
 ]
 
 if sys.version_info >= (3, 11):
@@ -458,3 +459,14 @@ def os_reason(error: OSError) -> str | None:
     if error.errno not in _REMEDIES:
         return None
     return f"{(error.strerror or os.strerror(error.errno)).lower()}; {_REMEDIES[error.errno]}"
+
+
+@contextlib.contextmanager
+def writing(what: str, remedy: str = "choose another") -> Iterator[None]:
+    """Turn an OSError within the context into a UserError about `what`: an option and its path. Local."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what}: expected a path that can be written, got an error ({error.strerror}); {remedy}"
+        ) from error

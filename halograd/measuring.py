@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from .comm import Communicator
+from .documents import writing
 from .errors import UserError
 from .layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network, Strategy
 from .output import progress_bar, split_text
@@ -166,13 +167,8 @@ class Measuring:
 
 
 def _save(profile: Profile, path: Path) -> None:
-    try:
+    with writing(f"cache {path.parent}", "choose another with HALOGRAD_CACHE"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cache {path.parent}: expected a folder that can be made, got an error ({error.strerror}); choose another "
-            "with HALOGRAD_CACHE"
-        ) from error
     profile.save(path)
 
 

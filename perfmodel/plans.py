@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from halograd.documents import read_json, shown, shown_path, write_whole
+from halograd.documents import read_json, shown, shown_path, write_whole, writing
 from halograd.errors import UserError
 from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, Whole, build
 
@@ -316,12 +316,8 @@ class Plan:
         UserError
             If the file cannot be written.
         """
-        try:
+        with writing(f"plan {path}"):
             write_whole(path, json.dumps(self.as_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"plan {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
-            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullFormatter
 
-from ..errors import UserError
+from ..documents import writing
 from ..output import cut_text, time_text
 from ..report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, TEAL, YELLOW, picture
 from .scaling import Series
@@ -53,18 +53,14 @@ def draw_strip(plan: Plan, path: Path) -> None:
     top = max(r.seconds for r in records) * 1.18 or 1.0
     columns = 4 if len(cuts) > 3 else len(cuts)
     legend = 0.75 + 0.2 * math.ceil(len(cuts) / columns)
-    try:
-        with picture(path, max(7.0, 1.4 + 0.175 * per_row), legend + rows * height) as figure:
-            axes = figure.subplots(2 * rows, 1, height_ratios=[6, 1] * rows)
-            for i in range(rows):
-                row = records[i * per_row : (i + 1) * per_row]
-                _bars(axes[2 * i], row, per_row, top)
-                _tiles(axes[2 * i + 1], row, per_row, styles)
-            _legend(figure, axes[0], plan, cuts, styles, columns)
-    except OSError as error:
-        raise UserError(
-            f"--picture {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
-        ) from error
+    size = max(7.0, 1.4 + 0.175 * per_row), legend + rows * height
+    with writing(f"--picture {path}"), picture(path, *size) as figure:
+        axes = figure.subplots(2 * rows, 1, height_ratios=[6, 1] * rows)
+        for i in range(rows):
+            row = records[i * per_row : (i + 1) * per_row]
+            _bars(axes[2 * i], row, per_row, top)
+            _tiles(axes[2 * i + 1], row, per_row, styles)
+        _legend(figure, axes[0], plan, cuts, styles, columns)
 
 
 def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> None:
@@ -143,15 +139,10 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
     UserError
         The file cannot be written.
     """
-    try:
-        with picture(path, 9.5, 4.2) as figure:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-            for ax, one_series in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
-                _panel(ax, one_series)
-    except OSError as error:
-        raise UserError(
-            f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
-        ) from error
+    with writing(f"--plot {path}"), picture(path, 9.5, 4.2) as figure:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        for ax, one_series in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
+            _panel(ax, one_series)
 
 
 def draw_frontier(title: str, points: Sequence[tuple[int, float, int]], path: Path) -> None:
@@ -162,23 +153,18 @@ def draw_frontier(title: str, points: Sequence[tuple[int, float, int]], path: Pa
     UserError
         The file cannot be written.
     """
-    try:
-        with picture(path, 6.5, 4.2) as figure:
-            ax = figure.subplots()
-            gib, ms = [nbytes / 2**30 for nbytes, *_ in points], [1e3 * seconds for _, seconds, _ in points]
-            ax.plot(gib, ms, color=BLUE, marker="o", drawstyle="steps-pre")
-            for x, y, (*_, again) in zip(gib, ms, points):
-                text = f"{again} again" if again else "all kept"
-                ax.annotate(text, (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7, color=DARK)
-            ax.set_xlim(left=0)
-            ax.set_ylim(bottom=0, top=1.12 * max(ms))
-            ax.set_xlabel("memory of the fullest rank [GiB]")
-            ax.set_ylabel("step [ms]")
-            ax.set_title(title, loc="left", fontsize=10)
-    except OSError as error:
-        raise UserError(
-            f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
-        ) from error
+    with writing(f"--plot {path}"), picture(path, 6.5, 4.2) as figure:
+        ax = figure.subplots()
+        gib, ms = [nbytes / 2**30 for nbytes, *_ in points], [1e3 * seconds for _, seconds, _ in points]
+        ax.plot(gib, ms, color=BLUE, marker="o", drawstyle="steps-pre")
+        for x, y, (*_, again) in zip(gib, ms, points):
+            text = f"{again} again" if again else "all kept"
+            ax.annotate(text, (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7, color=DARK)
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0, top=1.12 * max(ms))
+        ax.set_xlabel("memory of the fullest rank [GiB]")
+        ax.set_ylabel("step [ms]")
+        ax.set_title(title, loc="left", fontsize=10)
 
 
 def _panel(ax: Axes, series: Series) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..documents import write_whole
+from ..documents import write_whole, writing
 from ..errors import UserError
 from .options import Several
 
@@ -340,7 +340,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
 
 def _write(path: Path, script: str) -> Path:
     """Write the script; return its path. An existing, edited script is renamed."""
-    try:
+    with writing(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script:
             number = 1
@@ -349,6 +349,4 @@ def _write(path: Path, script: str) -> Path:
             path.rename(kept)
             print(f"halograd: note: the existing script is now {kept}", file=sys.stderr)
         write_whole(path, script)
-    except OSError as error:
-        raise UserError(f"{path}: expected a file that can be written, got an error ({error.strerror})") from error
     return path

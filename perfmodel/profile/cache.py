@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from halograd.documents import writing
 from halograd.errors import UserError
 from halograd.schema import NotNegative
 from halograd.version import __version__
@@ -212,7 +213,7 @@ class TimeCache:
         """Write collected times, so that they survive an interruption."""
         if not self._unwritten or self.path is None:
             return
-        try:
+        with writing(f"cache {self.path}", f"choose another folder with {CACHE_VARIABLE}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -222,11 +223,6 @@ class TimeCache:
                 file.write(b"\n" * torn + b"".join(self._unwritten))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"cache {self.path}: expected a file that can be written, got an error ({error.strerror}); choose "
-                f"another folder with {CACHE_VARIABLE}"
-            ) from error
         self._unwritten.clear()
 
     def read(self) -> None:

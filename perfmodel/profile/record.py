@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from halograd.documents import read_json, shown_path, write_whole
+from halograd.documents import read_json, shown_path, write_whole, writing
 from halograd.errors import UserError
 from halograd.schema import STRICT, Count, NotNegative, build
 
@@ -231,13 +231,9 @@ class Profile(ProfileRecord):
         UserError
             If they cannot be written.
         """
-        try:
+        with writing(f"--out {path}"):
             self.machine.save(path)
             write_whole(record_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"--out {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
-            ) from error
 
     @classmethod
     def load(cls, machine_file: str | Path) -> Profile:

@@ -241,7 +241,7 @@ def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, su
         (["--sbatch", "time=3"], "--sbatch time: expected another option, this one is set by --time"),
         (["--env", "A"], "--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got 'A'"),
         (["--job-name", "a\nb"], "--job-name: expected text on one line, got '\\n'"),
-        (["--set", "output.directory=mesh.toml"], "expected a file that can be written"),
+        (["--set", "output.directory=mesh.toml"], "expected a path that can be written"),
     ],
 )
 def test_mistakes_are_found_before_the_job_waits(arguments, message, submit):

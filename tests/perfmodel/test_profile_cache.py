@@ -117,7 +117,7 @@ def test_runs_may_write_at_once(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     cache = TimeCache(tmp_path / "file" / "t.jsonl")
-    with pytest.raises(UserError, match=r"expected a file that can be written.*HALOGRAD_CACHE"):
+    with pytest.raises(UserError, match=r"expected a path that can be written.*HALOGRAD_CACHE"):
         cache.put(HERE, "a", (1.0, 0.0, 0.0))
 
 
