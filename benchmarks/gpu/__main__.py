@@ -39,8 +39,8 @@ def measure(name: str, call: Callable[[], tuple[str, Mapping[str, float]]]) -> N
     print(json.dumps({"begin": name}), flush=True)
     begin, numbers = time.perf_counter(), dict[str, float]()
     try:
-        detail, found = call()
-        status, numbers = "ok", dict(found)
+        detail, measured = call()
+        status, numbers = "ok", dict(measured)
     except Exception as error:
         status, detail = "failed", " ".join(f"{type(error).__name__}: {error}".split())[:2000]
     seconds = round(time.perf_counter() - begin, 3)

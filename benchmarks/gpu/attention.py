@@ -1,4 +1,4 @@
-"""Time of attention, forward and backward, beside torch's `scaled_dot_product_attention` on the same device. Local."""
+"""Times of attention, forward and backward, by halograd and by torch's `scaled_dot_product_attention`. Local."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ def time_attention(
     contestants: dict[str, Any] = {"ours": ours.seconds}
     reasons = [s.reason for s in kernels.take_substitutes()]
     if torch is not None:
-        torch.ask(PATIENCE, do="attention", name=subject.title, subject=asdict(subject))
-        contestants["torch"] = lambda count: torch.ask(PATIENCE, do="steps", name=subject.title, count=count)["seconds"]
+        title = subject.title
+        torch.request(PATIENCE, do="attention", name=title, subject=asdict(subject))
+        contestants["torch"] = lambda count: torch.request(PATIENCE, do="steps", name=title, count=count)["seconds"]
     numbers = {name: statistics.median(times) for name, times in rounds(contestants, ROUNDS).items()}
     impl = ours.impl
     ours.close()

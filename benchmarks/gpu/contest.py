@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from benchmarks.gpu.subjects import MOMENTUM, RATE, Subject
@@ -81,14 +80,14 @@ class Ours:
         Each step follows a synchronization, because a step waits for the loss of the previous one. If this time is
         longer than that of the device, the host limits the speed.
         """
-        found = []
+        times = []
         for _ in range(count):
             self._device.synchronize()
             begin = time.perf_counter()
             self.trainer.step()
-            found.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - begin)
         self._device.synchronize()
-        return statistics.median(found)
+        return statistics.median(times)
 
     def launches(self) -> int | None:
         """Return the number of graph nodes (kernels, copies, fills) of forward and backward; None without graphs."""
@@ -98,8 +97,8 @@ class Ours:
         prepare = self.executor.kernels.before_capture
         if prepare is not None:
             prepare()
-        found = [section for graphed in self.executor.graphs for section in graphed.sections if section.graph]
-        return sum(_nodes(capture(section.run)) for section in found)
+        sections = [section for graphed in self.executor.graphs for section in graphed.sections if section.graph]
+        return sum(_nodes(capture(section.run)) for section in sections)
 
     def update(self) -> None:
         """Enqueue one update of all parameters."""
@@ -119,11 +118,11 @@ def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUND
     steps = {}
     for name, run in contestants.items():
         steps[name] = max(3, min(MOST_STEPS, math.ceil(ROUND_SECONDS / max(run(2), 1e-6))))
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(count):
         for name in list(contestants)[:: 1 if i % 2 == 0 else -1]:
-            found[name].append(contestants[name](steps[name]))
-    return found
+            times[name].append(contestants[name](steps[name]))
+    return times
 
 
 def _nodes(graph: Any) -> int:
@@ -168,12 +167,12 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
             notes.append("no torch")
         else:
             contestants["eager"] = _torch(torch, subject, precision, "eager", numbers)
-        found = rounds(contestants)
+        times = rounds(contestants)
     finally:
-        for one in reversed(opened):
-            one.close()
-    _keep(numbers, found)
-    return _text(numbers, notes, found), numbers
+        for ours in reversed(opened):
+            ours.close()
+    _keep(numbers, times)
+    return _text(numbers, notes, times), numbers
 
 
 def contest_compiled(
@@ -185,11 +184,11 @@ def contest_compiled(
     try:
         numbers["loss"] = ours.warm_up()
         compiled = _torch(torch, subject, precision, mode, numbers)
-        found = rounds({"ours, graph": ours.seconds, mode: compiled})
+        times = rounds({"ours, graph": ours.seconds, mode: compiled})
     finally:
         ours.close()
-    _keep(numbers, found)
-    return _text(numbers, [], found), numbers
+    _keep(numbers, times)
+    return _text(numbers, [], times), numbers
 
 
 def _torch(
@@ -203,31 +202,27 @@ def _torch(
         If the losses differ.
     """
     patience = COMPILE_PATIENCE if name in COMPILED else EAGER_PATIENCE
-    asked = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": COMPILED.get(name)}
+    options = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": COMPILED.get(name)}
     try:
-        made = torch.ask(patience, do="build", **asked)
+        first = torch.request(patience, do="build", **options)
     except TorchError as error:
         raise AssertionError(f"torch, {name}: {error}") from error
-    apart = abs(made["loss"] - numbers["loss"]) / max(abs(made["loss"]), 1e-6)
-    if not apart <= LIMITS[precision]:
-        raise AssertionError(f"the first loss is {numbers['loss']:.5f}, torch's {made['loss']:.5f}")
-    numbers[f"{name} bytes"] = made["bytes"]
-    return partial(_torch_seconds, torch, name)
+    difference = abs(first["loss"] - numbers["loss"]) / max(abs(first["loss"]), 1e-6)
+    if not difference <= LIMITS[precision]:
+        raise AssertionError(f"the first loss is {numbers['loss']:.5f}, torch's {first['loss']:.5f}")
+    numbers[f"{name} bytes"] = first["bytes"]
+    return lambda count: float(torch.request(STEPS_PATIENCE, do="steps", name=name, count=count)["seconds"])
 
 
-def _keep(numbers: dict[str, float], found: Mapping[str, list[float]]) -> None:
-    for name, seconds in found.items():
+def _keep(numbers: dict[str, float], times: Mapping[str, list[float]]) -> None:
+    for name, seconds in times.items():
         numbers[name] = statistics.median(seconds)
         numbers[f"{name}, fastest"] = min(seconds)
 
 
-def _torch_seconds(torch: TorchProcess, name: str, count: int) -> float:
-    return float(torch.ask(STEPS_PATIENCE, do="steps", name=name, count=count)["seconds"])
-
-
-def _text(numbers: Mapping[str, float], notes: list[str], found: Mapping[str, list[float]]) -> str:
+def _text(numbers: Mapping[str, float], notes: list[str], times: Mapping[str, list[float]]) -> str:
     """Return a text of milliseconds per step and memory."""
-    parts = [f"{name} {1e3 * numbers[name]:.2f}" for name in found]
+    parts = [f"{name} {1e3 * numbers[name]:.2f}" for name in times]
     text = f"ms/step: {', '.join(parts)}"
     if "host" in numbers:
         text += f"; the host takes {1e3 * numbers['host']:.2f}"

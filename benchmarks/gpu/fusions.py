@@ -1,6 +1,6 @@
 """Sums of batch norm in the epilogue of a convolution by cuDNN, compared with a separate pass over its output. Local.
 
-Forward: ``y = conv(x, w)`` with sum and sum of squares of ``y`` per channel. Backward, for a convolution behind a batch
+Forward: ``y = conv(x, w)`` with sum and sum of squares of ``y`` per channel. Backward, for a convolution after a batch
 norm with ReLU: ``dx = conv'(dy, w)``, masked by the ReLU, with the two sums that the norm's gradient needs. These are
 the kernels of the pass ``sums`` of a program. Their sums are in float32; ours are in float64.
 """
@@ -68,20 +68,20 @@ class _Arrays:
         self.kernels, self.case, self.backward = kernels, case, backward
         draw, low = np.random.default_rng(1), as_dtype("bfloat16")
 
-        def made(shape: tuple[int, ...], size: float = 1.0) -> Any:
+        def drawn(shape: tuple[int, ...], size: float = 1.0) -> Any:
             array = kernels.zeros(shape, low)
             kernels.device.assign(array, (size * draw.standard_normal(shape, np.float32)).astype(low))
             return array
 
         x, w, y = case.extents
-        self.x, self.w, self.y = made(x), made(w, float(np.prod(w[1:])) ** -0.5), made(y)
+        self.x, self.w, self.y = drawn(x), drawn(w, float(np.prod(w[1:])) ** -0.5), drawn(y)
         of = self.x if backward else self.y
         channels = of.shape[-1]
         vectors = {name: kernels.zeros((channels,), "float32") for name in ("gamma", "beta", "mean", "var")}
         for name, value in (("gamma", 1.0), ("var", 1.0), ("beta", 0.1), ("mean", 0.2)):
             vectors[name].fill(value)
         self.sums = kernels.zeros((2, channels), "float64")
-        normed, dx = (made(x), kernels.zeros(x, low)) if backward else (self.y, None)
+        normed, dx = (drawn(x), kernels.zeros(x, low)) if backward else (self.y, None)
         dy, relu = (self.x, FusedActivation("relu")) if backward else (None, None)
         numbers = {"sums": self.sums, "means": kernels.zeros((2, channels), "float64"), "eps": EPS}
         self.arrays = BatchNormArrays(normed, normed, dy, dx, **vectors, **numbers, activation=relu)
@@ -130,12 +130,12 @@ def time_fusions(kernels: Any, case: Case, backward: bool) -> Outcome:
     except KernelError as error:
         return f"us: {times}; no plan: {error}", numbers
     numbers["fused"] = seconds = fastest(kernels, recorded(kernels, fused))
-    found = kernels.device.to_host(arrays.sums)
-    numbers["apart"] = apart = float(np.abs(found - expected).max() / np.abs(expected).max())
+    sums_of_plan = kernels.device.to_host(arrays.sums)
+    numbers["difference"] = error = float(np.abs(sums_of_plan - expected).max() / np.abs(expected).max())
     plans = kernels._engine.plans.found.get(key, {})
     numbers |= {f"plan {name}": time for name, time in plans.items()}
     for kernel in (fused, arrays):
         kernel.close()
     ratio = seconds / numbers["separate"]
     listed = ", ".join(f"{name} {1e6 * time:.1f}" for name, time in plans.items()) or fused.impl
-    return f"us: {times}, fused {1e6 * seconds:.1f} ({ratio:.2f} x, sums {apart:.1e} apart): {listed}", numbers
+    return f"us: {times}, fused {1e6 * seconds:.1f} ({ratio:.2f} x, sums differ by {error:.1e}): {listed}", numbers

@@ -64,12 +64,12 @@ def _raw(kernels: Backend) -> dict[str, Callable[[], Any]]:
 
 
 def _seconds(kernels: Backend, call: Callable[[], Any]) -> float:
-    found = []
+    times = []
     for _ in range(ROUNDS):
         kernels.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - begin) / CALLS)
+        times.append((time.perf_counter() - begin) / CALLS)
     kernels.synchronize()
-    return float(np.median(found))
+    return float(np.median(times))

@@ -44,9 +44,9 @@ class LoneCommunicator:
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[_Mirror]:
         """See `Communicator.channels`."""
-        made = [_Mirror(one.sends, one.recvs, np.dtype(one.dtype), one.device) for one in specs]
-        self._channels += made
-        return made
+        channels = [_Mirror(spec.sends, spec.recvs, np.dtype(spec.dtype), spec.device) for spec in specs]
+        self._channels += channels
+        return channels
 
     def reduction(self, buffer: Any, **options: Any) -> _Unchanged:
         """Return a reduction without contributions of other ranks."""

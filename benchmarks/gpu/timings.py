@@ -39,11 +39,11 @@ def time_halo(
     bandwidth = time_copies(kernels, nbytes)[1]["bytes_per_second"]
     blocks = Layout.blocks((1, 3 * extent, 3 * extent, channels), {"height": 3, "width": 3}, 9).boxes
     grow = lambda a, b: (a - 1, b + 1)  # noqa: E731
-    wanted = blocks.map(None, grow, grow, None).clipped((1, 3 * extent, 3 * extent, channels))
-    array = kernels.zeros(wanted[4].shape, as_dtype(dtype))
+    haloed = blocks.map(None, grow, grow, None).clipped((1, 3 * extent, 3 * extent, channels))
+    array = kernels.zeros(haloed[4].shape, as_dtype(dtype))
     comm: Any = LoneCommunicator(4, 9)
-    origin = wanted[4].start
-    exchange = Exchange(comm, End(blocks, array, origin), End(wanted, array, origin))
+    origin = haloed[4].start
+    exchange = Exchange(comm, End(blocks, array, origin), End(haloed, array, origin))
     nbytes = array.nbytes - blocks[4].size * array.itemsize
     small = [kernels.zeros((64,), "uint8") for _ in range(2)]
 

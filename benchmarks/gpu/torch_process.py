@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ class TorchProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment, bufsize=1
         )
 
-    def ask(self, patience: float, **command: Any) -> dict[str, Any]:
+    def request(self, patience: float, **command: Any) -> dict[str, Any]:
         """Send a command and return its reply; end the process after `patience` seconds without one.
 
         Raises
@@ -57,18 +56,17 @@ class TorchProcess:
             self._process.stdin.flush()
         except (OSError, ValueError) as error:  # a broken pipe, or one that is closed
             raise TorchError(f"torch has ended ({error})") from error
-        until = time.perf_counter() + patience
-        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.perf_counter()))
+        ready, _, _ = select.select([self._process.stdout], [], [], patience)
         if not ready:
             self.close()
-            raise TorchError(f"torch did not answer within {patience:.0f} s to {command['do']!r}")
+            raise TorchError(f"torch did not reply within {patience:.0f} s to {command['do']!r}")
         line = self._process.stdout.readline()
         if not line:
             raise TorchError(f"torch has ended with exit code {self._process.wait()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TorchError(str(answer["error"]))
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise TorchError(str(reply["error"]))
+        return reply
 
     def close(self) -> None:
         """End the process."""

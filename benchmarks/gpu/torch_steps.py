@@ -3,10 +3,9 @@
 ``python -m benchmarks.gpu.torch_steps DEVICE``; commands and replies are JSON lines::
 
     {"do": "build", "name": "eager", "subject": {...},
-     "precision": "bf16" | "tf32", "compiled": null}    -> {"loss": ..., "about": ..., "bytes": ...}
+     "precision": "bf16" | "tf32", "compiled": null}    -> {"loss": ..., "bytes": ...}
     {"do": "attention", "name": ..., "subject": {...}}  -> {}
     {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
-    {"do": "free"}                                      -> {}
 
 The settings are channels-last, ``cudnn.benchmark``, fused SGD with momentum, and gradients set to None. ``bf16`` is
 autocast, whose parameters stay float32; ``compiled`` is the mode of `torch.compile` of the forward pass, and with it
@@ -15,7 +14,6 @@ of the backward pass, or null.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -133,34 +131,27 @@ class _Server:
         self.device = device
         self.steps: dict[str, _Timed] = {}
 
-    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Execute a command and return the reply."""
         if command["do"] == "build":
             return self._build(command)
         if command["do"] == "attention":
             self.steps[command["name"]] = Attention(self.device, command["subject"])
-            return {}
-        if command["do"] == "free":
-            self.steps.clear()
-            gc.collect()
-            if self.device == "cuda":
-                torch._dynamo.reset()
-                torch.cuda.empty_cache()
             return {}
         return {"seconds": self.steps[command["name"]].seconds(command["count"])}
 
     def _build(self, command: dict[str, Any]) -> dict[str, Any]:
         gpu = self.device == "cuda"
         before = torch.cuda.memory_allocated() if gpu else 0
-        made = Steps(Subject(**command["subject"]), command["precision"], command["compiled"], self.device)
-        loss = float(made.step())
-        made.step()  # now cudnn.benchmark has measured, and everything is compiled
+        steps = Steps(Subject(**command["subject"]), command["precision"], command["compiled"], self.device)
+        loss = float(steps.step())
+        steps.step()  # now cudnn.benchmark has measured, and everything is compiled
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        made.step()
+        steps.step()
         nbytes = torch.cuda.max_memory_allocated() - before if gpu else 0
-        self.steps[command["name"]] = made
-        about = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, channels-last"
-        return {"loss": loss, "bytes": nbytes, "about": about}
+        self.steps[command["name"]] = steps
+        return {"loss": loss, "bytes": nbytes}
 
 
 def serve(device: str) -> None:
@@ -170,10 +161,10 @@ def serve(device: str) -> None:
     server = _Server(device)
     for line in sys.stdin:
         try:
-            answer = server.answer(json.loads(line))
+            reply = server.reply(json.loads(line))
         except Exception as error:
-            answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
-        print(json.dumps(answer), file=replies)
+            reply = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        print(json.dumps(reply), file=replies)
 
 
 if __name__ == "__main__":

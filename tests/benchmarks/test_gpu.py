@@ -107,7 +107,6 @@ def test_torch_trains_the_same_network(kernels, torch, name):
     """`contest` raises if first losses of our graph and torch differ; its report contains all modes and figures."""
     with Communicator(MPI.COMM_SELF) as comm:
         text, numbers = contest(kernels, comm, SMALL[name], "tf32", torch)
-    torch.ask(LIMIT, do="free")
     assert {"ours", "ours, graph", "eager", "predicted_bytes", "host"} <= set(numbers), text
 
 
@@ -127,25 +126,25 @@ def test_bfloat16_beside_autocast_and_another_network_is_found(kernels, torch, m
 def test_torch_that_fails_or_takes_too_long_is_told():
     with TorchProcess("cpu") as process:
         with pytest.raises(TorchError, match="KeyError"):
-            process.ask(LIMIT, do="steps", name="none", count=1)
+            process.request(LIMIT, do="steps", name="none", count=1)
         os.kill(process._process.pid, signal.SIGSTOP)
-        with pytest.raises(TorchError, match="torch did not answer within 0 s to 'free'"):
-            process.ask(0.0, do="free")
+        with pytest.raises(TorchError, match="torch did not reply within 0 s to 'steps'"):
+            process.request(0.0, do="steps")
         with pytest.raises(TorchError, match="torch has ended"):
-            process.ask(LIMIT, do="free")
+            process.request(LIMIT, do="steps")
 
 
-class Answers:
+class TorchDouble:
     """Double of torch that returns the loss of our network and a constant time."""
 
-    asked: ClassVar[list[dict]] = []
+    requests: ClassVar[list[dict]] = []
 
     def __init__(self, device="cuda"):
         pass
 
-    def ask(self, patience, **command):
-        self.asked.append(command)
-        return {"loss": Answers.loss, "bytes": 5, "seconds": 0.5}
+    def request(self, patience, **command):
+        self.requests.append(command)
+        return {"loss": TorchDouble.loss, "bytes": 5, "seconds": 0.5}
 
     def __enter__(self):
         return self
@@ -170,10 +169,10 @@ def small_subjects(monkeypatch):
 
 def test_steps_beside_torch_are_three_timings(kernels, monkeypatch, capsys, small_subjects):
     monkeypatch.setattr(program, "find_torch", lambda: None)
-    monkeypatch.setattr(program, "TorchProcess", Answers)
+    monkeypatch.setattr(program, "TorchProcess", TorchDouble)
     with Communicator(MPI.COMM_SELF) as comm:
-        Answers.loss = contest(kernels, comm, MESH, "bf16", None)[1]["loss"]
-        Answers.asked.clear()
+        TorchDouble.loss = contest(kernels, comm, MESH, "bf16", None)[1]["loss"]
+        TorchDouble.requests.clear()
         program.run(["steps", "mesh-2K", "bf16"], kernels, comm)
     begun, results = (list(part) for part in zip(*batched(lines(capsys))))
     names = ["small mesh, bf16", *(f"small mesh, bf16, {mode}" for mode in COMPILED)]
@@ -182,7 +181,8 @@ def test_steps_beside_torch_are_three_timings(kernels, monkeypatch, capsys, smal
     assert eager["detail"].startswith("ms/step: ours") and {"eager", "host"} <= set(eager["numbers"])
     for mode, result in zip(COMPILED, compiled):
         assert {mode, "ours, graph"} <= set(result["numbers"])
-    assert [command["compiled"] for command in Answers.asked if command["do"] == "build"] == [None, *COMPILED.values()]
+    modes = [command["compiled"] for command in TorchDouble.requests if command["do"] == "build"]
+    assert modes == [None, *COMPILED.values()]
 
 
 def test_without_torch_ours_is_measured(kernels, monkeypatch, capsys, small_subjects):
