@@ -55,70 +55,70 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
     parser.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help=again)
     wheels = "folder of wheels that this machine may lack (see tests/gpu/wheels.py); needs no package index"
     parser.add_argument("--wheels", type=Path, help=wheels)
-    given = parser.parse_args(arguments)
-    unknown = [name for name in given.parts if name not in choices]
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.parts if name not in choices]
     if unknown:
         parser.error(f"expected parts out of {', '.join(choices)}, got {unknown[0]!r}")
-    return given
+    return options
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     """Execute the command line and return its exit code (see the module's docstring)."""
     begin = time.monotonic()
-    given = parse(arguments, parts)
+    options = parse(arguments, parts)
     try:
-        kept = Kept(given.out, given.resume)
+        kept = Kept(options.out, options.resume)
     except FileNotFoundError as error:
-        _say(str(error))
+        _print(str(error))
         return 2
-    results = Results((given.results or (given.out or Path()) / RESULTS_NAME).absolute())
-    wanted = [part for part in parts if not given.parts or part.name in given.parts]
+    results = Results((options.results or (options.out or Path()) / RESULTS_NAME).absolute())
+    selected = [part for part in parts if not options.parts or part.name in options.parts]
     complete = True
-    if wanted:
-        lacks = _prepare(given, results)
+    if selected:
+        lacks = _prepare(options, results)
         if lacks is not None:
             return lacks
-        seconds = given.seconds - (time.monotonic() - begin)
-        runner = Runner(results, seconds, {**_limits(), **kept.environment}, _say, commit(), after_part=kept.save)
-        if given.again:
-            for part in wanted:
-                results.again(part.name, STATES if given.again == "all" else BAD)
-        complete = runner.run(*wanted)
-    _say(table(results, parts))
-    _say(f"recorded in {results.path}")
-    names = {part.name for part in wanted} or {part.name for part in parts}
+        seconds = options.seconds - (time.monotonic() - begin)
+        runner = Runner(results, seconds, {**_limits(), **kept.environment}, _print, commit(), after_part=kept.save)
+        if options.again:
+            for part in selected:
+                results.again(part.name, STATES if options.again == "all" else BAD)
+        complete = runner.run(*selected)
+    _print(table(results, parts))
+    _print(f"recorded in {results.path}")
+    names = {part.name for part in selected} or {part.name for part in parts}
     if any(result.status in BAD for result in results.all() if result.part in names | {"gpu"}):
         return FAILED
     return WELL if complete else UNFINISHED
 
 
-def _prepare(given: argparse.Namespace, results: Results) -> int | None:
+def _prepare(options: argparse.Namespace, results: Results) -> int | None:
     """Unpack wheels and check the requirements; return the exit code if nothing can be run."""
-    if given.wheels is not None:
+    if options.wheels is not None:
         try:
-            said, environment = unpack(given.wheels)
+            text, environment = unpack(options.wheels)
         except WheelError as error:
-            _say(str(error))
+            _print(str(error))
             return 2
-        _say(said)
+        _print(text)
         os.environ.update(environment)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    answers = _gpu_answers()
+    gpu = _first_gpu()
     found = _facts(results)
     lacks = missing(found)
-    if given.wheels is None and (names := lacking()):
+    if options.wheels is None and (names := lacking()):
         remedy = (
             "make gpu-tools where there is a package index; where there is none, carry .gpu-wheels (make gpu-wheels)"
         )
         lacks.append(f"the packages {', '.join(names)} ({remedy})")
-    if not answers and not found.get("devices"):
-        _say(f"needs {'; '.join(lacks)}: nothing is checked without a GPU")
+    if not gpu and not found.get("devices"):
+        _print(f"needs {'; '.join(lacks)}: nothing is checked without a GPU")
         return WELL
     if lacks:
-        text = f"a GPU answers ({answers or 'through the driver'}), and something is missing: {'; '.join(lacks)}"
+        text = f"a GPU answers ({gpu or 'through the driver'}), and something is missing: {'; '.join(lacks)}"
         results.add(Result("gpu", "needs", "what a GPU needs", "failed", text))
-        _say(f"failed   {text}")
+        _print(f"failed   {text}")
         return FAILED
     results.add(Result("gpu", "needs", "what a GPU needs", "ok", str(found["devices"][0]["name"])))
     return None
@@ -129,7 +129,7 @@ def _limits() -> Mapping[str, str]:
     return {"HALOGRAD_TEST_SLOWNESS": f"{slowness():.2f}"}
 
 
-def _gpu_answers() -> str:
+def _first_gpu() -> str:
     """Return the first line of ``nvidia-smi -L``; empty if there is no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -150,11 +150,11 @@ def _facts(results: Results) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=FACTS_SECONDS, check=False, cwd=ROOT)
         found = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
-        found = {"facts": f"cannot be told: {error}"}
+        found = {"facts": f"unknown: {error}"}
     results.write(facts=found)
-    _say("\n".join(f"{key}: {value}" for key, value in found.items()))
+    _print("\n".join(f"{key}: {value}" for key, value in found.items()))
     return found
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)

@@ -153,31 +153,31 @@ class Runner:
         crashes = 0
         until = time.monotonic() + job.seconds
         while True:
-            self._settle_interrupted(key)
+            self._give_up_interrupted(key)
             if self.results.done(key):
                 if not self.results.of(key):  # else a job in which nothing runs would look like one without a fault
-                    self._tell([self._add(key, "job", "failed", "it ended without a result: no check has run")])
+                    self._print([self._add(key, "job", "failed", "it ended without a result: no check has run")])
                 return True
             limit = min(until - time.monotonic(), self.seconds_left)
             if limit < min(LEAST_SECONDS, job.seconds / 2):
                 return False
             before = {result.check for result in self.results.of(key)}
             ended = self._once(key, job, limit)
-            self._tell([result for result in self.results.of(key) if result.check not in before])
+            self._print([result for result in self.results.of(key) if result.check not in before])
             crashes += ended.startswith(("killed", "ended", "exit"))
             if ended == "late":
                 return False
             if crashes == MOST_CRASHES and not self.results.done(key):
                 self._add(
-                    key, "job", "failed", f"it died {MOST_CRASHES} times; what is behind was not reached ({ended})"
+                    key, "job", "failed", f"it died {MOST_CRASHES} times; later checks were not reached ({ended})"
                 )
                 self.results.write(part=part, job=job.name, done=True)
 
-    def _settle_interrupted(self, key: tuple[str, str]) -> None:
+    def _give_up_interrupted(self, key: tuple[str, str]) -> None:
         for check, times in self.results.unfinished(key).items():
             if times >= MOST_INTERRUPTIONS:
                 text = f"begun {times} times, and every time the whole run was ended in it; run it alone"
-                self._tell([self._add(key, check, "hung", text)])
+                self._print([self._add(key, check, "hung", text)])
 
     def _once(self, key: tuple[str, str], job: Job, limit: float) -> str:
         """Run a job once; return how it ended as a text, or ``"late"`` if it was killed at `limit` without a fault.
@@ -226,11 +226,11 @@ class Runner:
     def _add(self, key: tuple[str, str], check: str, status: str, detail: str) -> Result:
         return self.results.add(Result(*key, check, status, detail, commit=self._commit))
 
-    def _tell(self, found: Sequence[Result]) -> None:
+    def _print(self, found: Sequence[Result]) -> None:
         """Print the measured values and the first few failures."""
-        told = [result for result in found if result.status == "ok" and result.numbers]
+        measured = [result for result in found if result.status == "ok" and result.numbers]
         wrong = [result for result in found if result.status != "ok"]
-        for result in [*told, *wrong[:MOST_LINES]]:
+        for result in [*measured, *wrong[:MOST_LINES]]:
             last = result.detail.strip().splitlines()[-1:]
             self._say(f"{result.status:8} {result.job}: {result.check.rpartition('/')[2]}: {' '.join(last)[:400]}")
         if len(wrong) > MOST_LINES:

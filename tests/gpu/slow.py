@@ -55,9 +55,9 @@ def check_download(kernels: Backend) -> None:
     for value in (1.0, 2.0, 3.0):
         slow.write(array, value)
         device.download(array, pinned)
-        ticket = device.mark()
-        array.fill(-1)  # behind the copy
-        ticket.wait()
+        event = device.mark()
+        array.fill(-1)  # after the copy
+        event.wait()
         if not (pinned == value).all():
             raise AssertionError(f"expected {value} everywhere, got {np.unique(pinned)[:4]}")
 
@@ -71,9 +71,9 @@ def check_upload_ahead(kernels: Backend) -> None:
         if i >= 2:
             device.synchronize()  # pinned memory of two rounds before is free
         pinned[i % 2][:] = value
-        ticket = device.upload_ahead([(pinned[i % 2], staged)], after)
+        event = device.upload_ahead([(pinned[i % 2], staged)], after)
         slow.write(used, -1)
-        device.join(ticket)
+        device.join(event)
         np.copyto(used, staged)
         after = device.mark()
         found.append(device.to_host(used))
