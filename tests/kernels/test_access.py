@@ -64,7 +64,7 @@ def test_declarations(make, method, expected):
     assert access_of(make, method) == expected
 
 
-def test_names_that_begin_alike():
+def test_names_with_a_common_prefix():
     access = Access(("x*", "param *"), ("dx*",))
     names = ["y", "x0", "x1", "dx0", "dx1", "param w", "w"]
     assert access.read(names) == ["x0", "x1", "param w"]

@@ -309,7 +309,7 @@ def test_dropped_kernels_free_their_memory_too(arrays):
     assert rss() - before < 2 << 20
 
 
-def test_a_closed_kernel_says_so(arrays):
+def test_a_closed_kernel_raises_an_error(arrays):
     for kernel in every_kernel(arrays):
         kernel()
         kernel.close()
@@ -317,7 +317,7 @@ def test_a_closed_kernel_says_so(arrays):
         assert "expected an open kernel, got one after close(); build it again" in text_of(kernel)
 
 
-def test_kernels_tell_what_they_are(arrays):
+def test_kernels_describe_themselves(arrays):
     for kernel in every_kernel(arrays):
         assert (
             kernel.impl in repr(kernel) and (":" in kernel.impl or kernel.impl == "idle") and "ref" not in kernel.impl
@@ -337,7 +337,7 @@ def test_kernels_may_outlive_their_backend(backend):
         kernel.close()
 
 
-def test_scratch_grows_and_tells():
+def test_scratch_grows():
     scratch = Scratch(lambda shape, dtype: np.zeros(shape, dtype))
     scratch.reserve(100)
     first = scratch.generation

@@ -59,7 +59,7 @@ def test_bfloat16(onednn, case, master):
         assert np.abs(found - want).max() <= bound
 
 
-def test_dtypes_beside_bfloat16(onednn):
+def test_other_dtypes_with_bfloat16(onednn):
     a = Arrays(onednn, ml_dtypes.bfloat16)
     x, w = a.draw(2, 4, 4, 16), a.draw(16, 3, 3, 16, dtype=np.float64)
     text = text_of(lambda: onednn.conv_forward(x, w, None, x, G))

@@ -17,7 +17,7 @@ def test_docstrings(module):
 
 @pytest.mark.parametrize("spatial", [(5,), (5, 4), (1, 4), (4, 1), (1, 1), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("samples", [1, 3])
-def test_room_of_any_extents(samples, spatial):
+def test_channels_of_any_extents(samples, spatial):
     """Padded channels are detected for any extents; strides of axes with extent 1 are ignored."""
     whole = np.zeros((samples, *spatial, 24), np.float32)
     alone = samples == np.prod(spatial) == 1

@@ -137,22 +137,17 @@ def assert_rectified(y, want):
     assert np.array_equal(y, want, equal_nan=True), f"{y.reshape(-1)[:10]} instead of {want.reshape(-1)[:10]}"
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-def test_relu_of_infinities(extremes, in_place):
-    x, want = extreme(extremes, 3, 7, 5, 16)
-    y = x if in_place else extremes.poisoned(*x.shape)
-    extremes.backend.activation("relu", x, y, None, None)[0]()
-    assert_rectified(y, want)
-
-
-@pytest.mark.parametrize("terms", [1, 2, 3])
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-def test_relu_of_sums_of_infinities(extremes, in_place, terms):
+@pytest.mark.parametrize("terms", [None, 1, 2, 3], ids=["alone", "1", "2", "3"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["two arrays", "in place"])
+def test_relu_of_infinities(extremes, in_place, terms):
+    """ReLU, alone or of a sum, is exact for infinities and NaN, and for numbers after them."""
     x, want = extreme(extremes, 3, 7, 5, 16)
     first = x.copy()
-    zeros = [np.zeros_like(x) for _ in range(terms - 1)]
     y = x if in_place else extremes.poisoned(*x.shape)
-    kernel = extremes.backend.add([x, *zeros], y, RELU)
+    if terms is None:
+        kernel = extremes.backend.activation("relu", x, y, None, None)[0]
+    else:
+        kernel = extremes.backend.add([x, *(np.zeros_like(x) for _ in range(terms - 1))], y, RELU)
     for _ in range(2):
         x[...] = first
         kernel()
@@ -170,9 +165,6 @@ def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
     x, w = extremes.draw(2, 6, 7, channels), extremes.draw(10, *geometry.kernel, channels)
     b, y = extremes.draw(10), extremes.poisoned(2, 6, 7, 10)
     kernel = extremes.backend.conv_forward(x, w, b, y, geometry, RELU)
-    apart = extremes.poisoned(2, 6, 7, 10)
-    extremes.backend.conv_forward(x, w, b, apart, geometry)()
-    finite = np.maximum(apart, 0)
     for _ in range(2):
         b[...] = 0
         b[1:4] = EXTREMES[:3]
@@ -182,7 +174,7 @@ def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
     x[...] = 0
     b[...] = 2
     kernel()
-    assert (y == 2).all() and np.isfinite(finite).all()
+    assert (y == 2).all()
     kernel.close()
 
 
