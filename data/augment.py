@@ -122,7 +122,7 @@ class Augmentation(ABC):
         return np.random.default_rng([self.seed, _OWN, *batch.key(k), *name.encode()])
 
     def read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box as :meth:`SampleWindows.read_batch`, with the samples changed if ``batch.augmented``."""
+        """Read a box as :meth:`SampleWindows.read_batch` does; the samples are changed if ``batch.augmented``."""
         return self.windows.read_batch(name, batch, box, out)
 
     @abstractmethod
@@ -353,7 +353,7 @@ class StandardAugmentation(Augmentation):
                 f"{', '.join(rules.vectors[0])}; remove one of them"
             )
         for name in self._moved:
-            shape, whole = (self.windows.dataset.fields[one].shape[:-1] for one in (name, self._moved[0]))
+            shape, whole = (self.windows.dataset.fields[field].shape[:-1] for field in (name, self._moved[0]))
             if max(shape) > 1 and any(n == 1 < m for n, m in zip(shape, whole)):
                 raise DataError(
                     f"data.augment: expected {name!r} on the whole grid, to be moved by "
@@ -372,7 +372,7 @@ class StandardAugmentation(Augmentation):
         borders = border if isinstance(border, list) else [border] * self._rank
         if any(self.windows.pads(name) for name in self._moved):
             borders = ["zero"] * self._rank
-        return ["wrap" if name in self.settings.shifts else one for name, one in zip(self._names, borders)]
+        return ["wrap" if name in self.settings.shifts else border for name, border in zip(self._names, borders)]
 
     def prepare(self, ranges: Mapping[str, TargetRange], weighted: Mapping[str, Sequence[str]]) -> None:
         """Choose the interpolation of every target, and its value outside of the sample.

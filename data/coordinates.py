@@ -125,7 +125,7 @@ def write_coordinates(
 
 def _on_the_grid_of(fields: Mapping[str, Field], outputs: Mapping[str, tuple[int, ...]]) -> str:
     """Return the first input with the grid of an output, else the first input."""
-    inputs = [name for name, one in fields.items() if not one.is_target and not one.static]
+    inputs = [name for name, field in fields.items() if not field.is_target and not field.static]
     grids = [shape[:-1] for shape in outputs.values() if len(shape) > 1]
     return next((name for name in inputs if fields[name].shape[:-1] in grids), inputs[0])
 
@@ -225,7 +225,7 @@ class _JoinedVariables:
     def leave_out(self, name: str, why: str) -> None:
         """Remove a variable and its bounds, and record the reason."""
         self.faults[name] = why
-        for gone in [name, *(other for other, one in self.variables.items() if one.bounds_of == name)]:
+        for gone in [name, *(other for other, variable in self.variables.items() if variable.bounds_of == name)]:
             del self.variables[gone]
             self.values.pop(gone, None)
 
@@ -243,10 +243,10 @@ class _JoinedVariables:
 
 def _difference(mine: Variable, theirs: Variable) -> str:
     """Return the reason why variables of two files cannot be joined; empty if they can."""
-    fixed = [[n for axis, n in zip(one.axes, one.shape) if axis != SAMPLE] for one in (mine, theirs)]
+    fixed = [[n for axis, n in zip(variable.axes, variable.shape) if axis != SAMPLE] for variable in (mine, theirs)]
     if mine.axes != theirs.axes or fixed[0] != fixed[1]:
         return f"its shape is {theirs.shape}, not {mine.shape}"
-    if mine.dtype != theirs.dtype and any(one.dtype.kind not in "iuf" for one in (mine, theirs)):
+    if mine.dtype != theirs.dtype and any(variable.dtype.kind not in "iuf" for variable in (mine, theirs)):
         return f"its type is {theirs.dtype}, not {mine.dtype}"
     if mark(mine.value) != mark(theirs.value):
         return f"it is {theirs.value}, not {mine.value}"
@@ -271,7 +271,7 @@ class _CoordinateWriter:
 
     def __init__(self, file: h5py.File, joined: _JoinedVariables, outputs: Mapping[str, tuple[int, ...]]) -> None:
         self._file, self._joined = file, joined
-        shapes = {name: getattr(one, "shape", None) for name, one in file.items() if name != STEP}
+        shapes = {name: getattr(item, "shape", None) for name, item in file.items() if name != STEP}
         self._of_samples = [name for name, shape in shapes.items() if shape == (joined.samples,)]
         self._axes = {name: _axes_of_output(shape, joined.spatial) for name, shape in outputs.items()}
         for name, (first, *others) in self._axes.items():
@@ -363,9 +363,9 @@ class _CoordinateWriter:
     def _name_in_attributes(self, output: str) -> None:
         """Write CF's attributes for coordinates that are not dimensions, and for the grid mapping."""
         joined, attributes = self._joined, self._file[output].attrs
-        has = [name for name, one in joined.variables.items() if self._has(output, one)]
+        has = [name for name, variable in joined.variables.items() if self._has(output, variable)]
         variables = [joined.variables[name] for name in has if name not in self._scales]
-        others = [one.name for one in variables if not (one.mapping or one.bounds_of)]
+        others = [variable.name for variable in variables if not (variable.mapping or variable.bounds_of)]
         if others:
             attributes["coordinates"] = " ".join(others)
         mappings = mappings_of(joined.mapping)
@@ -378,9 +378,9 @@ class _CoordinateWriter:
         for name in scales:
             self._file[name].make_scale(name)
         datasets = {**self._axes, **dict.fromkeys(self._of_samples, (SAMPLE,))}
-        for name, one in joined.variables.items():
+        for name, variable in joined.variables.items():
             if name not in scales:
-                datasets[name] = (SAMPLE, *one.axes) if joined.is_per_sample(name) else one.axes
+                datasets[name] = (SAMPLE, *variable.axes) if joined.is_per_sample(name) else variable.axes
         for name, axes in datasets.items():
             for k, axis in enumerate(axes):
                 if axis == _AHEAD:  # it has its scale
@@ -399,7 +399,7 @@ class _CoordinateWriter:
         else:
             usual = ("sample", *_SPATIAL[-len(self._joined.spatial) :])[axis + 1]
             names = [self._joined.dimensions.get(axis, usual), usual, last]
-        chosen = next(one for one in chain(names, (f"{last}_{n}" for n in count(2))) if one not in self._file)
+        chosen = next(name for name in chain(names, (f"{last}_{n}" for n in count(2))) if name not in self._file)
         self._file.create_dataset(chosen, (size,), ">f4").make_scale(f"{NO_VARIABLE} {size:10d}")
         if axis is not None:
             self._dimensions[axis] = chosen
@@ -583,7 +583,7 @@ class Hdf5Surroundings(Surroundings):
         if not attached and label and self._find(label) is not None:
             paths = [label]
         for path in paths:
-            self._add(path, lambda found: self._axes_of_scale(found, axis))
+            self._add(path, lambda scale: self._axes_of_scale(scale, axis))
         self.scales[axis] = [posixpath.basename(path) for path in paths]
 
     def _axes_of_scale(self, scale: h5py.Dataset, axis: int) -> Axes:
@@ -610,14 +610,14 @@ class Hdf5Surroundings(Surroundings):
         if name in self.variables:
             return
         try:
-            found = self._find(path)
-            if found is None or not self._storage.check(self._file, found):
+            source = self._find(path)
+            if source is None or not self._storage.check(self._file, source):
                 raise DataError("it is missing")
-            at = self._file[found]
+            at = self._file[source]
             if at.shape is None:
                 raise DataError("it is empty")
             attributes = _attributes(at.attrs)
-            self.variables[name] = Variable(name, found, axes_of(at), at.shape, at.dtype, attributes, bounds_of)
+            self.variables[name] = Variable(name, source, axes_of(at), at.shape, at.dtype, attributes, bounds_of)
         except (DataError, *HDF5_FAULTS) as error:
             self.faults[name] = one_line(error)
 
@@ -651,8 +651,8 @@ def _labels_of(dataset: h5py.Dataset) -> list[str]:
     labels = dataset.attrs.get("DIMENSION_LABELS")
     if not isinstance(labels, np.ndarray) or labels.shape != (dataset.ndim,):
         return [""] * dataset.ndim
-    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in labels.tolist()]
-    return [one if is_text(one) else "" for one in texts]
+    texts = [label.decode("utf-8", "replace") if isinstance(label, bytes) else label for label in labels.tolist()]
+    return [text if is_text(text) else "" for text in texts]
 
 
 def _number(dataset: h5py.Dataset) -> Any:
@@ -727,7 +727,7 @@ def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
     if not isinstance(value, np.ndarray | np.generic) or value.nbytes > _LONGEST:
         return None
     if value.dtype.kind == "O":
-        return value if all(is_text(one) or isinstance(one, bytes) for one in value.ravel()) else None
+        return value if all(is_text(text) or isinstance(text, bytes) for text in value.ravel()) else None
     return value if value.dtype.kind in "iufbS" else None
 
 

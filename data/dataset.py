@@ -56,7 +56,7 @@ def named(names: Names, alone: str) -> dict[str, str]:
         return {}
     if not isinstance(names, Mapping):
         names = {alone: names}
-    return {name: one if isinstance(one, str) else AND.join(one) for name, one in names.items()}
+    return {name: names_of if isinstance(names_of, str) else AND.join(names_of) for name, names_of in names.items()}
 
 
 class Hdf5Dataset:
@@ -339,7 +339,7 @@ class Hdf5Dataset:
             axes, order = self.fields[name].static, "N" + "DHW"[1 - box.ndim :] + "C"
             ranges = [(0, 1), *box.ranges]
             where = tuple(slice(*ranges[order.index(axis)]) for axis in axes)
-            stored = np.empty([one.stop - one.start for one in where], source.dtype)
+            stored = np.empty([part.stop - part.start for part in where], source.dtype)
             self._read_stored(source, where, stored)
             last = stored.transpose(sorted(range(len(axes)), key=lambda k: order.index(axes[k])))
             self._shared[name] = box, np.empty(box.shape, dtype)

@@ -51,7 +51,7 @@ def find_files(
         A pattern or a folder matches no file, or a file occurs twice (also through a link).
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
-    paths = [path for one in several for path in _expanded(os.fspath(one), format)]
+    paths = [path for pattern in several for path in _expanded(os.fspath(pattern), format)]
     if not paths:
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
     seen: dict[Path, Path] = {}
@@ -106,9 +106,9 @@ def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
     for name in formats:
-        found = [path for path in paths if path.lower().endswith(FORMATS[name].suffixes)]
-        if found:
-            return found, ""
+        files = [path for path in paths if path.lower().endswith(FORMATS[name].suffixes)]
+        if files:
+            return files, ""
     endings = "; ".join(f"{name}: {', '.join(FORMATS[name].suffixes)}" for name in formats)
     return [], f"a folder with files of {endings}"
 

@@ -150,7 +150,8 @@ class StoredFile(ABC):
         array = self.get(name)
         if array is None and AND in name:
             names = name.split(AND)
-            return Channels(name, self.path, [self.find(one) for one in names], [one.split("/")[-1] for one in names])
+            parts, titles = [self.find(part) for part in names], [part.split("/")[-1] for part in names]
+            return Channels(name, self.path, parts, titles)
         if array is None:
             raise DataError(f"{self.path}: expected a dataset {name!r}, got {self._listed()}; name one of these")
         if array.dtype.kind not in "fiub":
@@ -196,10 +197,10 @@ class Channels(StoredArray):
     def __init__(self, name: str, path: Path, arrays: Sequence[StoredArray], texts: Sequence[str]) -> None:
         self.name, self._arrays = name, list(arrays)
         layouts = [array.attrs.get("layout", "") for array in arrays]
-        layouts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in layouts]
-        self._last = [isinstance(one, str) and one.endswith("C") for one in layouts]
+        layouts = [layout.decode("utf-8", "replace") if isinstance(layout, bytes) else layout for layout in layouts]
+        self._last = [isinstance(layout, str) and layout.endswith("C") for layout in layouts]
         grids = [array.shape[:-1] if last else array.shape for array, last in zip(arrays, self._last)]
-        first = any(isinstance(one, str) and one.startswith("NC") for one in layouts)
+        first = any(isinstance(layout, str) and layout.startswith("NC") for layout in layouts)
         if len(set(grids)) > 1 or not 2 <= len(grids[0]) <= 4 or first:
             raise DataError(
                 f"{path}: {name!r}: expected arrays on one grid, (N, *spatial) or (N, *spatial, C) with the layout "
@@ -375,7 +376,7 @@ class ChunkCache:
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part of the array to `out`."""
-        ranges = [(one, one + 1) if isinstance(one, int) else (one.start, one.stop) for one in where]
+        ranges = [(index, index + 1) if isinstance(index, int) else (index.start, index.stop) for index in where]
         target = out.reshape([high - low for low, high in ranges])
         for index in product(*(range(low // c, -(-high // c)) for (low, high), c in zip(ranges, self._shape))):
             chunk, own, at = self._chunk(index), [], []
@@ -441,9 +442,9 @@ class SampleArray(StoredArray):
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part of the sample."""
-        own = [slice(one, one + 1) if isinstance(one, int) else one for one in where[1:]]
+        own = [slice(index, index + 1) if isinstance(index, int) else index for index in where[1:]]
         values = np.asarray(self._source[tuple(0 if axis is None else own[axis] for axis in self._axes)])
         kept = [axis for axis in self._axes if axis is not None]
         ordered = values.transpose(sorted(range(len(kept)), key=kept.__getitem__))
-        target = out.reshape([one.stop - one.start for one in own])
+        target = out.reshape([index.stop - index.start for index in own])
         np.copyto(target, ordered.reshape(target.shape))

@@ -59,7 +59,7 @@ class _ZarrFile(StoredFile):
         if isinstance(self._root, self._array):
             yield ALONE
         else:
-            yield from (name for name, one in self._root.members(max_depth=None) if isinstance(one, self._array))
+            yield from (name for name, member in self._root.members(max_depth=None) if isinstance(member, self._array))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
@@ -122,7 +122,7 @@ def _attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, value in attributes.items():
         if isinstance(value, list):
-            texts = any(isinstance(one, str) for one in value)
+            texts = any(isinstance(text, str) for text in value)
             value = np.array(value, object if texts else None) if all(map(_is_plain, value)) else None
         if value is None or isinstance(value, np.ndarray) or _is_plain(value):
             values[name] = value

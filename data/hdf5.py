@@ -91,7 +91,7 @@ class Hdf5File(StoredFile):
         return shapes
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
-        """Return a variable around a dataset, which may be a link into another file."""
+        """Return the values of a variable in the file of `dataset`, which may be a link into another file."""
         return np.asarray(self.file[dataset].file[path][()])
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Hdf5Array(StoredArray):
     @property
     def scales(self) -> list[list[StoredArray]]:
         """Dimension scales of each axis."""
-        return [[Hdf5Array(self._of, one, one.name) for one in row] for row in scales_of(self.stored)]
+        return [[Hdf5Array(self._of, scale, scale.name) for scale in row] for row in scales_of(self.stored)]
 
     def packing(self, where: str) -> Packing | None:
         """Return the packing of a checked dataset."""
@@ -141,8 +141,8 @@ class Hdf5Array(StoredArray):
             self.stored.read_direct(out, where)
             return
         space = self.stored.id.get_space()
-        starts = tuple(one if isinstance(one, int) else one.start for one in where)
-        space.select_hyperslab(starts, tuple(1 if isinstance(one, int) else one.stop - one.start for one in where))
+        starts = tuple(index if isinstance(index, int) else index.start for index in where)
+        space.select_hyperslab(starts, tuple(1 if isinstance(at, int) else at.stop - at.start for at in where))
         self.stored.id.read(h5s.create_simple(out.shape), space, out)  # read_direct() takes twice as long to begin
 
 
@@ -154,8 +154,8 @@ def scales_of(dataset: h5py.Dataset) -> list[list[h5py.Dataset]]:
     references = dataset.attrs.get("DIMENSION_LIST")
     if not isinstance(references, np.ndarray) or references.shape != (dataset.ndim,) or references.dtype.kind != "O":
         return [[] for _ in dataset.shape]
-    targets = [[_target(dataset.file, one) for one in row] for row in references]
-    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
+    targets = [[_target(dataset.file, reference) for reference in row] for row in references]
+    return [[target for target in row if isinstance(target, h5py.Dataset) and is_text(target.name)] for row in targets]
 
 
 def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:

@@ -57,13 +57,13 @@ class Masked(DatasetView):
         super().__init__(dataset)
         self.weighted: Mapping[str, Sequence[str]] = {}
         self._targets = targets
-        self._limits = {one: ranges.get(one, TargetRange()) for names in targets.values() for one in names}
+        self._limits = {target: ranges.get(target, TargetRange()) for names in targets.values() for target in names}
         self.fields |= {name: self._field(name, names, channels[name]) for name, names in targets.items()}
         self.lenient = dataset.lenient
 
     def _field(self, name: str, targets: Sequence[str], channels: int) -> Field:
         fields = self.dataset.fields
-        first, *others = [fields[one].shape for one in targets]
+        first, *others = [fields[target].shape for target in targets]
         for target, shape in zip(targets[1:], others):
             if shape[:-1] != first[:-1]:
                 raise DataError(
@@ -124,7 +124,7 @@ class Masked(DatasetView):
             return 1
         shape, grid = self.dataset.fields[name].shape, self.fields[name].shape
         extents = shape if len(shape) == len(grid) else (1,) * len(grid)
-        ranges = [(0, 1) if n == 1 else one for n, one in zip(extents, part.ranges[1:])]
+        ranges = [(0, 1) if n == 1 else limits for n, limits in zip(extents, part.ranges[1:])]
         own = ranges if len(shape) == len(grid) else [(0, 1)]
         stored = np.zeros(Box.of_ranges([part.ranges[0], *own]).shape, dtype)  # nothing is read beyond a smaller sample
         self.dataset.read(name, indices, Box.of_ranges([part.ranges[0], *own]), stored)

@@ -191,7 +191,7 @@ class Batches(Sequence[Batch]):
         if share:
             # A product such as 100 x 0.29 is rounded up to the whole number that it misses by rounding.
             counts = [int((first + k) * share + 1e-9) for k in range(self._size + 1)]
-            centered = tuple(one < after for one, after in itertools.pairwise(counts))
+            centered = tuple(before < after for before, after in itertools.pairwise(counts))
         return Batch(tuple(filled), len(part), self._epoch, position, self._augmented, None, patches, centered)
 
 
@@ -329,7 +329,7 @@ class Sampler:
         """
         mine, default = self.state_dict(), {"patches": 1, "steps": 0}
         for key in ("seed", "samples", "shuffle", "patches", "steps"):
-            there, here = (one.get(key, default.get(key)) for one in (state, mine))
+            there, here = (settings.get(key, default.get(key)) for settings in (state, mine))
             if there != here:
                 raise DataError(
                     f"cannot continue the data sequence: checkpoint has {key} = {there}, this run has "

@@ -421,8 +421,8 @@ def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or not 0 < value.size <= _ITEMS:
             return None
-        items = [_plain(one) for one in value]
-        return None if any(one is None for one in items) else items
+        items = [_plain(item) for item in value]
+        return None if any(item is None for item in items) else items
     return _plain(value)
 
 

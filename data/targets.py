@@ -192,13 +192,13 @@ class LabelMap:
         """
         described = {key: value for key, value in attributes.items() if not key.startswith("flag_")}
         flags = attributes.get("flag_values")
-        if not isinstance(flags, list) or any(isinstance(one, str) for one in flags):
+        if not isinstance(flags, list) or any(isinstance(flag, str) for flag in flags):
             return described
         values = np.array(flags, np.float64)
         self.apply(values)
         if len(np.unique(values)) < len(values):
             return described
-        return {key: [int(one) for one in values] if key == "flag_values" else attributes[key] for key in attributes}
+        return {key: [int(n) for n in values] if key == "flag_values" else attributes[key] for key in attributes}
 
 
 def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[str, LabelMap]) -> list[float]:
@@ -391,8 +391,8 @@ def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: S
     ignored.
     """
     mask = np.ones(box.shape, np.bool_)
-    for one in weights:
-        mask &= _is_zero(read, one, fields[name].shape, fields[one].shape, box)
+    for weight in weights:
+        mask &= _is_zero(read, weight, fields[name].shape, fields[weight].shape, box)
     return mask
 
 

@@ -229,7 +229,7 @@ class GridMap:
 
     def at(self, ranges: Sequence[Range]) -> list[Array]:
         """Return the positions in the sample of a box of elements: an array per axis of the sample."""
-        positions = [self._scaled(axis, np.arange(*one, dtype=np.float64)) for axis, one in enumerate(ranges)]
+        positions = [self._scaled(axis, np.arange(*limits, dtype=np.float64)) for axis, limits in enumerate(ranges)]
         coordinates = [
             self._placed(axis, self._scaled(axis, value, back=True))
             for axis, value in enumerate(self.smooth.at(positions))
@@ -242,7 +242,7 @@ class GridMap:
         bounds = self.smooth.limits(ends)
         if bounds is None:
             several = [[(float(c.min()), float(c.max())) for c in self.at(tile)] for tile in tiles(ranges)]
-            limits = [(min(a for a, _ in one), max(b for _, b in one)) for one in zip(*several)]
+            limits = [(min(a for a, _ in ends), max(b for _, b in ends)) for ends in zip(*several)]
         else:
             placed = [
                 sorted(self._placed(axis, self._scaled(axis, value, back=True)) for value in bounds[axis])
@@ -396,7 +396,7 @@ def sample_block(
         source = np.empty((*(axis.count for axis in axes), highest - lowest), out.dtype)
         for pieces in itertools.product(*(axis.pieces for axis in axes)):
             where = tuple(slice(at, at + high - low) for (low, high), at in pieces)
-            read([one for one, _ in pieces], (lowest, highest), source[where])
+            read([piece for piece, _ in pieces], (lowest, highest), source[where])
         tables = [axis.table * (step // source.itemsize) for axis, step in zip(axes, source.strides)]
         flat = source.reshape(-1)
         for tile in tiles(ranges):
@@ -460,7 +460,7 @@ def _sampler(
         # Where a fraction is 0 the upper neighbor does not count, not even if it is NaN.
         at += f > 0
         upper = table.take(at)
-        corners = [corner + one for corner in corners for one in (lower, upper)]
+        corners = [corner + end for corner in corners for end in (lower, upper)]
         fractions.append(f.astype(flat.dtype))
     corners = [np.broadcast_to(corner, shape) for corner in corners]
 

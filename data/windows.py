@@ -576,8 +576,8 @@ def _of_sample(
     count = int(np.prod(shape[:-1]))
     dtype = np.uint32 if count <= 2**32 else np.int64
     # A position has a random number of its own, and those with the smallest numbers are kept: the same for all blocks.
-    draws = {one: np.random.default_rng([seed, _FOREGROUND, index, one]) for one in classes}
-    kept = {one: (np.empty(0, dtype), np.empty(0)) for one in classes}
+    draws = {label: np.random.default_rng([seed, _FOREGROUND, index, label]) for label in classes}
+    kept = {label: (np.empty(0, dtype), np.empty(0)) for label in classes}
     row = count // shape[0]
     rows = max(1, PART // (row * shape[-1]))
     for first in range(0, shape[0], rows):
@@ -585,11 +585,11 @@ def _of_sample(
         values = read_box(dataset, name, index, box)[0]
         if ignored is not None:
             values[values == ignored] = 0
-        for one in classes:
-            there = (values == one if one else values > 0).any(axis=-1)
+        for label in classes:
+            there = (values == label if label else values > 0).any(axis=-1)
             at = (np.flatnonzero(there) + first * row).astype(dtype)
-            kept[one] = _smallest(kept[one], (at, draws[one].random(len(at))), most)
-    return {one: np.sort(at) for one, (at, _) in kept.items()}
+            kept[label] = _smallest(kept[label], (at, draws[label].random(len(at))), most)
+    return {label: np.sort(at) for label, (at, _) in kept.items()}
 
 
 def _smallest(

@@ -167,7 +167,7 @@ def copy_whole(source: Path, path: Path) -> None:
         for name in filter(None, old.attrs.get("needs", "").split("\n")):
             if not (source.parent / name).exists():
                 raise DataError(f"cannot read {source.parent / name}, a part of {source}: no such file; apply again")
-        for name in [name for name, one in new.items() if isinstance(one, h5py.Dataset) and one.is_virtual]:
+        for name in [name for name, dataset in new.items() if isinstance(dataset, h5py.Dataset) and dataset.is_virtual]:
             before, joined = new[name], new.create_dataset(f"{name} joined", old[name].shape, old[name].dtype)
             for key in before.attrs.keys() - set(_SCALES):
                 joined.attrs[key] = before.attrs[key]

@@ -11,8 +11,8 @@ import numpy as np
 
 from .data import ChannelStatistics
 from .errors import UserError
-from .interchange.onnx_export import check_onnx_place, save
-from .interchange.weights import check_weights_place, save_weights
+from .interchange.onnx_export import check_onnx_path, save
+from .interchange.weights import check_weights_path, save_weights
 from .layers import Network
 from .training.build import datasets_of, make_network
 from .training.checkpoint import CheckpointReader, TrainingProgress
@@ -43,8 +43,8 @@ class ExportKind:
 
 #: Kinds by name.
 KINDS = {
-    "onnx": ExportKind(check_onnx_place, save, normalizes=True),
-    "safetensors": ExportKind(check_weights_place, save_weights),
+    "onnx": ExportKind(check_onnx_path, save, normalizes=True),
+    "safetensors": ExportKind(check_weights_path, save_weights),
 }
 
 

@@ -122,10 +122,10 @@ class _Product:
     inputs
         Names of the values. For scores the rows are queries, and the columns keys.
     orders
-        Orders that bring their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a sum with
+        Orders that permute their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a sum with
         weights, the second is ``(*batch, summed, columns)``.
     result
-        Order that brings ``(*batch, rows, columns)`` to the axes of the result.
+        Order that permutes ``(*batch, rows, columns)`` to the axes of the result.
     """
 
     inputs: tuple[str, str]

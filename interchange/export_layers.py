@@ -276,7 +276,7 @@ def _group_norm(w: OnnxWriter, node: Node) -> str:
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)
     grouped = w.add(
-        "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::apart"
+        "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::separate"
     )
     plain = [w.numbers(f"{name}::{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
     normed = w.add("InstanceNormalization", [grouped, *plain], f"{name}::normed", epsilon=layer.eps)
@@ -451,7 +451,7 @@ def _reshape(w: OnnxWriter, node: Node) -> str:
     """Export Reshape in our order: channels vary fastest."""
     (value,), name, axes, before = w.inputs(node), w.name(node), len(node.shape) + 1, len(node.inputs[0].shape) + 1
     if before > 2:
-        value = w.add("Transpose", [value], f"{name}::apart", perm=[0, *range(2, before), 1])
+        value = w.add("Transpose", [value], f"{name}::separate", perm=[0, *range(2, before), 1])
     shape = w.numbers(f"{name}::shape", [0, *node.shape], np.int64)
     value = w.add("Reshape", [value, shape], f"{name}::last")
     return w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
@@ -469,7 +469,7 @@ def _pixels(w: OnnxWriter, node: Node) -> str:
         split = [0, channels, *(n for extent in outside for n in (extent, layer.factor))]
         cells, outer = list(range(3, 2 + 2 * d, 2)), list(range(2, 2 + 2 * d, 2))
         order = [0, 1, *cells, *outer] if layer.order == "channel" else [0, *cells[::-1], 1, *outer]
-    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::apart")
+    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::separate")
     value = w.add("Transpose", [value], f"{name}::moved", perm=order)
     whole = w.numbers(f"{name}::shape", [0, node.shape[-1], *node.shape[:-1]], np.int64)
     return w.add("Reshape", [value, whole], f"{name}::y")
@@ -480,7 +480,7 @@ def _shuffle(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
     split = [0, layer.groups, channels // layer.groups, *spatial]
-    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::apart")
+    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::separate")
     value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 2, 1, *range(3, 3 + len(spatial))])
     whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
     return w.add("Reshape", [value, whole], f"{name}::y")
@@ -658,7 +658,7 @@ def _in_cells(
     extents = [cell.extents[key != "q"] for cell in cells]
     parts = [n for cell, extent in zip(cells, extents) for n in (cell.number, extent)]
     split = w.numbers(f"{name} split", [0, *heads, channels // math.prod(heads), *parts], np.int64)
-    value = w.add("Reshape", [value, split], f"{name} apart")
+    value = w.add("Reshape", [value, split], f"{name} separate")
     outer, inner = range(4, 4 + len(parts), 2), range(5, 4 + len(parts), 2)
     last = [3, *inner] if key == "k" else [*inner, 3]
     value = w.add("Transpose", [value], f"{name} moved", perm=[0, *outer, 1, 2, *last])
@@ -672,7 +672,7 @@ def _from_cells(w: OnnxWriter, value: str, name: str, cells: Sequence[_Cells], h
     axes, width = len(cells), shape[-1] // heads
     counts, extents = [cell.number for cell in cells], [cell.extents[0] for cell in cells]
     split = w.numbers(f"{name}::split", [0, *counts, heads, *extents, width], np.int64)
-    value = w.add("Reshape", [value, split], f"{name}::apart")
+    value = w.add("Reshape", [value, split], f"{name}::separate")
     order = [i for axis in range(axes) for i in (1 + axis, 2 + axes + axis)]
     value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 1 + axes, 2 + 2 * axes, *order])
     whole = [0, shape[-1], *(n * extent for n, extent in zip(counts, extents))]

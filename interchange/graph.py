@@ -46,7 +46,7 @@ __all__ = [
 Shape = tuple[int, ...]
 
 #: Remedy if a file does not distinguish buffers from parameters.
-TELL_BUFFERS = (
+NAME_BUFFERS = (
     "this file does not distinguish parameters from buffers: export with dynamo=True, optimize=False, or with "
     "do_constant_folding=False and name the buffers, load(path, buffers=[name for name, _ in module.named_buffers()])"
 )
@@ -267,7 +267,7 @@ class Activation:
         channels first.
     source, axes
         Node whose elements are those of the value, and its axes in ONNX, for a value that Reshape and Transpose have
-        made of the node; None: the value has the axes that the other attributes say.
+        made of the node; None: the value has the axes that the other attributes describe.
     refusal
         Error for layers that read a value that no node has, because its axes are in another order; None: `node` is the
         value.
@@ -416,7 +416,7 @@ class Builder:
         arrays = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
         name = next((constant.name for constant in arrays if constant.origin == "unknown"), "")
         array = repr(name) if name else "an array without a name"
-        return self.refused(op, "an array that is trained or not", f"{array}, a parameter or a buffer", TELL_BUFFERS)
+        return self.refused(op, "an array that is trained or not", f"{array}, a parameter or a buffer", NAME_BUFFERS)
 
     def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
         """Return input `i`, which must be a constant; None if it is omitted."""
@@ -506,7 +506,7 @@ class Builder:
             remedy = "make it a torch.nn.Parameter, and freeze its layer here (training.freeze)"
             raise self.refused(op, "weights that torch trains", f"a constant, {what}", remedy)
         if weights.origin == "unknown" and weights.name and self.graph.by_torch:
-            raise self.refused(op, "weights that torch trains", f"{what}, a parameter or a buffer", TELL_BUFFERS)
+            raise self.refused(op, "weights that torch trains", f"{what}, a parameter or a buffer", NAME_BUFFERS)
 
     def _called_before(
         self, op: OnnxNode, layer: Layer, inputs: Sequence[Node], weights: Sequence[OnnxConstant | None]
@@ -640,7 +640,7 @@ class Origins:
         if any(re.fullmatch(_PARAMETRIZED, name) for name in names):
             return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
         if all(self.of(name).get("origin") == "unknown" for name in names):
-            return TELL_BUFFERS
+            return NAME_BUFFERS
         stored = self.buffers is not None or any(KIND in self.stored.get(name, {}) for name in names)
         return "compute them once, before the export, or write this layer with halograd's own" + (
             "" if stored else "; if they are buffers, name them: load(path, buffers=[...])"

@@ -19,7 +19,7 @@ from .export_layers import LAYERS
 from .files import library
 from .onnx_writer import PRODUCER, OnnxWriter
 
-__all__ = ["check_onnx_place", "save"]
+__all__ = ["check_onnx_path", "save"]
 
 #: A file is one message, and its length has 31 bits.
 _MOST = 2**31 - 2**20
@@ -75,9 +75,13 @@ def save(
         partial.write_bytes(model.SerializeToString())
 
 
-def check_onnx_place(path: Path) -> None:
-    """Check early that a network can be written to `path`, replacing only a network of this library. Local. Raises
-    DataError.
+def check_onnx_path(path: Path) -> None:
+    """Check early that a network can be written to `path`, and would replace only a network of this library. Local.
+
+    Raises
+    ------
+    DataError
+        The file belongs to something else, or its folder cannot be written.
     """
     onnx = library("onnx")
 
@@ -94,7 +98,7 @@ def _needed(network: Network) -> list[Node]:
     loss = network.outputs.get("loss")
     predictions = [node for node in network.outputs.values() if node is not loss]
     if not predictions:
-        raise UserError(f"network {network.name!r}: expected an output besides the loss, got none; name a prediction")
+        raise UserError(f"network {network.name!r}: expected another output than the loss, got none; name a prediction")
     needed: set[Node] = set()
     stack = list(predictions)
     while stack:

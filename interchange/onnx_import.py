@@ -150,7 +150,7 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
 
 
 def _check_parts(path: Path, network: Network) -> None:
-    """Raise UserError if layers train the same elements of an array apart, of which one has a part only.
+    """Raise UserError if layers train the same elements of an array separately, of which one has a part only.
 
     (Exporters merge equal arrays of norms, which are whole and belong to several layers.)
     """

@@ -56,7 +56,7 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
 def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
     """Return the value that has the elements of a node with these axes: of the node itself, or of a reshape of it.
 
-    Layers refuse a value with axes in another order; further reshapes and transposes may bring them into order.
+    Layers refuse a value with axes in another order; further reshapes and transposes may sort them.
     """
     if len(node.shape) == 1 and len(axes.dims) > 2:
         first, after = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))
@@ -452,7 +452,7 @@ def _linear_resize(graph: Graph, op: OnnxNode) -> None:
         share = graph.constants.get(scaled.inputs[1])
         if difference.inputs[1] != first or low.inputs != high.inputs or share is None or not share.is_fixed:
             continue
-        chain, names = [low, high, difference, scaled, op], {n for one in (low, high) for n in one.outputs}
+        chain, names = [low, high, difference, scaled, op], {n for bound in (low, high) for n in bound.outputs}
         if any(all(one is not other for other in chain) for n in names for one in graph.readers(n)):
             continue
         x, before, after = low.inputs[0], low.attributes["chosen"], high.attributes["chosen"]

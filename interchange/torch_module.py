@@ -2,7 +2,7 @@
 
 Both exporters write the module in training mode, with its parameters as they are. torch.export traces it without
 computing, stores which arrays are buffers, and refuses what it cannot follow. TorchScript's tracer runs the module on
-the example; its files say less of the module, so it is used only where torch.export fails, and not where a file of
+the example; its files contain less of the module, so it is used only where torch.export fails, and not where a file of
 torch.export is refused. The module is the same afterwards: modes, buffers, running statistics, random numbers.
 """
 
@@ -58,7 +58,7 @@ class ExportedModule:
     contents: Mapping[str, Buffer]
 
     def write(self, path: Path) -> None:
-        """Write the model to `path`, and large weights beside it; older files are replaced. Local.
+        """Write the model to `path`, and large weights next to it; older files are replaced. Local.
 
         Raises
         ------
@@ -368,7 +368,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
     model = onnx.load(str(folder / "model.onnx"), load_external_data=False)
     graph = model.graph
     _rename(graph, _first_names(call.module, graph))
-    outputs = {one.name for one in graph.output}
+    outputs = {value.name for value in graph.output}
     _rename(graph, {n: f"inner {n}" for n in _values(graph) if n in call.outputs and n not in outputs})
     for name, output in zip(call.outputs, list(graph.output)):
         if name != output.name:
@@ -379,7 +379,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
     _store_buffers(graph, dict(call.module.named_buffers()))
-    _store_frozen(graph, {name for name, one in call.module.named_parameters() if not one.requires_grad})
+    _store_frozen(graph, {name for name, parameter in call.module.named_parameters() if not parameter.requires_grad})
     contents: dict[str, Buffer] = {type(call.module).__name__: model.SerializeToString(deterministic=True)}
     for path in sorted(folder.iterdir()):
         if path.name != "model.onnx":

@@ -51,7 +51,7 @@ __all__ = [
     "Arrangement",
     "WeightsFile",
     "arrangements",
-    "check_weights_place",
+    "check_weights_path",
     "load_weights",
     "save_weights",
 ]
@@ -525,9 +525,13 @@ class WeightsFile:
         return checksum
 
 
-def check_weights_place(path: Path) -> None:
-    """Check early that weights can be written to `path`, replacing only weights of this library. Local. Raises
-    DataError.
+def check_weights_path(path: Path) -> None:
+    """Check early that weights can be written to `path`, and would replace only weights of this library. Local.
+
+    Raises
+    ------
+    DataError
+        The file belongs to something else, or its folder cannot be written.
     """
     safe_open = library("safetensors").safe_open
 

@@ -23,12 +23,12 @@ TABLES = {
     "memory_by_ranks": figures.memory_by_ranks,
     "recomputation": figures.recomputation,
 }
-PLACE = re.compile(r"(^<!-- generated: (\w+) -->$).*?(^<!-- end -->$)", re.M | re.S)
+GENERATED = re.compile(r"(^<!-- generated: (\w+) -->$).*?(^<!-- end -->$)", re.M | re.S)
 
 
 def renewed(page: str) -> str:
     """Return the page with tables that are generated again from the sources."""
-    return PLACE.sub(lambda match: f"{match[1]}\n\n{plain(TABLES[match[2]]())}\n\n{match[3]}", page)
+    return GENERATED.sub(lambda match: f"{match[1]}\n\n{plain(TABLES[match[2]]())}\n\n{match[3]}", page)
 
 
 def plain(text: str) -> str:

@@ -39,13 +39,13 @@ def package() -> griffe.Module:
 
 def public(module: griffe.Module) -> dict[str, list[str]]:
     """Return the public names by the dotted path of the package or module that exports them; `module` comes first."""
-    found = {module.path: exported(module)} if exported(module) else {}
+    exports = {module.path: exported(module)} if exported(module) else {}
     for below in sorted(_modules(module), key=lambda m: m.path):
         if below.is_init_module:
-            found |= public(below)
+            exports |= public(below)
         elif module.is_init_module and not exported(module) and exported(below):
-            found[below.path] = exported(below)
-    return found
+            exports[below.path] = exported(below)
+    return exports
 
 
 def exported(module: griffe.Module) -> list[str]:
@@ -83,8 +83,8 @@ def names() -> str:
     elsewhere = {
         home(module, name)
         for folder in FOLDERS
-        for module, found in public(package()[folder]).items()
-        for name in found
+        for module, names in public(package()[folder]).items()
+        for name in names
     }
     own = [name for name in offered if home("halograd", name) not in elsewhere]
     lines += ["", "## Offered here only", ""]

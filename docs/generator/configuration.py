@@ -39,7 +39,7 @@ PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text
 #: Expected kind of a text, by the name of its check function.
 TEXTS = {"_line": "text", "_path": "path", "_size": 'size such as `"16GiB"`'}
 #: Start of a table's docstring that repeats the heading.
-PLACE = re.compile(r"^``\[[\w.]+\]``(?: with ``kind = [^:]*)?: ")
+HEADING = re.compile(r"^``\[[\w.]+\]``(?: with ``kind = [^:]*)?: ")
 #: An entry of a list of definitions in the text of a key: ``"value"`` and its meaning in the next lines.
 LISTED = re.compile(r'^(``"\w+"``)\n\s*', re.M)
 BOUNDS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
@@ -119,16 +119,16 @@ def strategy_tables() -> str:
 
 def sections(root: type, before: str = "") -> list[ConfigSection]:
     """Return the tables of a file in their order: the top-level keys, then each table with its keys."""
-    found: dict[str, ConfigSection] = {}
+    tables: dict[str, ConfigSection] = {}
     waiting: list[tuple[Inner, str]] = [(Inner("", root), "")]
     while waiting:
-        table, place = waiting.pop(0)
-        section = _section(table, place, before)
-        if section.keys or place:
-            found.setdefault(section.anchor, section)
-        below = [(inner, f"{place}.{inner.step}".lstrip(".")) for inner in _inner(table.kind)]
+        table, path = waiting.pop(0)
+        section = _section(table, path, before)
+        if section.keys or path:
+            tables.setdefault(section.anchor, section)
+        below = [(inner, f"{path}.{inner.step}".lstrip(".")) for inner in _inner(table.kind)]
         waiting = [*below, *waiting]
-    return list(found.values())
+    return list(tables.values())
 
 
 def model_options() -> str:
@@ -147,24 +147,24 @@ def model_options() -> str:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for make in models.makers(name):
         for option, parameter in inspect.signature(make).parameters.items():
             if parameter.default is not inspect.Parameter.empty:
-                found.setdefault(option, parameter.default)
-    return found
+                defaults.setdefault(option, parameter.default)
+    return defaults
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _section(table: Inner, place: str, before: str) -> ConfigSection:
+def _section(table: Inner, path: str, before: str) -> ConfigSection:
     thing = _source(table.kind)
     which = " or ".join(f'"{name}"' for name in table.names)
-    anchor = ".".join(filter(None, (before, place, table.names[0] if table.several else "")))
-    heading = f"`[{place}]`" + (f", `kind = {which}`" if table.several else "") if place else "At the top"
+    anchor = ".".join(filter(None, (before, path, table.names[0] if table.several else "")))
+    heading = f"`[{path}]`" + (f", `kind = {which}`" if table.several else "") if path else "At the top"
     fields = {name: field for name, field in _fields(table.kind).items() if not _is_section(field)}
-    return ConfigSection(heading, anchor, _summary(thing), tuple(_key(table, *one) for one in fields.items()))
+    return ConfigSection(heading, anchor, _summary(thing), tuple(_key(table, *item) for item in fields.items()))
 
 
 def _key(table: Inner, name: str, field: FieldInfo) -> Key:
@@ -179,14 +179,14 @@ def _fields(table: type) -> dict[str, FieldInfo]:
     if issubclass(table, BaseModel):
         return dict(table.model_fields)
     hints = typing.get_type_hints(table, include_extras=True)
-    made = {}
+    fields = {}
     for f in dataclasses.fields(table):
         missing = f.default is dataclasses.MISSING
         factory = None if f.default_factory is dataclasses.MISSING else f.default_factory
-        made[f.name] = FieldInfo.from_annotation(hints[f.name])
-        made[f.name].default = PydanticUndefined if missing else f.default
-        made[f.name].default_factory = factory
-    return made
+        fields[f.name] = FieldInfo.from_annotation(hints[f.name])
+        fields[f.name].default = PydanticUndefined if missing else f.default
+        fields[f.name].default_factory = factory
+    return fields
 
 
 def _inner(table: type) -> Iterator[Inner]:
@@ -290,7 +290,7 @@ def _summary(thing: griffe.Object | None) -> str:
     if thing is None or not thing.docstring:
         return ""
     first = thing.docstring.parse("numpy", warnings=False)[0]
-    text = PLACE.sub("", str(first.value))
+    text = HEADING.sub("", str(first.value))
     return to_markdown(text[:1].upper() + text[1:], thing)[0]
 
 
@@ -301,9 +301,9 @@ def _source(kind: type) -> griffe.Object | None:
     return package()[path.removeprefix("halograd.")]
 
 
-def _markdown(found: list[ConfigSection]) -> str:
+def _markdown(tables: list[ConfigSection]) -> str:
     lines: list[str] = []
-    for section in found:
+    for section in tables:
         lines += [f"### {section.heading} {{#{section.anchor or 'top'}}}", "", section.text, ""]
         if section.keys:
             lines += ["| key | type | default | |", "|---|---|---|---|"]

@@ -59,7 +59,7 @@ def unresolved_roles(package: griffe.Module) -> list[str]:
 def row(*cells: str) -> str:
     """Return a row of a Markdown table. Bars in code are not escaped, because they do not end a cell."""
     parts = (CODE.split(cell) for cell in cells)
-    escaped = ("".join(part if k % 2 else part.replace("|", "\\|") for k, part in enumerate(some)) for some in parts)
+    escaped = ("".join(part if k % 2 else part.replace("|", "\\|") for k, part in enumerate(cell)) for cell in parts)
     return f"| {' | '.join(escaped)} |"
 
 
@@ -70,13 +70,13 @@ def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:
     def link(match: re.Match[str]) -> str:
         written = match[1].strip()
         name = written.lstrip("~")
-        found = target_of(name, thing)
-        if found is None:
+        target = target_of(name, thing)
+        if target is None:
             missing.append(name)
             return f"`{name}`"
         shown = name.rpartition(".")[2] if written.startswith("~") else name
         # `optional`: what has no entry on the site is shown as code.
-        return f'<autoref optional identifier="{found}"><code>{html.escape(shown.lstrip("."))}</code></autoref>'
+        return f'<autoref optional identifier="{target}"><code>{html.escape(shown.lstrip("."))}</code></autoref>'
 
     def prose(part: str) -> str:
         return _escaped(ROLE.sub(link, part))
@@ -131,13 +131,13 @@ def _canonical(package: griffe.Module, path: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _all_paths(package: griffe.Module) -> list[str]:
-    found: list[str] = []
+    paths: list[str] = []
     waiting: list[griffe.Object] = [package]
     while waiting:
         thing = waiting.pop()
-        found.append(thing.path)
+        paths.append(thing.path)
         waiting += [member for member in thing.members.values() if isinstance(member, griffe.Object)]
-    return found
+    return paths
 
 
 # -- text ------------------------------------------------------------------------------------------

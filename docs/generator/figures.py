@@ -22,8 +22,8 @@ def memory_by_ranks() -> str:
     network, pricing = models.build("mesh_2k"), _pricing()
     rows = ["| ranks | memory per rank |", "|---|---|"]
     for ranks in (1, 2, 4, 8):
-        found = simulate(network, Strategy({"height": ranks}), 1, pricing, ranks=ranks)
-        rows.append(f"| {ranks} | {sum(found.memory.values()) / 2**30:.1f} GiB |")
+        prediction = simulate(network, Strategy({"height": ranks}), 1, pricing, ranks=ranks)
+        rows.append(f"| {ranks} | {sum(prediction.memory.values()) / 2**30:.1f} GiB |")
     return "\n".join(rows)
 
 

@@ -48,10 +48,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Insert the references into a page, link names to them, and convert links to sources for the site."""
-    made = outside_code(markdown, lambda text: with_source_links(text, config.repo_url))
+    page_text = outside_code(markdown, lambda text: with_source_links(text, config.repo_url))
     if "/" not in page.file.src_uri:
-        made = outside_code(made, words.linked)
-    return MARK.sub(lambda match: REFERENCES[match[1]](), made)
+        page_text = outside_code(page_text, words.linked)
+    return MARK.sub(lambda match: REFERENCES[match[1]](), page_text)
 
 
 def from_above(text: str) -> str:

@@ -70,4 +70,4 @@ def _names() -> dict[str, str]:
         offered |= api.public(api.package()[folder])
     for module in api.TOP:
         offered[module] = api.exported(api.package()[module.removeprefix("halograd.")])
-    return {f"{module}.{name}": api.home(module, name) for module, found in offered.items() for name in found}
+    return {f"{module}.{name}": api.home(module, name) for module, names in offered.items() for name in names}

@@ -153,7 +153,7 @@ def _show_frontier(
     if not plans:
         from ..planning import make_plan
 
-        make_plan(plan_request, batch, ranks, planning, times)  # raises an error that says what would fit
+        make_plan(plan_request, batch, ranks, planning, times)  # raises an error that names what would fit
     points = [_point(plan_request, plan) for plan in plans]
     if path is not None:
         from .pictures import draw_frontier

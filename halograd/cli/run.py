@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     """Run one command and return the exit code. Collective over `comm`; None: this process alone."""
-    speaks = comm is None or comm.rank == 0
-    who = "" if speaks or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
+    prints = comm is None or comm.rank == 0
+    who = "" if prints or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
     form = f"halograd: {who.replace('%', '%%')}%(message)s"
-    logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format=form)
+    logging.basicConfig(level=logging.WARNING if prints else logging.ERROR, format=form)
     try:
         from .commands import app
 

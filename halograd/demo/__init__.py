@@ -71,7 +71,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
     with progress_bar("epochs", transient=True) as progress:
         done = 0
 
-        def tell(line: str) -> None:
+        def print_progress(line: str) -> None:
             nonlocal done
             if not line.startswith("trained to "):  # names the folder, which is renamed afterwards
                 print(f"    {line}", flush=True)
@@ -79,7 +79,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
             progress(done, settings.epochs)
 
         arguments = ["train", str(files.config), "--set", f"output.directory={files.new_run}"]
-        lines = run_ranks(mpiexec, settings.ranks, arguments, tell)
+        lines = run_ranks(mpiexec, settings.ranks, arguments, print_progress)
     replace_run(files.new_run, files.run)
     print("3/4 evaluation, and a logistic regression of the same channels", flush=True)
     return next((line for line in lines if " parameters, " in line), "")

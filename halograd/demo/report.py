@@ -160,7 +160,7 @@ def _statistics(files: Files) -> ChannelStatistics:
     checkpoint = CheckpointFolder(files.run / "checkpoints").latest
     assert checkpoint is not None, "the run was just finished"
     normalization = read_header(checkpoint)[0].normalization
-    assert normalization is not None, "the configuration asks for it"
+    assert normalization is not None, "the configuration normalizes"
     return ChannelStatistics.from_state_dict(normalization["x"])
 
 

@@ -8,11 +8,11 @@ pytest.importorskip("griffe", reason="needs MkDocs: pip install 'halograd[docs]'
 
 
 def test_the_pages_of_a_clone_have_the_tables_of_the_sources():
-    from docs.generator.__main__ import PAGES, PLACE, renewed
+    from docs.generator.__main__ import GENERATED, PAGES, renewed
 
     for path in PAGES:
         page = path.read_text(encoding="utf-8")
-        assert PLACE.search(page), f"{path.name}: expected a generated table"
+        assert GENERATED.search(page), f"{path.name}: expected a generated table"
         assert page == renewed(page), f"{path.name}: expected other tables; write them by `make docs-pages`"
 
 

@@ -333,6 +333,6 @@ def test_refusals(tmp_path):
     with pytest.raises(UserError, match=r"expected c/w of shape \(2, 1, 1, 4\), got none; give whole arrays"):
         hg.onnx.save(_chain([hg.Conv(2, 1, name="c")], IMAGE), {}, path)
     x, t = hg.Input((4,), "x"), hg.Input((4,), "t")
-    with pytest.raises(UserError, match="expected an output besides the loss, got none; name a prediction"):
+    with pytest.raises(UserError, match="expected another output than the loss, got none; name a prediction"):
         hg.onnx.save(hg.Network({"loss": hg.MeanSquaredError()(x, t)}), None, path)
     assert not path.exists()

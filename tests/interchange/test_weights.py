@@ -12,7 +12,7 @@ from halograd import models
 from halograd.errors import UserError
 from halograd.interchange import load_weights, save_weights
 from halograd.interchange.feature_order import pieces
-from halograd.interchange.weights import Arrangement, arrangements, check_weights_place
+from halograd.interchange.weights import Arrangement, arrangements, check_weights_path
 from halograd.layers import Layer, Parameter
 from halograd.testing import random_array
 from tests.interchange.support import export, first, last, predicted, samples, shake, torch
@@ -111,9 +111,9 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
     with pytest.raises(UserError, match="expected a safetensors file, got another"):
         load_weights(network, tmp_path / "text")
     with pytest.raises(UserError, match="expected no file there, or weights that halograd wrote"):
-        check_weights_place(tmp_path / "text")
-    check_weights_place(path)
-    check_weights_place(tmp_path / "new.safetensors")
+        check_weights_path(tmp_path / "text")
+    check_weights_path(path)
+    check_weights_path(tmp_path / "new.safetensors")
     with pytest.raises(UserError, match="parameters of network 'network': expected conv/b, got none; give all"):
         save_weights(network, {}, path)
 
