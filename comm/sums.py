@@ -55,14 +55,14 @@ def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
 
 
 def shard(size: int, ranks: int, itemsize: int, rank: int) -> slice:
-    """Return the part of one rank, as of :func:`shards`. Local."""
+    """Return the part of one rank, one of those that :func:`shards` returns. Local."""
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-size // step)
     return slice(min(size, lines * rank // ranks * step), min(size, lines * (rank + 1) // ranks * step))
 
 
 def largest_shard(size: int, ranks: int, itemsize: int) -> int:
-    """Return the number of elements of the largest part, as of :func:`shards`. Local.
+    """Return the number of elements of the largest part that :func:`shards` returns. Local.
 
     >>> largest_shard(100, 3, 8), largest_shard(9, 8, 8)
     (36, 8)

@@ -126,7 +126,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """Time steps of the plan of `plan_run`, and of the baselines with a similar prediction and the grid. Collective."""
+    """Time steps of the plan of `plan_run`, of baselines with about its predicted time, and of the grid. Collective."""
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)

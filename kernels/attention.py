@@ -581,12 +581,12 @@ class TileGroup:
         return (samples, *(slice(0, n) for n in self.lead[1:-1]), slice(start, stop))
 
     def of_queries(self, array: Any, heads: int, xp: Any = np) -> Any:
-        """Return the view of an array ``(N, *S, heads * channels)``."""
+        """Return the view of the queries of this tile group in an array ``(N, *S, heads * channels)``."""
         starts = [a.queries.start - start for a, (start, _) in zip(self._axes, self._starts)]
         return self._view(array, heads, starts, self.queries, self.heads.first, self.heads.step, xp)
 
     def of_keys(self, array: Any, heads: int, xp: Any = np) -> Any:
-        """Return the view of an array ``(N, *T, heads * channels)``."""
+        """Return the view of the keys of this tile group in an array ``(N, *T, heads * channels)``."""
         starts = [a.keys.start - start for a, (_, start) in zip(self._axes, self._starts)]
         return self._view(array, heads, starts, self.keys, self.heads.key_first, 1, xp)
 

@@ -598,7 +598,7 @@ class LocalLoss(LossBlock):
             self._divide(dx)
 
     def arrays(self, count: int) -> tuple[Any, Any, Any]:
-        """Return prediction, target and weights, or None, of the first samples."""
+        """Return the first `count` samples of prediction, target and weights (None without weights)."""
         return self.prediction[:count], self.target[:count], None if self.weights is None else self.weights[:count]
 
     def _divide(self, dx: Any | None) -> None:

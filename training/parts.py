@@ -70,7 +70,7 @@ class PartArray:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """Record of the data on the disk.
+    """Record, in the file of a rank, of the batches that are on the disk.
 
     Attributes
     ----------

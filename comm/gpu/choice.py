@@ -193,7 +193,12 @@ REMOVED = ("cuda-ipc",)
 
 
 def named_route(name: str, at: str = "backend.device_transport") -> Route | None:
-    """Return the transport with this name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none.
+    """Return the transport with this name; None for ``"auto"``. Local.
+
+    Raises
+    ------
+    UserError
+        There is no such transport; the message starts with the key `at`.
     """
     if name in REMOVED:
         names = ", ".join([AUTO, *DEVICE_TRANSPORTS.names])

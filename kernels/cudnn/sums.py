@@ -62,7 +62,7 @@ class SumsKey(GraphKey):
 
     @property
     def uids(self) -> tuple[int, ...]:
-        """The tensors of the graph, in order."""
+        """Identifiers of the tensors of the graph, in order."""
         if self.direction == FORWARD_SUMS:
             return (X, W, Y, BIAS, FIRST, SECOND) if self.bias else (X, W, Y, FIRST, SECOND)
         norm = (NORMED, MEAN, VAR, EPS, GAMMA, BETA) if self.relu else (NORMED, MEAN, VAR, EPS)

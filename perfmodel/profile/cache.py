@@ -148,7 +148,7 @@ class Conditions:
     def here(
         cls, kernels: Any, oversubscription: Oversubscription | None = None, autotune: bool = False, flush: int = 0
     ) -> Conditions:
-        """Return the conditions on this machine with a backend, for one rank, or those of `oversubscription`. Local."""
+        """Return the conditions of measurements on this machine; without `oversubscription`, for one rank. Local."""
         oversubscription = oversubscription or Oversubscription()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         device, at_once = device_name(kernels), (oversubscription.ranks, oversubscription.cores)
