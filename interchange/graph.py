@@ -352,7 +352,7 @@ class Builder:
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
         #: Layers with one array, by its name.
-        self._arrays: dict[str, Layer] = {}
+        self._arrays: dict[str, tuple[Layer, tuple[str, ...]]] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -465,25 +465,29 @@ class Builder:
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
 
-    def array(self, op: OnnxNode, layer: Layer, node: Node, constant: OnnxConstant) -> Node:
-        """Add a layer with one array of the file, which is added or multiplied.
+    def array(self, op: OnnxNode, layer: Layer, node: Node, *constants: OnnxConstant, merged: bool = False) -> Node:
+        """Add a layer with arrays of the file that are multiplied or added: a factor, a summand, or both in this order.
 
-        A trained layer has the name of the array. A second use of an array becomes another call of its layer.
+        A trained layer has the name of the first array. A second use of the arrays becomes another call of their layer;
+        with `merged`, a layer of its own, because the exporter may have merged equal arrays of several modules.
         """
-        if constant.is_fixed:
+        if constants[0].is_fixed:
             return self.add(op, layer, node)
-        before = self._arrays.get(constant.name) if constant.name else None
-        if before is None and any(constant.name in its for *_, its in self._owners.values()):
-            before = layer.changed(name="")  # the array of another kind of layer
-        if before is None:
-            layer.name = self.name(op.changed(scope=constant.name))
-            layer.frozen = constant.frozen
-            self._arrays[constant.name] = layer
-            return self.add(op, layer, node)
-        equal = before.kind == layer.kind and settings_of(before, node.shape) == settings_of(layer, node.shape)
-        if not (before.name and equal):
-            raise self._refused_again(op, constant.name)
-        return before(node)
+        names = tuple(constant.name for constant in constants if constant.name)
+        known = next((name for name in names if name in self._arrays), None)
+        if known is not None and not merged:
+            before, its = self._arrays[known]
+            settings = [settings_of(each, node.shape) for each in (before, layer)]
+            if its != names or before.kind != layer.kind or settings[0] != settings[1]:
+                raise self._refused_again(op, known)
+            return before(node)
+        other = next((name for name in names if any(name in its for *_, its in self._owners.values())), None)
+        if other is not None:  # the array of another kind of layer
+            raise self._refused_again(op, other)
+        layer.name = self.name(op.changed(scope=constants[0].name) if constants[0].name else op)
+        layer.frozen = self.frozen(op, constants)
+        self._arrays = dict.fromkeys(names, (layer, names)) | self._arrays
+        return self.add(op, layer, node)
 
     def frozen(self, op: OnnxNode, weights: Sequence[OnnxConstant]) -> bool:
         """Return whether torch trains none of the weights. Raises UserError if it trains some of them only."""

@@ -150,26 +150,21 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     if value.pooled:
         value = build.with_positions(op)
     channels = math.prod(scale.shape)
-    frozen = build.frozen(op, [constant for constant in (scale, shift) if constant is not None])
+    arrays = [constant for constant in (scale, shift) if constant is not None]
+    # An exporter merges equal initial values, such as those of the layer scales of two blocks, but torch trains both.
+    merged = scale.name.rpartition(".")[0] not in (op.scope, op.module)
     if len(value.node.shape) == 1:
         vector = {"gamma": build.initial(scale, np.ravel, (channels,))}
         if shift is not None:
             vector["beta"] = build.initial(shift, np.ravel, (channels,))
         layer = Scale(bias=shift is not None).initialized(**vector)
-        layer.frozen = frozen
-        return value.of(build.add(_named_after(op, scale), layer, value.node))
+        return value.of(build.array(op, layer, value.node, *arrays, merged=merged))
     shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
     initial = {"w": build.initial(scale, lambda array: array.reshape(shape), shape)}
     if shift is not None:
         initial["b"] = build.initial(shift, np.ravel, (channels,))
     conv = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**initial)
-    conv.frozen = frozen
-    return value.of(build.add(_named_after(op, scale), conv, value.node))
-
-
-def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
-    """Return the operation with the name of its weight, which is a direct parameter of a block."""
-    return op.changed(scope=weights.name) if weights.name else op
+    return value.of(build.array(op, conv, value.node, *arrays, merged=merged))
 
 
 # -- poolings --------------------------------------------------------------------------------------

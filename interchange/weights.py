@@ -317,7 +317,9 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             foreign = spec.init.foreign if isinstance(spec.init, GivenValues) else None
             fits = foreign is not None and math.prod(foreign.shape) == spec.size
             if foreign is not None and fits and (stored is not None or foreign.shape != arrangement.torch_shape):
-                arrangement = replace(arrangement, names=tuple(dict.fromkeys((foreign.name, *names))), foreign=foreign)
+                # Arrays that an exporter has merged are several again; only one of them has the name.
+                first = [foreign.name] if all(foreign.name not in before.names for before in result.values()) else []
+                arrangement = replace(arrangement, names=tuple(dict.fromkeys((*first, *names))), foreign=foreign)
             result[name] = arrangement
     return result
 

@@ -50,7 +50,14 @@ def tokens():
     return made, SIGNAL
 
 
-MODULES = {"image": image, "tokens": tokens}
+def factor_used_twice():
+    lib = imported_torch()
+    made = as_module(lambda m, x: m.conv(x * m.gain) * m.gain, conv=lib.nn.Conv2d(4, 4, 1))
+    made.gain = lib.nn.Parameter(lib.ones(4, 1, 1))
+    return made, IMAGE
+
+
+MODULES = {"image": image, "tokens": tokens, "factor used twice": factor_used_twice}
 
 
 def loaded(make, folder, exporter):
@@ -91,6 +98,20 @@ def _saved(module, folder):
 
     save_file({key: tensor.contiguous() for key, tensor in module.state_dict().items()}, folder / "m.safetensors")
     return folder / "m.safetensors"
+
+
+def test_factors_that_an_exporter_has_merged_are_trained_and_saved_one_by_one(tmp_path):
+    lib = imported_torch()
+    blocks = [as_module(lambda m, x: x + m.conv(x) * m.gain, conv=lib.nn.Conv2d(4, 4, 1)) for _ in range(2)]
+    for block in blocks:
+        block.gain = lib.nn.Parameter(lib.full((4, 1, 1), 0.5))
+    path = export(lib.nn.Sequential(*blocks), first(samples(*IMAGE)).float(), tmp_path / "m.onnx", "old")
+    network = hg.onnx.load(path, buffers=())
+    assert {"0.gain/w", "0.gain_2/w"} < network.parameters().keys()
+    values = {name: array + i for i, (name, array) in enumerate(network.initial_values().items())}
+    save_weights(network, values, tmp_path / "m.safetensors")
+    for name, array in load_weights(network, tmp_path / "m.safetensors").items():
+        np.testing.assert_array_equal(array, values[name], err_msg=name)
 
 
 def _read(path):
