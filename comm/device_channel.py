@@ -44,7 +44,8 @@ class DeviceChannel(Channel):
         device: Device,
     ) -> None:
         super().__init__(send_counts, recv_counts, dtype, meter)
-        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
+        self._sends = message_slices(self.send_counts, self.dtype)
+        self._recvs = message_slices(self.recv_counts, self.dtype)
         self._out = device.zeros((end_of(self._sends),), self.dtype)
         self._in = device.zeros((end_of(self._recvs),), self.dtype)
 
@@ -147,10 +148,10 @@ def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPla
     return plan
 
 
-def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
+def message_slices(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
     """Return the slice of each peer's message in one buffer for all messages. Local.
 
-    >>> places({1: 3, 4: 20}, np.dtype("float64"))
+    >>> message_slices({1: 3, 4: 20}, np.dtype("float64"))
     {1: slice(0, 3, None), 4: slice(8, 28, None)}
     """
     step = max(1, _ALIGNMENT // dtype.itemsize)

@@ -14,7 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Folders that have none of our own words; "" are the pages of the top folder.
-FOLDERS = ("", "data", "docs", "dtensor", "examples", "halograd", "interchange", "jobs", "layers", "models")
+FOLDERS = (
+    "",
+    "comm",
+    "data",
+    "device",
+    "docs",
+    "dtensor",
+    "examples",
+    "halograd",
+    "interchange",
+    "jobs",
+    "kernels",
+    "layers",
+    "models",
+)
 
 #: Words of our own, with the field's; inflected forms included.
 WORDS = {
@@ -44,14 +58,13 @@ RIGHT = re.compile(
     r"|(?:32|vector|SIMD|warp|of|all) lanes|lanes of",
     re.IGNORECASE,
 )
-#: Identifiers that stay, by folder: what users override or set.
+#: Words that stay, by folder: terms of the field there, and what users override or set.
 PUBLIC = {
     "comm": {"wire"},  # `Codec.wire`, the dtype of encoded elements: the wire format
     "docs": {"wire"},
+    "kernels": {"lane", "lanes"},  # of a vector access or a warp
     "data": {"place", "turns"},  # `Dataset.place`, the key `augment.turns`
 }
-#: Identifiers of Python and NumPy.
-EXTERNAL = {"tell"}
 
 PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 SEQUENCES = {word for word in FIELD if " " in word}
@@ -84,10 +97,9 @@ def in_module(source: str, public: Set[str] = frozenset()) -> Iterator[tuple[int
             yield from ((match.start() + offset, word) for offset, word in in_prose(match[0], public))
     code = TEXTS.sub(lambda match: " " * len(match[0]), source)
     for match in NAMES.finditer(code):
-        if match[0] not in public and match[0] not in EXTERNAL:
-            for part in PARTS.findall(match[0].replace("in_place", "")):
-                if part.lower() in FIELD:
-                    yield match.start(), f"{part.lower()} ({match[0]})"
+        for part in PARTS.findall(match[0].replace("in_place", "")):
+            if part.lower() in FIELD and part.lower() not in public:
+                yield match.start(), f"{part.lower()} ({match[0]})"
 
 
 def occurrences(folder: str) -> Iterator[str]:

@@ -96,7 +96,7 @@ class ColumnsGrid:
 def with_partial(
     launcher: Launcher, scratch: Scratch, grid: ColumnsGrid, impl: str, sums: Launch, *then: Launch
 ) -> Kernel:
-    """Return a kernel of the launch `sums`, whose blocks meet in scratch memory, and of the launches `then`."""
+    """Return a kernel of the launch `sums`, whose blocks add up in scratch memory, and of the launches `then`."""
     run = run_all([sums, *then])
     if grid.chunks == 1:
         return sequence(impl, sums, *then)

@@ -129,10 +129,10 @@ class CupyLauncher(Launcher):
         # `kernelParams` of cuLaunchKernel: the address of each parameter. CuPy's own call would inspect the fields of
         # the record at every launch, which takes 12-15 us.
         parameters = np.array([address(record)], np.uint64)
-        pointer, place, extents = int(function.ptr), address(parameters), (*grid, *block)
+        pointer, start, extents = int(function.ptr), address(parameters), (*grid, *block)
 
         def run(keep: Any = (function, parameters)) -> None:
-            launch(pointer, *extents, 0, stream().ptr, place, 0)
+            launch(pointer, *extents, 0, stream().ptr, start, 0)
 
         return run
 

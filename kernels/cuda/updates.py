@@ -141,23 +141,23 @@ class CudaUpdates(Updates):
         joined = _joined(terms)
         if not joined:
             return Kernel(lambda: out.fill(0), "empty")
-        launches, places, count = [], [], 0
+        launches, offsets, count = [], [], 0
         for first, size, divisor in joined:
             grid = items_grid(self.launcher, size // 4, per_unit=4)
             program = CudaProgram("reduce", (dtype_name(first),), size >= LARGE)
             members: dict[str, Any] = {"x": first, "count": size, "weight": 1.0 / divisor}
             launches.append(Launch(self.launcher, program, f"squares_{_reads(first)}", grid, **members))
-            places.append(count)
+            offsets.append(count)
             count += grid[0]
         launches[0].keep([array for array, _ in terms])
         program = CudaProgram("reduce", (dtype_name(terms[0][0]),))
         launches.append(Launch(self.launcher, program, "finish_squares", (1,), partials=count, total=out))
-        places.append(0)
+        offsets.append(0)
         run = run_all(launches)
 
         def bind() -> Callable[[], Any]:
             partial = self.scratch.view((count,), np.float64)
-            for launch, first in zip(launches, places):
+            for launch, first in zip(launches, offsets):
                 launch.set(partial=partial[first:])
             return run
 

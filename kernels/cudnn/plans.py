@@ -256,7 +256,7 @@ class Plans:
         return first_wins
 
     def known_slower(self, keys: Sequence[GraphKey], other: str) -> bool:
-        """Return whether a stored measurement says that the kernel `other` is faster than one with these plans."""
+        """Return whether the kernel `other` is faster than one with these plans, by a stored measurement."""
         entry = self._store.get(_comparison(keys))
         return entry is not None and entry.name == other
 

@@ -131,7 +131,7 @@ class Runtime:
 
     @property
     def conditions(self) -> str:
-        """Device, driver and library versions, on which a stored plan depends besides its key."""
+        """Device, driver and library versions, on which a stored plan depends in addition to its key."""
         driver = self.cupy.cuda.runtime.driverGetVersion()
         major, minor = self.capability
         return (
