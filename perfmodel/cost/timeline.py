@@ -89,15 +89,14 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
     for player in players:
         player.begin_forward(forward)
         player.compute(name, forward, "forward")
-    player = min(players, key=lambda one: one.now)
-    seconds, algorithm = player.now, player.algorithms.get(name, "")
-    ahead = player.shared()
+    player = min(players, key=lambda player: player.now)
+    forward_seconds, algorithm, forward_use = player.now, player.algorithms.get(name, ""), player.use_of_pass()
     player.begin_backward()
     if backward:
         player.compute(name, backward, "backward_data")
     terms = {term: spent for (_, term), spent in player.terms.items()}
-    busy, slack, squares = zip(ahead, player.shared())
-    return LayerCost(seconds, player.now, terms, algorithm, busy, slack, squares)
+    busy, slack, squares = zip(forward_use, player.use_of_pass())
+    return LayerCost(forward_seconds, player.now, terms, algorithm, busy, slack, squares)
 
 
 @dataclass(frozen=True)
@@ -174,6 +173,7 @@ class _Link:
                 self.free = max(self.free, at + seconds)
             return self.free if in_order else at + seconds
         if busy or self.load:
+            # One number describes all messages in progress: the mean of their loads, weighted by the time left.
             waiting = max(0.0, self.free - at)
             self.load = (self.load * waiting + busy) / (waiting + seconds) if seconds else self.load
         self.free = max(self.free, at) + seconds
@@ -200,7 +200,7 @@ class _Player:
         """Begin the forward pass of one layer; the kernels before it are taken to vary as much as its own."""
         if self.pricing.jitter:
             timings = [(o.timing, o.layer) for o in operations if isinstance(o, Run) and o.timing is not None]
-            self._squares = sum(self._seconds(*one) ** 2 for one in timings if one[0].phase != "boundary")
+            self._squares = sum(self._seconds(*timing) ** 2 for timing in timings if timing[0].phase != "boundary")
 
     def begin_backward(self) -> None:
         """Begin the backward pass of one layer at time 0; all messages of its forward pass have ended."""
@@ -209,8 +209,8 @@ class _Player:
         self._busy, self._slack, self._all = 0.0, math.inf, 0.0
         self._ends.clear()
 
-    def shared(self) -> tuple[float, float, float]:
-        """Return the time of a node's adapters, the slack of the exchanges, and the sum of the kernels' squares."""
+    def use_of_pass(self) -> tuple[float, float, float]:
+        """Return `busy`, `slack` and `squares` of the pass, as in :class:`LayerCost`."""
         return self._busy, self._slack if self._busy else 0.0, self._all
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
@@ -237,7 +237,9 @@ class _Player:
         timing, layer = operation.timing, operation.layer
         if timing is None or (self._pads and timing.phase == "boundary"):
             return 0.0
-        if self.algorithms.get(layer) == "pad" and any(one.kind == "halo" and one.name == layer for one in self._ends):
+        # A kernel between the start and the end of its halo exchange hides the exchange.
+        in_progress = any(exchange.kind == "halo" and exchange.name == layer for exchange in self._ends)
+        if self.algorithms.get(layer) == "pad" and in_progress:
             self.algorithms[layer] = "overlap"
         seconds = self._seconds(timing, layer)
         self._squares += seconds * seconds
@@ -268,6 +270,7 @@ class _Player:
         late = self.pricing.straggling(self._squares, 1 + peers) if self.pricing.jitter else 0.0
         self._busy += busy
         self._ends[exchange] = self._exchanges.send(self.now + late, seconds)
+        # Repeated operations belong to the term "again", and do not change the algorithm of the forward pass.
         if exchange.kind == "halo" and not self._again:
             self.terms[operation.layer, "halo"] += seconds
             if forward and seconds:
@@ -288,7 +291,7 @@ class _Player:
             late = self.pricing.straggling(self._squares, price.ranks) if self.pricing.jitter else 0.0
             at = self.now + late + price.begin
             self._ends[operation.sum] = self._statistics.send(at, price.seconds - price.work)
-        elif operation.sum in self._ends:
+        elif operation.sum in self._ends:  # else it was started in the forward pass, and has ended since
             waited = self._wait(self._ends.pop(operation.sum)) + price.work
             self._spend(operation.layer, "statistics", waited)
 
@@ -318,14 +321,15 @@ class _StepPlayer(_Player):
         totals = [o for o in (*before, *program.end) if isinstance(o, BucketTotal)]
         started = {o.sum for o in totals if o.end == "start"}
         gathers = {o.layer: o for o in totals if o.layer and o.sum not in started}
-        earlier, begins = _StepPlayer(program, self._costs, self.pricing, self._slots), dict[str, float]()
+        previous, begins = _StepPlayer(program, self._costs, self.pricing, self._slots), dict[str, float]()
         for segment in program.forward:
-            begins.setdefault(segment.name, earlier.now)
-            earlier._segment(segment, "forward")
+            begins.setdefault(segment.name, previous.now)
+            previous._segment(segment, "forward")
         for segment in program.forward:
             if segment.name in gathers:
                 gather = gathers.pop(segment.name)
-                self._send(gather, self.pricing.sum(gather.sum), begins[segment.name] - earlier.now)
+                # Time 0 is the end of the previous forward pass, so gathers start at negative times.
+                self._send(gather, self.pricing.sum(gather.sum), begins[segment.name] - previous.now)
 
     def backward(self) -> None:
         for segment in self._program.backward:
@@ -344,17 +348,17 @@ class _StepPlayer(_Player):
 
     def _segment(self, segment: Segment, own: str) -> float:
         """Simulate the layer of a segment; return its time [s]."""
-        known = self._costs.get(segment.name)
-        if known is None:
+        cost = self._costs.get(segment.name)
+        if cost is None:
             begin, self._busy, self._slack = self.now, 0.0, math.inf
             self.compute(segment.name, segment.operations, own)
             self.now += self._contend(segment.name, self._busy, self._slack, begin, self.now - begin)
             return self.now - begin
-        ahead = own == "forward"
-        seconds = known.forward_seconds if ahead else known.backward_seconds
-        if known.busy != _NONE:
-            seconds += self._contend(segment.name, known.busy[not ahead], known.slack[not ahead], self.now, seconds)
-        self._all += known.squares[not ahead]
+        backward = own != "forward"
+        seconds = cost.backward_seconds if backward else cost.forward_seconds
+        if cost.busy != _NONE:
+            seconds += self._contend(segment.name, cost.busy[backward], cost.slack[backward], self.now, seconds)
+        self._all += cost.squares[backward]
         self.now += seconds
         return seconds
 
@@ -369,8 +373,8 @@ class _StepPlayer(_Player):
         if not shared:
             return 0.0
         self._gradients.free += shared
-        later = {total: (at + shared, work) for total, (at, work) in self._buckets.items() if at > begin}
-        self._buckets.update(later)
+        delayed = {total: (end + shared, work) for total, (end, work) in self._buckets.items() if end > begin}
+        self._buckets.update(delayed)
         delay = max(0.0, shared - slack)
         self.terms[name, "halo_exposed"] += delay
         return delay
@@ -392,6 +396,7 @@ class _StepPlayer(_Player):
     def _begin(self, operation: BucketTotal) -> None:
         price = self.pricing.sum(operation.sum)
         begin = price.begin
+        # The sum reads what the device has written, so the host waits for the device first.
         if operation.sum.algorithm.adds and price.seconds and operation.sum not in self._at_rest:
             begin += self.pricing.synchronize
         self.now += begin

@@ -67,8 +67,8 @@ class BoundLayer:
         input_gradient: bool = True,
         spread: bool = False,
     ) -> None:
-        self.kernels, self._comm = kernels, cast("Communicator", _Twins()) if spread else comm
-        size, self._dtype = self._comm.size, np.dtype(dtype)
+        comm = cast("Communicator", _EqualRanks()) if spread else comm
+        self.kernels, size, self._dtype = kernels, comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
         classes = {i: layer.counted_classes(i, *shapes) for i in range(len(inputs))}
         layer = layer.with_counts({i: [1] * n for i, n in classes.items() if n})
@@ -92,21 +92,21 @@ class BoundLayer:
         self.arrays = self._parameters(layer, shapes)
         arrays = {kind: {f"{step.name}/{k}": a for k, a in own.items()} for kind, own in self.arrays.items()}
         arrays |= {"copies": arrays["params"], "rounded": arrays["grads"]}
-        self.runner = Runner(self.program, self._comm, kernels, arrays, mode)
+        self.runner = Runner(self.program, comm, kernels, arrays, mode)
         self.inputs = [self.runner.view(x.view) for x in values]
         self.output = self.runner.view(output.view)
         for i, (array, x) in enumerate(zip(self.inputs, values)):
             if x.dtype.kind != "i":
                 _fill(array, x.name)
-                if layer.compares(i):
+                if layer.compares(i):  # targets that every loss accepts: 0 and 1
                     np.greater(array, 0, out=array, casting="unsafe")
-        self._before = [self._copy(array) for array in self.inputs]
+        self._saved_inputs = [self._copy(array) for array in self.inputs]
         self.dy: Any = None
-        self._behind: Any = None
+        self._saved_dy: Any = None
         if output.gradient is not None:
             self.dy = self.runner.view(output.dy)
             _fill(self.dy, "dy")
-            self._behind = self._copy(self.dy)
+            self._saved_dy = self._copy(self.dy)
 
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
         params, state = layer.parameters(*shapes), layer.state(*shapes)
@@ -134,14 +134,14 @@ class BoundLayer:
 
     def write_inputs(self) -> None:
         """Emulate the previous layer: write the inputs from other arrays, so that a part of them is in the cache."""
-        for target, source in zip(self.inputs, self._before):
+        for target, source in zip(self.inputs, self._saved_inputs):
             self.kernels.xp.add(source, 0, out=target)
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
         """Emulate the backward pass of the next layer: write `dy`, whose memory the forward pass may have used."""
         if self.dy is not None:
-            self.kernels.xp.add(self._behind, 0, out=self.dy)
+            self.kernels.xp.add(self._saved_dy, 0, out=self.dy)
             self.kernels.synchronize()
 
     def forward(self) -> None:
@@ -208,19 +208,19 @@ def _fill(array: Any, name: str) -> None:
         device.assign(part, values[: part.size])
 
 
-class _Twins:
+class _EqualRanks:
     """Emulated communicator of two ranks with equal data, whose sums are immediate."""
 
     rank, size = 0, 2
     waits_for_network = False
     recorder = None
 
-    def reductions(self, specs: Sequence[ReductionSpec]) -> list[_Double]:
-        return [_Double(spec.buffer) for spec in specs]
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[_DoubledSum]:
+        return [_DoubledSum(spec.buffer) for spec in specs]
 
 
-class _Double:
-    """Sum in which the other rank has the same summand as this one."""
+class _DoubledSum:
+    """Sum over two ranks with the same summand."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer

@@ -61,16 +61,18 @@ class Oversubscription:
     @classmethod
     def of(cls, comm: Communicator, kernels: Any) -> Oversubscription:
         """Return the most oversubscribed host of a run with a backend. Collective over `comm`."""
-        return cls.among(comm.allgather_objects(_place(kernels)), kernels.threads)
+        return cls.among(comm.allgather_objects(_host_and_cores(kernels)), kernels.threads)
 
     @classmethod
     def here(cls, ranks: int, kernels: Any) -> Oversubscription:
         """Return the description of `ranks` ranks with a backend on this host. Local."""
-        return cls.among([_place(kernels)] * ranks, kernels.threads)
+        return cls.among([_host_and_cores(kernels)] * ranks, kernels.threads)
 
     @classmethod
-    def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Oversubscription:
+    def among(cls, ranks: Iterable[tuple[str, Cores | None]], threads: int) -> Oversubscription:
         """Return the most oversubscribed host, given the host and the cores of every rank. Local.
+
+        Cores are None for ranks that compute on a device: these do not share cores.
 
         >>> Oversubscription.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
         Oversubscription(ranks=4, cores=2)
@@ -78,29 +80,28 @@ class Oversubscription:
         Oversubscription(ranks=2, cores=0)
         """
         hosts: dict[str, list[Cores | None]] = {}
-        for host, cores in places:
+        for host, cores in ranks:
             hosts.setdefault(host, []).append(cores)
-        known = {host: [cores for cores in cores_of_host if cores is not None] for host, cores_of_host in hosts.items()}
-        counts = [
-            (len(cores_of_host), Cores.together(known[host]) if known[host] else 0)
-            for host, cores_of_host in hosts.items()
-        ]
-        in_turn = [cls(ranks, cores) for ranks, cores in counts if ranks * threads > cores > 0]
-        if in_turn:
-            return max(in_turn, key=lambda oversubscription: oversubscription.ranks / oversubscription.cores)
-        return cls(max(ranks for ranks, _ in counts))
+        oversubscribed = []
+        for cores_of_ranks in hosts.values():
+            known = [cores for cores in cores_of_ranks if cores is not None]
+            count = Cores.together(known) if known else 0
+            if len(cores_of_ranks) * threads > count > 0:
+                oversubscribed.append(cls(len(cores_of_ranks), count))
+        most = cls(max(map(len, hosts.values())))
+        return max(oversubscribed, key=lambda host: host.ranks / host.cores, default=most)
 
     @property
-    def in_turn(self) -> bool:
+    def shares_cores(self) -> bool:
         """Whether the ranks share cores."""
         return self.cores > 0
 
     def clock(self) -> float:
         """Return a clock reading [s] whose differences are durations on a rank of this host. Local."""
-        return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
+        return time.process_time() * self.ranks / self.cores if self.shares_cores else time.perf_counter()
 
 
-def _place(kernels: Any) -> tuple[str, Cores | None]:
+def _host_and_cores(kernels: Any) -> tuple[str, Cores | None]:
     """Return the host, and the cores of this process; None for the cores of a process with a device."""
     return platform.node(), usable_cores() if kernels.device.is_host else None
 

@@ -113,8 +113,9 @@ class LayerTimer:
         for run in (warm, write):
             if run is not None:
                 run()
-        # If ranks share cores, a waiting one would let others run between a layer and the one before it.
-        if not self._oversubscription.in_turn:
+        # If ranks share cores, a waiting one would let others run, and use the cache, between the writing of the input
+        # and the layer.
+        if not self._oversubscription.shares_cores:
             self.comm.barrier()
 
     def _clock(self, run: Callable[[], object]) -> float:
@@ -212,13 +213,13 @@ def measure_layers(
     needed = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
     state = Coverage(known=needed.count(False))
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         if progress is not None and comm.rank == 0:
             progress(done, len(todo))
 
     try:
         for done, (work, missing) in enumerate(zip(todo, needed)):
-            tell(done)
+            report(done)
             if not missing:
                 continue
             if comm.bcast(budget is not None and time.perf_counter() - begin > budget):
@@ -233,6 +234,6 @@ def measure_layers(
     finally:
         if comm.rank == 0:
             cache.flush()
-    tell(len(todo))
+    report(len(todo))
     state.seconds = time.perf_counter() - begin
     return state

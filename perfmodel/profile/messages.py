@@ -53,17 +53,17 @@ class Nodes:
 
         Partners are mutual, and all pairs exchange at the same time.
         """
-        mine = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
-        place = mine.index(rank)
+        # Positions 0 and 1 are partners, 2 and 3, and so on: x ^ 1 is the partner of x.
+        here = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        position = here.index(rank)
         if level == "node":
-            other = place ^ 1
-            return mine[other] if other < len(mine) else None
+            return here[position ^ 1] if position ^ 1 < len(here) else None
         order = list(dict.fromkeys(self.nodes))
-        beside = order.index(self.nodes[rank]) ^ 1
-        if beside >= len(order):
+        partner_node = order.index(self.nodes[rank]) ^ 1
+        if partner_node >= len(order):
             return None
-        theirs = [r for r, node in enumerate(self.nodes) if node == order[beside]]
-        return theirs[place] if place < len(theirs) else None
+        there = [r for r, node in enumerate(self.nodes) if node == order[partner_node]]
+        return there[position] if position < len(there) else None
 
     def has(self, level: str) -> bool:
         """Return whether a level ("node" or "across") has a pair of ranks."""

@@ -197,7 +197,7 @@ def test_a_budget_leaves_layers(alone):
 
 
 @pytest.mark.parametrize(
-    ("places", "threads", "expected"),
+    ("ranks", "threads", "expected"),
     [
         ([("a", {0, 1})] * 2, 1, Oversubscription(2, 0)),
         ([("a", {0, 1})] * 4, 1, Oversubscription(4, 2)),
@@ -209,8 +209,8 @@ def test_a_budget_leaves_layers(alone):
         ([("a", set())] * 4, 1, Oversubscription(4, 0)),
     ],
 )
-def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, expected):
-    found = [(host, Cores(frozenset(cores)) if cores else None) for host, cores in places]
+def test_ranks_share_cores_if_they_are_more_than_the_cores(ranks, threads, expected):
+    found = [(host, Cores(frozenset(cores)) if cores else None) for host, cores in ranks]
     assert Oversubscription.among(found, threads) == expected
 
 
