@@ -72,15 +72,24 @@ class Run:
 class Predictor:
     """Predictor of steps on this machine with one transport. Collective.
 
-    Messages are measured once; layers are measured on request, and again between rounds of steps.
+    Layers are measured on request. Layers, messages and overheads are measured again between rounds of steps: on a
+    virtual machine, the time of a sum in shared memory may change by a factor of two within a minute.
     """
 
     def __init__(self, world: Communicator, backend: Any) -> None:
-        profile = measure_machine(world, backend)
-        overheads = measure_overheads(world, backend, profile.machine)
-        self.machine: Machine = profile.with_overheads(*overheads).machine
         self.world, self.backend, self.cache = world, backend, TimeCache(None)
+        self._machines = [self._measure_machine()]
         self._works: dict[tuple[Conditions, str], tuple[LayerTimer, LayerWork, list[LayerTime]]] = {}
+
+    @property
+    def machine(self) -> Machine:
+        """Last measurement of the machine."""
+        return self._machines[-1]
+
+    def _measure_machine(self) -> Machine:
+        profile = measure_machine(self.world, self.backend)
+        overheads = measure_overheads(self.world, self.backend, profile.machine)
+        return profile.with_overheads(*overheads).machine
 
     def times(self, case: Case) -> MeasuredTimes:
         """Return times of the layers of a network, measured with the cache state of its steps."""
@@ -96,9 +105,10 @@ class Predictor:
         return layer_time
 
     def sweep(self) -> None:
-        """Measure all layers once more, and store the means."""
+        """Measure all layers once more, and store the means; measure messages and overheads once more."""
         for key in self._works:
             self._again(key)
+        self._machines.append(self._measure_machine())
 
     def again(self, keys: Iterable[str]) -> None:
         """Measure the layers with these keys once more."""
@@ -113,21 +123,25 @@ class Predictor:
         self.cache.put(*key, tuple(fmean(values) for values in zip(*samples)))
 
     def close_sweeps(self) -> None:
-        """Clear the list of layers, before the next network."""
+        """Forget the layers, and all but the last measurement of the machine, before the next network."""
         self._works.clear()
+        del self._machines[:-1]
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
-        """Return the step time and its parts [s]."""
-        simulation = simulate(
-            case.make(), strategy, case.batch, Pricing(NetworkModel(self.machine), times), Training(slots=1)
-        )
+        """Return the step time and its parts, the means over all measurements of the machine [s]."""
         terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
-        parts = {term: simulation.total(term) for term in terms}
-        return parts | {
-            "step": simulation.step_seconds,
-            "allreduce_exposed": simulation.allreduce_exposed,
-            "update": simulation.update_seconds,
-        }
+        simulated = []
+        for machine in self._machines:
+            pricing = Pricing(NetworkModel(machine), times)
+            simulation = simulate(case.make(), strategy, case.batch, pricing, Training(slots=1))
+            parts = {term: simulation.total(term) for term in terms}
+            parts |= {
+                "step": simulation.step_seconds,
+                "allreduce_exposed": simulation.allreduce_exposed,
+                "update": simulation.update_seconds,
+            }
+            simulated.append(parts)
+        return {part: fmean(parts[part] for parts in simulated) for part in simulated[0]}
 
 
 class Disturbance:

@@ -215,8 +215,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription
             backend.synchronize()
 
         nbytes = features * features * executor.dtype.itemsize
-        times = _times(run, oversubscription, lambda: passing.__iadd__(1))
-        return times[len(times) // 2] / nbytes
+        return median(_times(run, oversubscription, lambda: passing.__iadd__(1))) / nbytes
 
 
 def _small_network() -> Network:
@@ -245,8 +244,8 @@ def _step(network: Network, alone: Communicator, backend: Any, dtype: str, overs
             executor.forward()
             executor.backward()
 
-        # Take the best: another process disturbs a whole step, but rarely a single layer.
-        return _times(step, oversubscription, repeats=60)[0]
+        # Not the best step: the times of layers are means, so a step would seem to take less than its layers.
+        return median(_times(step, oversubscription, repeats=60))
 
 
 def _times(
@@ -255,14 +254,14 @@ def _times(
     before: Callable[[], Any] = lambda: None,
     repeats: int = 25,
 ) -> list[float]:
-    """Return times of `run`, the shortest first [s], after two warm-up runs. `before` runs first and is not timed."""
+    """Return times of `run` [s], after two warm-up runs. `before` runs first and is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
         begin = oversubscription.clock()
         run()
         times.append(oversubscription.clock() - begin)
-    return sorted(times[2:])
+    return times[2:]
 
 
 #: Steps of a baseline are measured if its prediction is at most this fraction longer than that of the plan.

@@ -200,15 +200,16 @@ class Pricing:
             after = parts.addition + parts.across
             return SumPrice(after + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
-            seconds = network_model.collective(method.name, nbytes, members, groups)
+            work = network_model.sum_work(nbytes, members) / 2
+            seconds = max(work, network_model.collective(method.name, nbytes, members, groups))
             busy = network_model.busy(method.name, nbytes, members, groups)
-            work = min(seconds, network_model.sum_work(nbytes, members) / 2)
             return SumPrice(seconds, work, in_order=in_order, busy=busy)
         codec = method.codec
         payload = codec.payload(nbytes)
-        seconds = network_model.sum(payload, members, groups)
+        # Sums back to back, as they were measured, may be faster than the end of one sum after other work.
+        work = network_model.sum_work(payload, members)
+        seconds = max(work, network_model.sum(payload, members, groups))
         busy = network_model.busy("allreduce", payload, members, groups)
-        work = min(seconds, network_model.sum_work(payload, members))
         if codec.identity:
             return SumPrice(seconds, work, in_order=in_order, busy=busy)
         one_pass = network_model.copy(nbytes) / 2  # a copy reads and writes

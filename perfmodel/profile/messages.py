@@ -238,7 +238,7 @@ def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> 
             for _ in range(IN_A_ROW):
                 np.copyto(targets[i], sources[i])
             times[i] = (clock() - begin) / IN_A_ROW
-    return fit_line(sizes, seconds.min(axis=0))
+    return fit_line(sizes, np.median(seconds, axis=0))
 
 
 class _Spans:
@@ -261,9 +261,9 @@ def _compute(seconds: float) -> None:
 
 
 def _slowest(comm: Communicator, seconds: np.ndarray) -> np.ndarray:
-    """Return, per size, the minimum over rounds of the time of the slowest rank [s], the same on all ranks. Collective.
+    """Return, per size, the median over rounds of the time of the slowest rank [s], the same on all ranks. Collective.
 
-    The minimum is taken because on a shared machine the median includes the load of other users.
+    The minimum would be wrong: a step has many messages, and takes the sum of their typical times.
     """
     everywhere = np.array(comm.allgather_objects(seconds.tolist()))
-    return everywhere.max(axis=0).min(axis=0)
+    return np.median(everywhere.max(axis=0), axis=0)

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halograd.dtensor import Groups
+from halograd.lowering.operations import Sum
+from halograd.lowering.views import Buffer
 from halograd.perfmodel.cost.network_costs import Grids, edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.network_model import NetworkModel
 from halograd.perfmodel.cuts import candidates
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Overheads
 from halograd.program.traffic import Move
-from tests.perfmodel.pricing import cut
+from tests.perfmodel.pricing import cut, priced
 from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
 
 #: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.
@@ -117,6 +120,17 @@ def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_acros
     assert network_model.collective("all_gather", 64, range(4)) == pytest.approx(3 * 1.0 + 3 / 4 * 64 / 8), (
         "half of a ring"
     )
+
+
+@pytest.mark.parametrize(("method", "part"), [("allreduce", 1.0), ("all_gather", 0.5)])
+@pytest.mark.parametrize(("end", "expected"), [(3.0, 24.0), (0.5, 8.0)], ids=["in the wait", "in the background"])
+def test_a_sum_takes_at_least_as_long_as_its_end_after_other_work(method, part, end, expected):
+    """8 bytes take 8 s back to back; their end takes 24 s, or 4 s, after other work."""
+    runtime = Overheads(sums={4: Link(0.0, 1.0)}, work={4: Link(0.0, end)})
+    view = Buffer((2,), np.dtype("float32"), "").view
+    total = Sum(Groups.whole(4), view, [8], "allreduce", None, method)
+    price = priced(dataclasses.replace(MACHINE, runtime=runtime)).sum(total)
+    assert (price.seconds, price.work) == (part * expected, part * 8 * end)
 
 
 def test_the_shorter_of_two_measured_times_of_a_sum_is_taken():

@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd import layers as L
+from halograd import measuring
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, SoftmaxCrossEntropy, Strategy
@@ -151,6 +152,18 @@ def test_works_are_what_a_plan_asks_for_and_few(model):
     found, every = (works_of(network, 4, 4, MACHINE, full=full) for full in (False, True))
     assert found.keys() == times.requested.keys() <= every.keys()
     assert 0 < len(every) < 16 * len(network.layers)
+
+
+def test_overheads_compare_typical_steps_with_typical_layers(alone, kernels, monkeypatch):
+    """The fastest step may take less than the mean times of its layers, and would hide the overhead."""
+    layers = SimpleNamespace(measure=lambda work: LayerTime(1e-3, 0.0, 0.0), close=lambda: None)
+    monkeypatch.setattr(measuring, "LayerTimer", lambda *args: layers)
+    monkeypatch.setattr(measuring, "_times", lambda *args, **kw: [3.0, 1e-9, 2.0])
+    update, overhead = measuring.measure_overheads(alone, kernels, MACHINE)
+    network = measuring._small_network()
+    works = works_of(network, 1, 1, MACHINE)
+    assert overhead == pytest.approx((2.0 - 1e-3 * len(works)) / (2 * len(network.layers)))
+    assert update == pytest.approx(2.0 / (4 << 20))
 
 
 class FakeTimer:

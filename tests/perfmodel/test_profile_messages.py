@@ -1,6 +1,7 @@
 """Tests of measured message times on an emulated network with known parameters, and of line fits."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,13 @@ def test_partners_are_mutual_and_on_the_right_node():
 
 def test_groups():
     assert [group_sizes(n) for n in (1, 2, 3, 8)] == [[], [2], [2, 3], [2, 4, 8]]
+
+
+def test_a_time_is_the_median_over_rounds_of_the_slowest_rank():
+    """Rows are rounds, columns are sizes; a single disturbed round does not count, nor does a single lucky one."""
+    rounds = np.array([[1.0, 5.0], [3.0, 5.0], [2.0, 50.0]])
+    ranks = SimpleNamespace(allgather_objects=lambda seconds: [seconds, [[1.0, 6.0], [1.0, 4.0], [1.0, 1.0]]])
+    assert messages._slowest(ranks, rounds).tolist() == [2.0, 6.0]
 
 
 @pytest.fixture
