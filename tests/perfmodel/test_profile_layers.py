@@ -20,6 +20,7 @@ from halograd.perfmodel.cuts import grids
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, Recorded, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import cache
+from halograd.perfmodel.profile import layers as layer_times
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.cache import Conditions, Oversubscription, TimeCache
 from halograd.perfmodel.profile.layers import LayerTimer, measure_layers
@@ -77,6 +78,16 @@ def test_every_layer_can_be_timed(alone, kernels, layer, shapes, flush):
     assert time.forward > 0 and time.backward_data >= 0
     has_weights = "w" in layer.parameters(*(s[1:] for s in shapes))
     assert (time.backward_filter > 0) is has_weights
+    timer.close()
+
+
+def test_the_second_instance_has_kernels_of_its_own(alone, kernels, monkeypatch):
+    """Kernels are generated per shape: those of the timed layer must not be in the cache, as they are not in a step."""
+    bound = []
+    monkeypatch.setattr(layer_times, "BoundLayer", lambda *args, **kw: bound.append(args[1]) or BoundLayer(*args, **kw))
+    timer = LayerTimer(kernels, alone, 4096)
+    timer.measure(LayerWork.of(L.Add(), [MAP, MAP]))
+    assert bound == [(MAP, MAP), ((3, *MAP[1:]), (3, *MAP[1:]))]
     timer.close()
 
 
