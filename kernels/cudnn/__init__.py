@@ -181,7 +181,7 @@ class CudnnBackend(CudaKernels):
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Return, for each convolution that was tuned, the times of the compared plans [s], the chosen plan first."""
-        return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
+        return {(key.direction, key.describe()): times for key, times in self._engine.plans.times.items()}
 
     # ------------------------------------------------------------------ attention
     def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:

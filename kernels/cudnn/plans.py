@@ -206,7 +206,7 @@ class Plans:
 
     Attributes
     ----------
-    found
+    times
         For each key chosen by measurement, the times of the candidates [s], the fastest first.
     """
 
@@ -222,7 +222,7 @@ class Plans:
         self._frontend, self._handles, self._store = frontend, handles, store
         self._allocate, self._release, self._timer = allocate, release, timer
         self._known: dict[GraphKey, CudnnPlan] = {}
-        self.found: dict[GraphKey, dict[str, float]] = {}
+        self.times: dict[GraphKey, dict[str, float]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -244,16 +244,16 @@ class Plans:
         """Return whether `other` is faster than `kernel`, which runs the plans of these keys. The times are stored."""
         text = _comparison(keys)
         entry = self._store.get(text)
-        if entry is None:
+        if entry is None or other.impl not in entry.seconds:  # another version may have named its kernel differently
             seconds = {"cudnn": self._timer(kernel, math.inf)}
             seconds[other.impl] = self._timer(other, seconds["cudnn"])
             entry = Entry(min(seconds, key=lambda name: seconds[name]), 0, None, seconds)
             self._store.put(text, entry)
-        first_wins = entry.name == other.impl
+        is_faster = entry.name == other.impl
         for key in keys:
-            ours, plans = {other.impl: entry.seconds[other.impl]}, self.found.get(key, {})
-            self.found[key] = {**ours, **plans} if first_wins else {**plans, **ours}
-        return first_wins
+            ours, plans = {other.impl: entry.seconds[other.impl]}, self.times.get(key, {})
+            self.times[key] = {**ours, **plans} if is_faster else {**plans, **ours}
+        return is_faster
 
     def known_slower(self, keys: Sequence[GraphKey], other: str) -> bool:
         """Return whether the kernel `other` is faster than one with these plans, by a stored measurement."""
@@ -273,7 +273,7 @@ class Plans:
         if entry is None:
             return None
         if entry.seconds:
-            self.found[key] = dict(sorted(entry.seconds.items(), key=lambda item: item[1]))
+            self.times[key] = dict(sorted(entry.seconds.items(), key=lambda item: item[1]))
         if entry.blob is not None:
             restored = self._restore(key, entry, entry.blob)
             if restored is not None:
@@ -301,7 +301,7 @@ class Plans:
                 built, seconds = fastest(candidates, lambda trial: self._trial(trial, table), self._timer)
             finally:
                 self._release()
-            self.found[key] = seconds
+            self.times[key] = seconds
             # A graph keeps everything that was built from it, device code included. Continue with a graph of this plan
             # alone.
             built, candidates = self._propose(key).named(built.name) or built, None

@@ -10,6 +10,7 @@ import pytest
 
 from halograd.kernels import Geometry, KernelError
 from halograd.kernels.cudnn.store import Entry, PlanStore, store_path
+from halograd.kernels.kernel import Kernel
 from tests.kernels.conftest import Arrays
 from tests.kernels.reference import RELU
 
@@ -307,6 +308,15 @@ def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
     machine.cudnn.engines = lambda: [EngineDouble("eng4")]
     with machine.open(autotune=True) as backend:
         assert forward(backend).impl == "cudnn:eng4", "the kept one is gone: measured again"
+
+
+def test_a_kernel_with_a_new_name_is_measured_again(machine):
+    """The file may have times of a kernel that had another name in an earlier version."""
+    for name in ("two kernels", "two launches"):
+        with machine.open(autotune=True) as backend:
+            kernel, plans = forward(backend), backend._engine.plans
+            assert plans.faster(list(plans.times), kernel, Kernel(lambda: None, name))
+            assert name in next(iter(plans.times.values()))
 
 
 def test_what_was_measured_is_not_used_without_autotune(machine):
