@@ -141,6 +141,7 @@ class StreamBranch(Branch):
         self._before, self._after = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
 
     def __call__(self, run: Callable[[], object]) -> None:
+        # In a capture of the compute stream, this wait makes the second stream part of the graph, until it is joined.
         self._before.record(self._compute)
         self._second.wait_event(self._before)
         with self._second:

@@ -87,6 +87,7 @@ class GraphedPass:
         measures: bool = False,
     ) -> None:
         self._comm, self._device, self._enter, self._prepare, self._count = comm, device, enter, prepare, 0
+        # Ranks do not agree on a fault within a capture: only a rank alone may go on without a graph.
         self.measures, self._may_fail = measures, measures and comm.size == 1
         self._captured_at = self.DECIDES if measures else self.WARM
         self._measured: Any = None
@@ -139,7 +140,7 @@ class GraphedPass:
         return pays
 
     def _recorded(self, section: Section) -> Callable[[], object]:
-        if not section.graph:
+        if not section.graph:  # as it will be called in every step: a single call without the loop around it
             return section.run if len(section.items) > 1 else section.items[0].call
         try:
             graph = self._device.capture(section.run)

@@ -60,6 +60,7 @@ class ColumnsGrid:
         threads = power_of_two(channels // lanes, 32)
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
+        # Not more chunks than give every thread a tile of rows: each chunk leaves partial sums to write and read.
         parts = math.ceil(launcher.blocks(per_unit) / (tiles * batch))
         chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
@@ -100,6 +101,8 @@ def with_partial(
     run = run_all([sums, *then])
     if grid.chunks == 1:
         return sequence(impl, sums, *then)
+    # Counters of the blocks that have arrived. The last block sets its counter back to 0, so it must keep its value
+    # between launches, and cannot be in scratch memory, which other kernels overwrite.
     arrived = launcher.upload(np.zeros((grid.batch, grid.grid[0]), np.uint64))
     sums.set(arrived=arrived)
 

@@ -95,7 +95,7 @@ class Norm:
         """Return the arguments from which forward has mean and variance."""
         a, t = self.a, self.a.training
         if t is None:
-            return {"share": 1 / self.rows if a.local else 0}
+            return {"share": 1 / self.rows if a.local else 0}  # 0: mean and variance are given
         count = self.rows if a.local else t.count if t.from_sums else 0
         running = {"running_mean": t.running_mean, "running_var": t.running_var, "momentum": t.momentum}
         running |= {"running_float": is_float(t.running_mean), "unbiased": t.unbiased}

@@ -152,15 +152,16 @@ class Products:
         """
         dtype = np.dtype(a[0].dtype).name
         kind, number, compute = _TYPES[dtype], _TYPES[np.dtype(c[0].dtype).name], self.arithmetic.compute_type(dtype)
-        # The factors alpha and beta are on the host, in the type of the sums.
+        # alpha = 1 and beta = 0 are on the host, in the type of the sums. cuBLAS reads them during the call, so a graph
+        # keeps their values.
         factors = np.array([1, 0], np.float64 if dtype == "float64" else np.float32)
-        one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+        alpha, beta = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         pointers = [array.data.ptr for array in (a[0], b[0], c[0])]
         current, address, nbytes, gemm = self.handles.current, self.workspaces.address, self.nbytes, self.cublas.gemm
         current()  # load cuBLAS and create its handle now, not during a step
         self.workspaces.reserve(nbytes)
         m, n, k = sizes
-        first, second = (a[1], b[1], m, n, k, one), (zero, pointers[2], number, c[1], compute, _DEFAULT)
+        first, second = (a[1], b[1], m, n, k, alpha), (beta, pointers[2], number, c[1], compute, _DEFAULT)
         left, right = (pointers[0], kind, a[2]), (pointers[1], kind, b[2])
 
         def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only, so keep the arrays alive

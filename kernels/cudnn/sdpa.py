@@ -92,18 +92,18 @@ class AttentionKey(GraphKey):
         )
         tensors = dict(self.tensors)
 
-        def given(uid: int) -> Any:
+        def tensor(uid: int) -> Any:
             t = tensors.get(uid)
             kind = sums if uid == STATS else io
             return t and graph.tensor(
                 name=_NAMES[uid], dim=list(t.dims), stride=list(t.strides), data_type=kind, uid=uid
             )
 
-        inputs = {"q": given(Q), "k": given(K), "v": given(V), "bias": given(BIAS_MATRIX), "attn_scale": self.scale}
+        inputs = {"q": tensor(Q), "k": tensor(K), "v": tensor(V), "bias": tensor(BIAS_MATRIX), "attn_scale": self.scale}
         if self.direction == ATTENTION_FORWARD:
             outputs = dict(zip((O, STATS), graph.sdpa(generate_stats=True, **inputs)))
         else:
-            inputs |= {"o": given(O), "dO": given(DO), "stats": given(STATS), "dBias": given(DBIAS_MATRIX)}
+            inputs |= {"o": tensor(O), "dO": tensor(DO), "stats": tensor(STATS), "dBias": tensor(DBIAS_MATRIX)}
             deterministic = self.arithmetic.deterministic
             gradients = graph.sdpa_backward(use_deterministic_algorithm=deterministic, **inputs)
             outputs = dict(zip((DQ, DK, DV), gradients))

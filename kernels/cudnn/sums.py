@@ -108,6 +108,7 @@ class _Graph:
         dx = graph.conv_dgrad(self._image(Y, s.y), self._image(W, s.w), **window_of(s))
         dx.set_dim(list(s.x.dims)).set_stride(list(s.x.strides))
         number = Tensor.packed((1,) * len(s.x.dims))
+        # xhat is computed again from the input of the norm, as in our own kernels: it is kept nowhere.
         scale = graph.rsqrt(input=graph.add(a=self._vector(VAR, s.x), b=self._tensor(EPS, number, self.full)))
         normed = graph.mul(a=graph.sub(a=self._image(NORMED, s.x), b=self._vector(MEAN, s.x)), b=scale)
         if key.relu:
@@ -159,7 +160,7 @@ def backward_data(
     t, relu = norm.training, norm.activation is not None
     operands, shapes = data_gradient(engine, dy, w, norm.dy, geometry)
     operands.input(NORMED, norm.x)
-    eps = engine.empty((1,), np.float32)
+    eps = engine.empty((1,), np.float32)  # an array, as the plan is compiled once for norms of any eps
     eps.fill(norm.eps)
     vectors = {MEAN: norm.mean, VAR: norm.var, EPS: eps}
     for uid, array in (vectors | ({GAMMA: norm.gamma, BETA: norm.beta} if relu else {})).items():
