@@ -61,12 +61,12 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
     nodes = Nodes(tuple(map(str, comm.nodes)))
     # An emulated network between all ranks counts as the link within their node.
-    places = nodes if nodes.has("node") else hosts
+    grouping = nodes if nodes.has("node") else hosts
     clock = time.perf_counter if comm.waits_for_network else Oversubscription.of(comm, kernels).clock
     channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
     for level in ("node", "across"):
-        if places.has(level):
-            partner = places.partner(comm.rank, level)
+        if grouping.has(level):
+            partner = grouping.partner(comm.rank, level)
             channel[level] = timer.channel(partner)
             face[level] = timer.face(partner, strided=False)
             strided[level] = timer.face(partner, strided=True)
@@ -77,8 +77,8 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     machine = Machine(
         name=name,
         source=f"measured by halograd profile on {comm.size} ranks, {time.strftime('%Y-%m-%d')}",
-        devices_per_node=places.fullest,
-        nodes_per_switch=len(set(places.nodes)),
+        devices_per_node=grouping.fullest,
+        nodes_per_switch=len(set(grouping.nodes)),
         memory=rank_memory(comm),
         links=_links(comm, copy, face, channel, nodes.has("node")),
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
@@ -137,27 +137,28 @@ def group_sizes(ranks: int) -> list[int]:
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
     """Measure sums over groups of ranks, all groups of a size at the same time; return the results of the first group.
     """
-    result: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
+    results: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):
-        whole = comm.rank < comm.size - comm.size % size
-        group = comm.split(comm.rank // size if whole else None)
+        # Ranks that are left over do not sum, but take part in the split and the broadcast, which are collective.
+        in_group = comm.rank < comm.size - comm.size % size
+        group = comm.split(comm.rank // size if in_group else None)
         fits = None
         if group is not None:
             timer = MessageTimer(group, SIZES + LARGE, clock=clock)
             waited = timer.reduction()
             fits = (waited, *timer.reduction_behind(waited))
             group.close()
-        for by_size, fit in zip(result.values(), comm.bcast(fits)):
+        for by_size, fit in zip(results.values(), comm.bcast(fits)):
             by_size[size] = fit
-    return result
+    return results
 
 
 def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     """Return the rates of the slowest rank while all ranks compute, as fields of `Machine`. Collective."""
     oversubscription = Oversubscription.of(comm, kernels)
 
-    def clock(run: Callable[[], Any]) -> float:
-        """Return the minimum over several rounds of the time of the slowest rank [s]."""
+    def fastest(run: Callable[[], Any]) -> float:
+        """Return the minimum over several rounds of the time of the slowest rank [s]: these are peak rates."""
         run()
         times = []
         for _ in range(ROUNDS):
@@ -170,20 +171,20 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
 
     def product(dtype: str, rows: int) -> float:
         x, w, y = (kernels.zeros((rows, rows), dtype) for _ in range(3))
-        return clock(kernels.dense_forward(x, w, None, y))
+        return fastest(kernels.dense_forward(x, w, None, y))
 
     peak = {dtype: 2 * MATRIX**3 / product(dtype, MATRIX) for dtype in kernels.dtypes if not kernels.emulates(dtype)}
     dtype = kernels.dtypes[0]
     launch = product(dtype, 1)
     source, target = kernels.zeros((STREAM,), np.uint8), kernels.zeros((STREAM,), np.uint8)
-    bandwidth = 2 * STREAM / clock(lambda: kernels.xp.copyto(target, source))
+    bandwidth = 2 * STREAM / fastest(lambda: kernels.xp.copyto(target, source))
     # The efficiency is fitted to convolutions of several sizes: t = launch + (flops + half) / (peak * compute).
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), groups=1)
     seconds = []
     for extent in EXTENTS:
         x, y = (kernels.zeros((1, extent, extent, _CHANNELS), dtype) for _ in range(2))
         w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), dtype)
-        seconds.append(clock(kernels.conv_forward(x, w, None, y, geometry)))
+        seconds.append(fastest(kernels.conv_forward(x, w, None, y, geometry)))
     variation = _variation(comm, oversubscription, kernels, kernels.conv_forward(x, w, None, y, geometry))
     line = fit_line([2.0 * 9 * _CHANNELS**2 * extent**2 for extent in EXTENTS], seconds)
     compute = min(1.0, 1 / (line.beta * peak[dtype])) if line.beta else 1.0

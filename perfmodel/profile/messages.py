@@ -137,7 +137,7 @@ class MessageTimer:
 
         `method` is a method of the communicator.
         """
-        return self._fit(self.sizes, self._reductions(method, codec), lambda one: one.run(), fit_sums)
+        return self._fit(self.sizes, self._reductions(method, codec), lambda reduction: reduction.run(), fit_sums)
 
     def reduction_behind(
         self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED

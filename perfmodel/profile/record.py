@@ -129,7 +129,7 @@ def fit_sums(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
         if short.alpha < long.alpha and short.beta > long.beta:
             fit = replace(long, bytes=line.bytes, seconds=line.seconds, short=short)
             error = math.sqrt(fmean((fit.at(n) / t - 1) ** 2 for n, t in zip(line.bytes, line.seconds)))
-            best = min(best, replace(fit, error=error), key=lambda one: one.error)
+            best = min(best, replace(fit, error=error), key=lambda fit: fit.error)
     return best if best.error < line.error / 2 else line
 
 
@@ -218,7 +218,7 @@ class Profile(ProfileRecord):
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         short = {n: fit.short.link("all-reduce of few bytes") for n, fit in self.reduction.items() if fit.short}
-        work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
+        work = {ranks: fit.link("summed during the wait for it") for ranks, fit in self.reduction_exposed.items()}
         runtime = Overheads(update, layer_overhead, packed=True, sums=sums, short_sums=short, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
