@@ -14,7 +14,7 @@ struct LossParams {
     const double* divisor;  // of loss and dx, on the device, or none; 0 if it is not above 0
     double* partial;
     double* loss;
-    uint64* wrong;  // counts targets that are no class, or none; with any the loss is NaN
+    uint64* wrong;  // counts targets that are no class, or none; with any the loss is NaN; 0 before and after
     int64 rows;      // that there are
     int64 counted;   // leading rows that have a loss
     int64 channels;
@@ -53,7 +53,10 @@ DEVICE void leave(const LossParams& p, double sum) {
     sum = 0;
     for (int i = int(threadIdx.y * blockDim.x + threadIdx.x); i < int(gridDim.x); i += 256) sum += partial[i];
     sum = block_sum(sum);
-    if (first) *p.loss = wrong && *wrong ? INFINITY - INFINITY : sum * loss_scale(p);
+    if (first) {
+        *p.loss = wrong && *wrong ? INFINITY - INFINITY : sum * loss_scale(p);
+        if (wrong) *p.wrong = 0;  // targets of the next run are counted anew
+    }
 }
 
 // The weight of element `channel` of a row.
