@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,25 @@ class OnednnEngine:
             self.handle = self.stream = 0
 
 
+@dataclass(frozen=True, eq=False)
 class OnednnMemory:
-    """A oneDNN memory object over an array, or over scratch memory from `offset` on."""
+    """A oneDNN memory object over an array or over scratch memory.
 
-    def __init__(self, handle: int, desc: int, array: Any = None, offset: int = 0, nbytes: int = 0) -> None:
-        self.handle, self.desc, self.array, self.offset, self.nbytes = handle, desc, array, offset, nbytes
+    Attributes
+    ----------
+    handle, desc
+        Handles of the memory object and of its descriptor.
+    array
+        The array; None for scratch memory.
+    offset, nbytes
+        Position and size in scratch memory [B].
+    """
+
+    handle: int
+    desc: int
+    array: Any = None
+    offset: int = 0
+    nbytes: int = 0
 
 
 class PrimitiveList:
