@@ -41,7 +41,7 @@ NETWORKS = {
     "vgg_a": ({}, 16),
     "unet3d": ({"resolution": 64}, 2),
 }
-PLACES = ((8, "dgx-h100"), (16, "lassen"), (64, "p100-cluster"))
+MACHINES = ((8, "dgx-h100"), (16, "lassen"), (64, "p100-cluster"))
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     regrets: dict[str, list[float]] = {}
     cpu = dict.fromkeys(("plan", "robust"), 0.0)
     for model, (settings, batch) in NETWORKS.items():
-        for ranks, name in PLACES if options.only in model else ():
+        for ranks, name in MACHINES if options.only in model else ():
             network, machine = build(model, **settings), Machine.load(name)
             machines = list(variations(machine, RooflineTimes(machine)))
             began = time.process_time()

@@ -64,6 +64,7 @@ PUBLIC = {
     "docs": {"wire"},
     "kernels": {"lane", "lanes"},  # of a vector access or a warp
     "data": {"place", "turns"},  # `Dataset.place`, the key `augment.turns`
+    "training": {"place"},  # the same, and a key of the file of a run's lock
 }
 
 PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -50,7 +50,7 @@ _warned: set[tuple[Path, int]] = set()
 
 Entry = dict[str, Any]
 
-STAMPS = ("event", "time", "epoch", "step")  # keys of a validation other than scores
+NOT_SCORES = ("event", "time", "epoch", "step")  # keys of a validation other than scores
 
 
 def stderr_console() -> Console:
@@ -362,7 +362,7 @@ def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
     if entry["event"] == "step":
         return {tag: entry[key] for key, tag in _TAGS.items() if key in entry}
     if entry["event"] == "validation":
-        scores = {f"validation/{key}": value for key, value in entry.items() if key not in STAMPS}
+        scores = {f"validation/{key}": value for key, value in entry.items() if key not in NOT_SCORES}
     elif entry["event"] == "phases":
         scores = {f"hidden_percent/{kind}": p.get("overlap") for kind, p in entry["phases"].items()}
     else:

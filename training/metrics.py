@@ -24,7 +24,7 @@ from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
 from ..layers.targets import MetricSpec
-from .log import STAMPS
+from .log import NOT_SCORES
 
 __all__ = [
     "BINS",
@@ -148,9 +148,9 @@ def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...
             scores = dict(metric.scores())
     except Exception as error:
         raise UserError(f"{kind}: expected scores() to work without counts (None: undefined), got {error!r}") from error
-    wrong = [key for key in scores if not isinstance(key, str) or key in ("loss", *STAMPS)]
+    wrong = [key for key in scores if not isinstance(key, str) or key in ("loss", *NOT_SCORES)]
     if wrong or not scores:
-        reserved = ", ".join(("loss", *STAMPS))
+        reserved = ", ".join(("loss", *NOT_SCORES))
         raise UserError(f"{kind}: expected names of scores() other than {reserved}, got {wrong or 'none'}")
     for key, better in metric.better.items():
         if key not in scores or better not in ("lower", "higher"):

@@ -54,9 +54,9 @@ SHOWN = 4  # maximum number of ranks that a message names
 INTERVAL = 1.0  # time between two readings of the main thread's state [s]
 LONGEST = 5.0  # maximum time that is counted between two readings; the process was stopped for the rest [s]
 QUIET = 10.0  # time without progress until a rank writes its position [s]
-# Times after the limit [s]: 32 ranks get a turn to print the message; then the timers end locked ranks; then the rank
-# that has printed aborts the job, which ends stopped ranks too; then the other ranks' timers end them.
-TURN, TURNS = 0.05, 32
+# Times after the limit [s]: 32 ranks may print the message, one after the other; then the timers end locked ranks; then
+# the rank that has printed aborts the job, which ends stopped ranks too; then the other ranks' timers end them.
+PRINTING, PRINTERS = 0.05, 32
 LOCKED = 4.0
 ABORT = 4.5
 LAST = 6.0
@@ -382,7 +382,7 @@ class Watchdog:
         """Report the rank that blocks the others, unless another rank does, and end this process. Does not return."""
         self._arm(LAST)
         faulthandler.dump_traceback(self._file.descriptor)
-        time.sleep(TURN * min(self._comm.rank, TURNS))
+        time.sleep(PRINTING * min(self._comm.rank, PRINTERS))
         if self._report(since):
             self._arm(LAST)
             time.sleep(ABORT)

@@ -89,7 +89,9 @@ from importlib import import_module
 
 from halograd.cli import main
 
-import_module("halograd.comm.boot").TURN = 1e6
+boot = import_module("halograd.comm.boot")
+assert boot.PRINTING < 1e6
+boot.PRINTING = 1e6
 main()
 """
 
