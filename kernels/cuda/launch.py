@@ -209,12 +209,12 @@ def is_float(array: Any) -> bool:
 
 def is_large(*arrays: Any) -> bool:
     """Return whether offsets into any of the arrays need 64 bits."""
-    return max((_extent(a) for a in arrays if a is not None), default=0) >= LARGE
-
-
-def _extent(array: Any) -> int:
-    """Return the number of elements from the first to the last of a strided array."""
-    return 1 + sum((n - 1) * abs(s) for n, s in zip(array.shape, array.strides)) // np.dtype(array.dtype).itemsize
+    # What counts is the distance from the first to the last element: a view may have few that are far from each other.
+    return any(
+        sum((n - 1) * abs(s) for n, s in zip(a.shape, a.strides)) // np.dtype(a.dtype).itemsize + 1 >= LARGE
+        for a in arrays
+        if a is not None
+    )
 
 
 def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:

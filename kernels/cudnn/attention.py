@@ -412,7 +412,8 @@ class _AttentionCall:
             reaches, queries, keys = (Everywhere(*counts),), ((0, counts[0]),), ((0, counts[1]),)
         axes = [_runs(*axis) for axis in zip(reaches, queries, keys)]
         for tiles, *intervals in zip(axes, queries, keys):
-            covered = [sum(run.count * len(part) for run, part in side) for side in _sides(tiles)]
+            parts = ((run.queries for run in tiles), (run.keys for run in tiles))
+            covered = [sum(run.count * len(part) for run, part in zip(tiles, side)) for side in parts]
             if covered != [b - a for a, b in intervals]:
                 raise _Refused("some queries read no keys, or some keys are not read")
         starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
@@ -540,8 +541,3 @@ def _runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
     if isinstance(reach, Everywhere):
         return [TileRun(range(*queries), range(*keys))]
     return runs(reach, queries, keys)
-
-
-def _sides(runs: Sequence[TileRun]) -> list[list[tuple[TileRun, range]]]:
-    """Return the runs of an axis with the queries, and with the keys, of a tile."""
-    return [[(run, run.queries) for run in runs], [(run, run.keys) for run in runs]]
