@@ -58,7 +58,7 @@ Axis = Literal["depth", "height", "width"]
 
 
 class AugmentationSettings(Table):
-    """``[data.augment]``: settings of an augmentation; base of the settings of one of your own."""
+    """``[data.augment]``: settings of an augmentation; base class of those of an augmentation of your own."""
 
     kind: Text = "standard"
     """The changes below, or an augmentation of your own."""

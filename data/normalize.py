@@ -384,7 +384,7 @@ class KeptStatistics:
             return {}
 
     def write(self, statistics: Mapping[str, ChannelStatistics]) -> None:
-        """Keep these statistics by field, with those that are kept already; not in a read-only folder."""
+        """Store these statistics by field, beyond those stored before; nothing is stored in a read-only folder."""
         if self.path is None:
             return
         states = self.read() | {name: own.state_dict() for name, own in statistics.items()}

@@ -145,11 +145,12 @@ class Batches(Sequence[Batch]):
     augmented : bool
         Whether their samples are augmented.
     samples : int, optional
-        Number of the patch 0 in `order`, which precede the patches 1, and so on.
+        Number of samples of an epoch in several patches: `order` lists patch 0 of all of them, then patch 1, and so on;
+        by default the length of `order`.
     skipped : int
         Number of elements of `order` before position 0.
     foreground : float
-        Share of the elements of `order` that are placed around foreground, exact in every beginning of it.
+        Share of the elements of `order` that are placed around foreground; it holds for every prefix of `order`.
     """
 
     def __init__(
