@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
 
 from halograd.documents import bytes_text
 from halograd.errors import UserError
 from halograd.schema import build
 
+from ..device import as_dtype, wide
 from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
 from ..program.keeping import Keeping
@@ -77,8 +78,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "block": ("pointwise", "block"),
     "auto": ("pointwise", "block"),
 }
-#: Number of cuts for which outputs to compute again are chosen, and smallest arena in parts of its estimate.
-CUTS, NEAR_LEAST = 6, 0.97
+#: Number of cuts for which outputs to compute again are chosen.
+CUTS = 6
 #: Dtypes, and multiples of the ranks, that are tried if nothing fits.
 LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies.
@@ -216,11 +217,15 @@ class StrategySearch:
         Raises UserError if there is none.
         """
         failure = self.chooser.look(self)
-        best = self._recomputed(self.plan_candidates.fastest(self.limit))
-        if widens:
-            best = self._widened(best)
+        best = None
+        if self.limit >= self._lower_bound:
+            best = self._recomputed(self.plan_candidates.fastest(self.limit))
+            if widens:
+                best = self._widened(best)
         if best is None:
-            self._refuse(failure)
+            best = self._leanest()
+            if not best.fits(self.limit):
+                self._refuse(best, failure)
         return best
 
     def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> PlanCandidate | None:
@@ -301,6 +306,8 @@ class StrategySearch:
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
+        if self.limit < self._lower_bound:  # the candidates of many ranks take long, and none of them can fit
+            return None
         arguments = (self.network, self.batch, self.ranks, [self.quick, *self.also], self.training, self.planning.full)
         self.costs, *self.varied = varied_costs(*arguments, self.middle, self.best_grids())
         self.has_costs = True
@@ -421,7 +428,7 @@ class StrategySearch:
             for variant in dict.fromkeys((variants[0], sharded)):
                 room = self.limit - (variant.memory_bytes - keeping.most)
                 seconds = variant.seconds + keeping.estimate(max(room, keeping.least))
-                if room >= NEAR_LEAST * keeping.least:
+                if keeping.may_fit(room):
                     trials.append((seconds, len(trials), variant, keeping, room))
         for seconds, _, variant, keeping, room in sorted(trials):
             if best is not None and seconds >= best.seconds:
@@ -476,8 +483,27 @@ class StrategySearch:
 
     # -- what comes of it ----------------------------------------------------------------------
 
-    def _refuse(self, failure: NoneFits | None) -> NoReturn:
-        least = self._leanest()
+    @cached_property
+    def _lower_bound(self) -> float:
+        """Lower bound on the memory of the fullest rank under any strategy [B].
+
+        The inputs, the parameters, and the gradients of the trained ones exist at once, each on at least one rank.
+        """
+        compute = as_dtype(self.training.dtype)
+        nodes = self.network.inputs.values()
+        inputs = sum(math.prod(node.shape) * node.array_dtype(compute).itemsize for node in nodes)
+        return (self.batch * inputs + self._parameter_bytes()) / self.ranks
+
+    def _parameter_bytes(self, spatial: bool = True) -> int:
+        """Return the size of all parameters and their gradients [B]; if not `spatial`, without those on positions."""
+        return wide(self.training.dtype).itemsize * sum(
+            spec.size * (2 if layer in self.network.trained else 1)
+            for layer in self.network.layers
+            for spec in self.network.own_parameters(layer).values()
+            if spatial or not spec.spatial_axes
+        )
+
+    def _refuse(self, least: PlanCandidate, failure: NoneFits | None) -> NoReturn:
         needs = least.memory_bytes
         remedies = [f"{text}, {1e3 * seconds:.4g} ms a step" for text, seconds in self._remedies()]
         fits = f"; with which it fits: {'; '.join(remedies)}" if remedies else ""
@@ -504,6 +530,8 @@ class StrategySearch:
 
     def _remedies(self) -> Iterator[tuple[str, float]]:
         """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""
+        if self.limit < self._parameter_bytes(spatial=False):  # these cuts leave such parameters whole on every rank
+            return
         if self.planning.recompute == "none":
             for plan in self._other(recompute="auto"):
                 yield 'recompute = "auto"', plan.step_seconds

@@ -233,8 +233,7 @@ class Keeping:
         is found again, and a larger capacity has no slower choice.
         """
         before: frozenset[str] | None = None
-        first = (1 + MARGIN / max(1, len(self._steps))) * max(capacity, 1.0)
-        limit = self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
+        limit = self._first_estimate(capacity)
         while limit > self.least * RATIO:
             choice = self._search(max(limit, self.least))
             if choice is not None and choice[1] != before:
@@ -245,6 +244,16 @@ class Keeping:
                     return self.strategy(before)
             limit *= RATIO
         return None
+
+    def may_fit(self, capacity: float) -> bool:
+        """Return whether :meth:`within` tries any choice for an arena of `capacity` [B]."""
+        return self._first_estimate(capacity) > self.least * RATIO
+
+    def _first_estimate(self, capacity: float) -> float:
+        """Return the largest estimate for which a choice is compiled: a power of `RATIO`, above `capacity` [B]."""
+        # Estimates exceed arenas, most of all in short networks: where few arrays meet, the layout closes all gaps.
+        first = (1 + MARGIN / max(1, len(self._steps))) * max(capacity, 1.0)
+        return self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
 
     def arena(self, strategy: Strategy) -> int:
         """Return the size of the arena under a strategy with the same cuts [B]."""

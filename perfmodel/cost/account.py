@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ...comm.sums import Held, held_together, node_shares
+from ...comm.sums import Held, NodeShare, held_together, node_shares
 from ...device import as_dtype, is_low
 from ...dtensor import Groups
 from ...layers import Network
@@ -209,16 +209,25 @@ def gradients_memory(program: Program, slots: int = 0, per_node: int | None = No
 
 def _held(sums: Sequence[Sum], rank: int, per_node: int) -> int:
     """Return the memory of sums that are planned together on a rank, in addition to their arrays [B]."""
-    by_groups = dict[Groups, list[tuple[int, Held]]]()
-    for one in sums:
-        color, method = one.groups.color(rank), one.algorithm
-        if color is None or one.groups.members_each < 2:
-            continue
-        nbytes, members, itemsize = one.sizes[color], one.groups.members(color), one.view.dtype.itemsize
-        place = members.index(rank)
-        if method.by_nodes:
-            held = node_shares([other // per_node for other in members])[place].held(nbytes)
-        else:
-            held = method.held(nbytes // itemsize, itemsize, len(members), place, one.feedback)
-        by_groups.setdefault(one.groups, []).append((nbytes, held))
-    return sum(map(held_together, by_groups.values()))
+    by_groups = dict[Groups, list[Sum]]()
+    for operation in sums:
+        if operation.groups.color(rank) is not None and operation.groups.members_each > 1:
+            by_groups.setdefault(operation.groups, []).append(operation)
+    total = 0
+    for groups, together in by_groups.items():
+        color = groups.color(rank)
+        assert color is not None
+        members = groups.members(color)
+        position = members.index(rank)
+        share: NodeShare | None = None  # it depends on all members, so sums of one group of ranks have it in common
+        held = list[tuple[int, Held]]()
+        for operation in together:
+            nbytes, method, itemsize = operation.sizes[color], operation.algorithm, operation.view.dtype.itemsize
+            if method.by_nodes:
+                share = share or node_shares([member // per_node for member in members])[position]
+                held.append((nbytes, share.held(nbytes)))
+            else:
+                count = nbytes // itemsize
+                held.append((nbytes, method.held(count, itemsize, len(members), position, operation.feedback)))
+        total += held_together(held)
+    return total

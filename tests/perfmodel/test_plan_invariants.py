@@ -6,11 +6,12 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.layers import Conv, Dense, Input, MeanSquaredError, Network, Strategy
+from halograd.perfmodel import predict
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cuts import grids
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.predict import Planning, plan_network
+from halograd.perfmodel.predict import Planning, StrategySearch, plan_network
 from tests.perfmodel.invariants import drawn, violations
 from tests.perfmodel.pricing import priced
 from tests.perfmodel.problems import FAMILIES
@@ -41,6 +42,39 @@ def test_a_plan_that_only_fits_with_wide_values_is_found_again(seed):
     plan = plan_network(*some, Planning("grid", recompute="none"))
     again = plan_network(*some, Planning("grid", plan.prediction.memory_bytes, recompute="none"))
     assert plan.strategy.widens and again.strategy == plan.strategy
+
+
+@pytest.mark.parametrize("seed", [3, 159])
+def test_the_least_memory_found_is_enough(seed):
+    """Arenas smaller than their estimates count too, also where no choice is searched for them (3)."""
+    problem = drawn(seed)
+    some = problem.network(), problem.batch, problem.ranks, problem.machine, RooflineTimes(problem.machine)
+    search = StrategySearch(*some, Planning("grid", limit=1.0))
+    with pytest.raises(UserError, match="expected a strategy within 1 B per rank"):
+        search.run()
+    least = search.plan_candidates.leanest().memory_bytes
+    plan = plan_network(*some, Planning("grid", limit=least))
+    assert plan.prediction.memory_bytes == least and plan.strategy.recomputes
+    again = plan_network(*some, Planning("grid", limit=least * 1.001))
+    assert again.step_seconds <= plan.step_seconds
+
+
+def test_a_limit_below_all_bounds_is_refused_without_candidates(monkeypatch):
+    """Costs of candidates on 3,000 ranks take minutes."""
+
+    def unexpected(*arguments):
+        raise AssertionError("costs of candidates")
+
+    problem = drawn(SEEDS[FAMILIES[0]])
+    some = problem.network(), problem.batch, problem.ranks, problem.machine, RooflineTimes(problem.machine)
+    free = StrategySearch(*some, Planning())
+    free.run()
+    monkeypatch.setattr(predict, "varied_costs", unexpected)
+    with pytest.raises(UserError, match="expected a strategy within 1000 B per rank"):
+        plan_network(*some, Planning(limit=1000))
+    # A limit that a strategy keeps is searched.
+    with pytest.raises(AssertionError, match="costs of candidates"):
+        plan_network(*some, Planning(limit=free.plan_candidates.leanest().memory_bytes))
 
 
 def strip(*extents: int) -> Network:
