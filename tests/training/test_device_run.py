@@ -144,13 +144,13 @@ def test_log_timeline_and_evaluation(tmp_path, on_device):
 
 @pytest.mark.parametrize(("dtype", "says"), [("float32", True), ("bfloat16", False)])
 def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_device, monkeypatch, dtype, says):
-    said = []
-    monkeypatch.setattr(RunLog, "say", lambda log, text: said.append(text))
+    lines = []
+    monkeypatch.setattr(RunLog, "print", lambda log, text: lines.append(text))
     monkeypatch.setattr(FakeBackend, "describe_arithmetic", lambda kernels, dtype: Arithmetic().describe(dtype))
     on_device(True)
     run(write_config(tmp_path), tmp_path / "out", 1, more=[f'training.dtype="{dtype}"'])
     (begin,) = read_log(tmp_path / "out" / "log.jsonl", "begin")
-    for line in (said[0], begin["kernels"]):
+    for line in (lines[0], begin["kernels"]):
         assert ('per rank, float32 without tensor cores (backend.precision = "tf32"' in line) == says
 
 
