@@ -137,7 +137,7 @@ class PacedExecutor(Executor):
         self._pace, self._clock = pace, clock
         super().__init__(*arguments, **more)
         for name, kernel in self.program.exposed.items():
-            self._pace_kernels(self.runner.made(kernel), pace[name], whole.get(name, 0.0))
+            self._pace_kernels(self.runner.instance(kernel), pace[name], whole.get(name, 0.0))
 
     def _pace_kernels(self, dense: Any, time_of: LayerTime, whole: float) -> None:
         """Replace the kernels of a replicated dense layer by pauses; its messages stay real."""

@@ -346,7 +346,7 @@ class Context:
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
         """Add the start and the finish of a sum, and return the operations."""
-        added = [one for end in ("start", "finish") for one in _end_of(self.name, total, end, when)]
+        added = [operation for end in ("start", "finish") for operation in _end_of(self.name, total, end, when)]
         self._operations += added
         return added
 

@@ -162,7 +162,7 @@ class KernelSpec:
     summing
         Variant that computes the sums of a norm.
     forks
-        Whether the kernel may run beside others: it uses no work space that kernels on other streams use.
+        Whether the kernel may run at the same time as others: it uses no work space that kernels on other streams use.
     """
 
     make: Callable[..., Any]
@@ -285,7 +285,7 @@ class Run(Operation):
     guarded
         Operations that follow if the method returns true; it returns the same on all ranks.
     forked
-        Whether it may run beside the operations that follow, up to its :class:`ForkEnd`.
+        Whether it may run at the same time as later operations, up to its :class:`ForkEnd`.
     """
 
     kernel: KernelSpec
@@ -316,7 +316,7 @@ class Run(Operation):
             yield from operation.held()
 
     def sums(self) -> Iterator[Sum]:
-        yield from (one for one in self.kernel.sums.values() if one is not None)
+        yield from (total for total in self.kernel.sums.values() if total is not None)
 
 
 @dataclass(eq=False)

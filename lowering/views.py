@@ -33,7 +33,7 @@ class Buffer:
         operation of a step that use it, and other buffers may use its memory before and after.
     fill
         Initial value of a kept buffer.
-    place
+    location
         ``(kind, name)`` of an array outside the arena, such as ``("params", "conv/w")``; None: in the arena.
     """
 
@@ -42,7 +42,7 @@ class Buffer:
     use: str
     kept: bool = False
     fill: float = 0.0
-    place: tuple[str, str] | None = None
+    location: tuple[str, str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -234,7 +234,7 @@ class Value:
         """Return this rank's view of the boxes that a layer has gathered."""
         return self.gathered[boxes, None, False]
 
-    def place(self, needs: Sequence[Blocks]) -> None:
+    def choose_storage(self, needs: Sequence[Blocks]) -> None:
         """Choose the storage for readers that need these boxes, clipped to the array."""
         if self.read:
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
@@ -249,7 +249,7 @@ class Value:
         view = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read).view
         self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 
-    def place_gradient(self, needed: Box) -> None:
+    def choose_gradient_storage(self, needed: Box) -> None:
         """Extend the gradient's storage by the halo `needed` of the previous layer, if the views stay packed."""
         held = self.held_gradient[self.rank]
         grown = hull([held, needed])

@@ -23,7 +23,7 @@ import numpy as np
 from ..lowering.operations import Operation, Release
 from ..lowering.views import Buffer
 
-__all__ = ["ALIGNMENT", "Placement", "lifetimes", "place"]
+__all__ = ["ALIGNMENT", "Placement", "lifetimes", "placement_of"]
 
 #: Offsets and lengths are multiples of this [B].
 ALIGNMENT = 64
@@ -60,7 +60,7 @@ class Placement:
         return {**self.kept, "transient": self.size - sum(self.kept.values())}
 
 
-def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
+def placement_of(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     """Place all buffers that operations use, and those that are kept, in the arena.
 
     Parameters
@@ -72,7 +72,7 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     """
     always = dict.fromkeys(kept)
     for operation in operations:
-        always.update(dict.fromkeys(b for b in operation.held() if b.kept and b.place is None))
+        always.update(dict.fromkeys(b for b in operation.held() if b.kept and b.location is None))
     offsets, uses, end = {}, dict[str, int](), 0
     for buffer in always:
         offsets[buffer] = end
@@ -90,7 +90,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     """Return, for each buffer that is not kept, the numbers of the first and the last operation that use it.
 
     A buffer that is released (:class:`Release`) and written again later has several such spans. The parameters are
-    those of :func:`place`.
+    those of :func:`placement_of`.
     """
     result: dict[Buffer, Spans] = {}
     released: set[Buffer] = set()
@@ -99,7 +99,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
         if isinstance(operation, Release):
             released.update(operation.released)
         for buffer in operation.buffers():
-            if buffer.place is not None or buffer.kept or buffer in always:
+            if buffer.location is not None or buffer.kept or buffer in always:
                 continue
             spans = result.setdefault(buffer, [])
             if not spans or buffer in released:
@@ -110,7 +110,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     # A kernel is made with arrays that no operation uses, such as work space of a backward pass that is left out.
     for at, operation in enumerate(operations):
         for buffer in operation.held():
-            if buffer.place is None and not buffer.kept and buffer not in always:
+            if buffer.location is None and not buffer.kept and buffer not in always:
                 result.setdefault(buffer, [(at, at)])
     return result
 
@@ -167,9 +167,7 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
     return best
 
 
-def _in_order(
-    order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int
-) -> tuple[dict[Buffer, int], int]:
+def _in_order(order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
     """Return the offsets of buffers that are placed in this order, each where it fits best, and the end of the memory.
 
     A buffer has one offset in all its spans.

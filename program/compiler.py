@@ -77,7 +77,7 @@ def outline(network: Network, strategy: Strategy, target: Target) -> Program:
     Only inputs have storage. Local.
     """
     compiler = _Compiler(network, strategy, target)
-    compiler.place(compiler.program.inputs.values())
+    compiler.choose_storage(compiler.program.inputs.values())
     program = compiler.program
     program.forward = [Segment(step.name) for step in program.steps]
     program.backward = [Segment(step.name) for step in reversed(program.steps)]
@@ -168,7 +168,7 @@ class _Compiler:
         self._moves.setdefault(source, []).append(step)
         return value
 
-    def place(self, values: Collection[Value]) -> None:
+    def choose_storage(self, values: Collection[Value]) -> None:
         """Choose the storage of values, with margins for halos if the owned block then stays packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
@@ -178,19 +178,19 @@ class _Compiler:
                     blocks = step.layer.needed_blocks(i, layouts, output)
                     needs[value].append(blocks.clipped(value.layout.shape))
         for value, needed in needs.items():
-            value.place(needed)
+            value.choose_storage(needed)
 
-    def place_all(self) -> None:
+    def choose_all_storage(self) -> None:
         """Choose the storage of all values and of their gradients."""
         inputs = self.program.inputs.values()
         for value in inputs:
             self._pad(value)
-        self.place([*inputs, *(step.output for step in self.program.steps)])
+        self.choose_storage([*inputs, *(step.output for step in self.program.steps)])
         for step in self.program.steps:
             x = step.inputs[0].layout.shape, step.inputs[0].held_gradient
             blocks = step.layer.gradient_blocks(Layout(*x), step.output.layout)
             if blocks is not None:
-                step.output.place_gradient(blocks[self.target.rank])
+                step.output.choose_gradient_storage(blocks[self.target.rank])
 
     def _pad(self, value: Value) -> None:
         """Pad the channels of an input as the kernels require, if all layers that read the input allow it."""
@@ -203,7 +203,7 @@ class _Compiler:
 
     def lower(self, blocks: Mapping[str, ParameterBlocks]) -> None:
         self.blocks = blocks
-        self.place_all()
+        self.choose_all_storage()
         for value in self.program.inputs.values():
             self._launch(value)
         for step in self.program.steps:
@@ -296,9 +296,7 @@ class _Compiler:
         self.program.backward.append(Segment(name, [run]))
 
 
-def _arrays(
-    step: Step, blocks: Mapping[str, ParameterBlocks], rounds: bool = True
-) -> dict[str, dict[str, View]]:
+def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], rounds: bool = True) -> dict[str, dict[str, View]]:
     """Return views of the arrays in the store that belong to a layer, by short names.
 
     Gradients of a frozen layer, and of a layer that uses another layer's parameters, are scratch.
@@ -310,14 +308,14 @@ def _arrays(
     for key, held in blocks.items():
         name, shape = f"{step.arrays_of}/{key}", held.boxes[rank].shape
         if key in step.states:
-            views["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
+            views["state"][key] = Buffer(shape, full, "parameter", location=("state", name)).view
             continue
-        place = ("copies", name) if low else ("params", name)
-        views["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
+        location = ("copies", name) if low else ("params", name)
+        views["params"][key] = Buffer(shape, dtype if low else full, "parameter", location=location).view
         rounded = half and rounds and step.parameters[key].rounded
-        kind, given = ("rounded", dtype) if rounded else ("grads", full)
-        own = Buffer(shape, given, "parameter gradient", place=(kind, name))
-        views["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
+        kind, gradient_dtype = ("rounded", dtype) if rounded else ("grads", full)
+        own = Buffer(shape, gradient_dtype, "parameter gradient", location=(kind, name))
+        views["grads"][key] = (Buffer(shape, gradient_dtype, "transient") if step.frozen or step.owner else own).view
     return views
 
 
@@ -361,8 +359,8 @@ class Alone:
         blocks = {key: blocks_of(spec, step.parts, output) for key, spec in specs.items()}
         self.step, self.context = step, Context(step, _arrays(step, blocks), trainable=trainable, overlaps=overlaps)
         for i, value in enumerate(step.inputs):
-            value.place([self.context.clipped(i)])
-        step.output.place([])
+            value.choose_storage([self.context.clipped(i)])
+        step.output.choose_storage([])
         self._gather(gathered)
         self.lowered = _lowered(step, self.context)
         if self.lowered.finish is not None:

@@ -187,11 +187,11 @@ class _Placing:
         self._after: defaultdict[str, list[Operation]] = defaultdict(list)
         self._end: list[Operation] = []
         #: Positions of layers in the forward pass; backward has the opposite order.
-        self._places = {segment.name: i for i, segment in enumerate(program.forward)}
+        self._positions = {segment.name: i for i, segment in enumerate(program.forward)}
         self._reached = {segment.name for segment in program.backward}
         #: Sizes of the buckets on this rank [B], and their first layers in the forward pass.
         self._own = [self._size(bucket) for bucket in buckets]
-        self._first = [min(bucket.layers, key=self._places.__getitem__) for bucket in buckets]
+        self._first = [min(bucket.layers, key=self._positions.__getitem__) for bucket in buckets]
 
     def program(self) -> Program:
         self._add_sums([i for i, bucket in enumerate(self._buckets) if not bucket.replicated])
@@ -210,9 +210,7 @@ class _Placing:
             else s
             for s in self._program.backward
         ]
-        return replace(
-            self._program, forward=forward, backward=backward, end=self._end, buckets=tuple(self._buckets)
-        )
+        return replace(self._program, forward=forward, backward=backward, end=self._end, buckets=tuple(self._buckets))
 
     def _add_sums(self, summed: Sequence[int]) -> None:
         """Add the operations that sum gradients and update parameters, with whole or sharded buckets."""
@@ -250,7 +248,7 @@ class _Placing:
         numbers: dict[str, list[int]] = {}
         for i in replicated:
             numbers.setdefault(self._buckets[i].layers[0], []).append(i)
-        for name in sorted(numbers, key=self._places.__getitem__):
+        for name in sorted(numbers, key=self._positions.__getitem__):
             before, own, kernel = self._before[name], numbers[name], self._program.exposed[name]
             rows, errors = kernel.sums["rows_gather"], kernel.sums["errors_gather"]
             assert rows is not None and errors is not None
@@ -279,9 +277,9 @@ class _Placing:
         """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
         bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
         shape, label, sums = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
-        for place, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
+        for location, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
             kind = method.name if scheme.kind.shards else "allreduce"  # the kind under which traffic is counted
-            view = Buffer(shape, dtype, "parameter gradient", place=(place, label)).view
+            view = Buffer(shape, dtype, "parameter gradient", location=(location, label)).view
             sent = method.name, method.codec, scheme.keeps_errors
             sums.append(Sum(bucket.sharing, view, bucket.nbytes, kind, None, *sent))
         return sums
@@ -343,7 +341,7 @@ def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:
     """
     total = None
     if over_ranks:
-        number = Buffer((1,), np.dtype("float64"), "loss", place=(what, ""))
+        number = Buffer((1,), np.dtype("float64"), "loss", location=(what, ""))
         total = Sum(Groups.whole(program.target.size), number.view, [number.nbytes], what, None)
     updates = [o for segment in program.forward for o in segment.before if isinstance(o, Update)]
     check = CheckGradients("", what, sum(o.updated for o in updates), total, when="step")

@@ -1,11 +1,11 @@
 """Choice of the outputs that are kept for the backward pass; the others are computed again.
 
 A choice splits the layers, in the order of computation, into kept outputs and runs of outputs that are computed again
-together, before the backward pass of the layer behind the run. While the backward pass is in a run, memory holds::
+together, before the backward pass of the layer after the run. While the backward pass is in a run, memory holds::
 
     kept outputs of earlier layers | outputs of the run that are still needed | arrays of this layer's backward pass
 
-An output that is read behind its run is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
+An output that a layer after its run reads is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
 layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by a dynamic
 program over kept layers, whose states are pairs of time and kept bytes that no other pair dominates. The estimate is
 exact for chains, up to the layout of the arena; callers compile the choice to learn its size.
@@ -39,7 +39,7 @@ __all__ = ["Keeping", "keep_few"]
 
 #: Largest number of states per layer.
 STATES = 48
-#: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
+#: Capacities in which the smallest arena is searched, as multiples of the smallest estimate.
 CAPACITIES = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
 #: Ratio of consecutive estimates for which choices are compiled.
 RATIO = 0.995
@@ -121,17 +121,17 @@ class Keeping:
         operations, spans = list(program), lifetimes(list(program), program.kept)
         begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
         #: Layer of each operation of the backward pass, in the order of the pass.
-        self._places = np.repeat(
+        self._positions = np.repeat(
             [number.get(s.name, number.get(s.name.partition(" (")[0], count - 1)) for s in program.backward],
             [len(s.before) + len(s.operations) + len(s.after) for s in program.backward],
         )
-        here = len(self._places)
+        here = len(self._positions)
         #: Last layer whose backward pass reads each output; -1: there is none.
         self._readers = np.full(count, -1)
         for segment in program.backward:
-            place = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
+            position = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
             for buffer in (b for o in segment.operations for b in o.buffers() if b in owners):
-                self._readers[owners[buffer]] = max(self._readers[owners[buffer]], place)
+                self._readers[owners[buffer]] = max(self._readers[owners[buffer]], position)
         #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays.
         self._alive, others = np.zeros((count, here)), np.zeros(len(operations) + 1)
         for buffer, intervals in spans.items():
@@ -165,22 +165,22 @@ class Keeping:
         Row ``i + 1`` stands for layer `i`: row 0 is the beginning.
         """
         n, held, last = len(self._steps), self._held, self._last
-        layer, after, places = np.arange(n), np.arange(n + 1), self._places
-        total = np.vstack([np.zeros(len(places)), np.cumsum(self._alive, axis=0)])
-        inside = layer[:, None] < after  # [output, kept layer behind the run]
+        layer, after, positions = np.arange(n), np.arange(n + 1), self._positions
+        total = np.vstack([np.zeros(len(positions)), np.cumsum(self._alive, axis=0)])
+        inside = layer[:, None] < after  # [output, kept layer after the run]
         read = (last[:, None] > after) & (held[:, None] > 0)
         kept = _sums_from(held[:, None] * (inside & read))
         again = _sums_from(self._seconds[:, None] * (inside & ~read))
-        #: Memory of a run, time to repeat it, bytes of its outputs that are kept, each [beginning + 1, kept behind].
+        #: Memory of a run, time to repeat it, kept bytes of its outputs, each [beginning + 1, kept layer after it].
         self._need = np.full((n + 1, n + 1), np.inf)
         for row in range(n + 1):
             ends = np.minimum(after[row:] + 1, n)
             rows = total[ends] - total[row]
             # A run is repeated before the backward pass of the last layer that reads one of its outputs.
             since = np.maximum.accumulate(np.append(-1, self._readers[row:]))
-            rows = np.where(places > since[:, None], total[ends] - total[after[row:]], rows) + self._others
+            rows = np.where(positions > since[:, None], total[ends] - total[after[row:]], rows) + self._others
             rows += self._alive[row - 1] if row else 0.0  # the output that is kept before the run
-            rows = np.where((places >= row) & (places <= after[row:, None]), rows, 0.0)
+            rows = np.where((positions >= row) & (positions <= after[row:, None]), rows, 0.0)
             self._need[row, row:] = rows.max(axis=1, initial=0.0)
         self._extra, self._again = kept, again
         # Bytes of earlier outputs that are kept only because layers of the run read them.
@@ -251,7 +251,7 @@ class Keeping:
 
     def _first_estimate(self, capacity: float) -> float:
         """Return the largest estimate for which a choice is compiled: a power of `RATIO`, above `capacity` [B]."""
-        # Estimates exceed arenas, most of all in short networks: where few arrays meet, the layout closes all gaps.
+        # An arena may be smaller than its estimate, by a tenth in networks of some ten layers.
         first = (1 + MARGIN / max(1, len(self._steps))) * max(capacity, 1.0)
         return self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
 
@@ -294,7 +294,7 @@ class Keeping:
             before[after + 1, :count] = at[chosen]
         if not np.isfinite(seconds[n + 1, 0]):
             return None
-        runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer behind their run
+        runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer after their run
         while row:
             after = row - 1
             row, state = divmod(int(before[row, state]), most)

@@ -81,7 +81,7 @@ class Fuse(Pass):
             if not isinstance(operation, Run) or operation.kernel.function is None:
                 continue
             x, y = operation.kernel.views["x"], operation.kernel.views["y"]
-            if x is None or x.buffer in read or x.buffer.kept or x.buffer.place is not None:
+            if x is None or x.buffer in read or x.buffer.kept or x.buffer.location is not None:
                 continue
             writer = _only_writer(users[x.buffer], operation.kernel)
             if writer is None or writer.kernel in kernels or writer.kernel.views["y"] != x:
@@ -168,7 +168,7 @@ class _FusedSums:
     def __init__(self, program: Program) -> None:
         self._program, self._users, self.unfused = program, _users(program), list[tuple[str, str]]()
         self._steps = {step.name: step for step in program.steps}
-        self._made: dict[KernelSpec, KernelSpec] = {}
+        self._fused: dict[KernelSpec, KernelSpec] = {}
         #: Operations in place of others.
         self._changed: dict[Operation, list[Operation]] = {}
         for operation in program:
@@ -190,11 +190,11 @@ class _FusedSums:
 
     def _with_kernels(self, run: Run) -> Run:
         guarded = tuple(self._with_kernels(o) if isinstance(o, Run) else o for o in run.guarded)
-        return replace(run, kernel=self._made.get(run.kernel, run.kernel), guarded=guarded)
+        return replace(run, kernel=self._fused.get(run.kernel, run.kernel), guarded=guarded)
 
     def _visit(self, layer: str, kernel: KernelSpec, norm: NormSums) -> None:
         """Fuse the sums of a norm, if that is possible."""
-        if kernel in self._made:
+        if kernel in self._fused:
             return
         runs: dict[str, list[Run]] = {name: [] for name in norm.over if kernel.views.get(name) is not None}
         for name, methods in ((name, norm.over[name]) for name in runs):
@@ -208,15 +208,15 @@ class _FusedSums:
                 self.unfused.append((layer, f"sums over {name}: {candidate}"))
             else:
                 fused[name] = candidate
-        self._made[kernel] = kernel
+        self._fused[kernel] = kernel
         if not fused:
             return
         views = {**kernel.views, **(norm.narrow if "x" in fused else {})}
-        made = self._made[kernel] = replace(kernel, make=norm.without(frozenset(fused)), views=views)
+        fused_kernel = self._fused[kernel] = replace(kernel, make=norm.without(frozenset(fused)), views=views)
         for name, runs_of_norm in runs.items():
             self._split(runs_of_norm, norm.over[name], name in fused)
         for name, writer in fused.items():
-            self._sum_up(writer, made, norm, norm.over[name])
+            self._sum_up(writer, fused_kernel, norm, norm.over[name])
 
     def _writer(self, kernel: KernelSpec, norm: NormSums, name: str, local: bool) -> Run | str:
         """Return the operation that can compute the sums of a norm over an array, or the reason why none can."""
@@ -239,7 +239,7 @@ class _FusedSums:
             return "other operations read it"
         if summing.methods and recomputed(self._steps[writer.layer]):
             return "it is computed again"
-        x, w, y = (_in_memory(_view_of(writer.kernel, one)) for one in summing.names)
+        x, w, y = (_in_memory(_view_of(writer.kernel, array)) for array in summing.names)
         backward = not summing.methods
         conv = SummedConvolution(
             x, w, y, view.dtype.name, summing.geometry(), backward, over.activation if backward else None, local
@@ -294,7 +294,7 @@ def _writes(operation: Operation, buffer: Buffer) -> bool:
     if isinstance(operation, Transfer):
         return operation.exchange.target.buffer is buffer
     if not isinstance(operation, Run):
-        return any(one is buffer for one in operation.buffers())
+        return any(used is buffer for used in operation.buffers())
     views = operation.kernel.views
     written = any((v := views[name]) is not None and v.buffer is buffer for name in operation.access.written(views))
     return written or any(_writes(o, buffer) for o in operation.guarded)
@@ -327,7 +327,7 @@ class Overlap(Pass):
 @PASSES.register
 @dataclass(frozen=True)
 class Fork(Pass):
-    """Pass that lets gradients of filters run on a second stream of a GPU, beside the operations after them.
+    """Pass that lets gradients of filters run on a second stream of a GPU, at the same time as later operations.
 
     They fill multiprocessors that small kernels, and the last blocks of large ones, leave idle. On one rank a gradient
     ends before the next one begins, so that one of them runs at a time, and before an operation that uses its result or
@@ -343,28 +343,28 @@ class Fork(Pass):
         trained = {step.name for step in program.steps if step.parameters}
         # After the last layer with parameters come operations on gradients, which the program does not have yet.
         last = max((i for i, segment in enumerate(program.backward) if segment.name in trained), default=0)
-        backward, beside = list[Segment](), list[Run]()
+        backward, forked = list[Segment](), list[Run]()
         for i, segment in enumerate(program.backward):
             operations = list[Operation]()
             for operation in segment.operations:
                 forks = isinstance(operation, Run) and operation.kernel.forks and not operation.guarded
-                if forks or any(_conflicts(run, operation) for run in beside):
-                    operations += _ends(beside)
+                if forks or any(_conflicts(run, operation) for run in forked):
+                    operations += _ends(forked)
                 if forks:
                     assert isinstance(operation, Run)
                     operation = replace(operation, forked=True)
-                    beside.append(operation)
+                    forked.append(operation)
                 operations.append(operation)
             if program.target.size > 1 or i == last:
-                operations += _ends(beside)
+                operations += _ends(forked)
             backward.append(replace(segment, operations=operations))
         return replace(program, backward=backward)
 
 
-def _ends(beside: list[Run]) -> list[Operation]:
-    """Return the ends of the kernels that run beside others, of which there are none afterwards."""
-    ends: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in beside]
-    beside.clear()
+def _ends(forked: list[Run]) -> list[Operation]:
+    """Return the ends of the forked kernels, and remove these from the list."""
+    ends: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in forked]
+    forked.clear()
     return ends
 
 
@@ -376,11 +376,11 @@ def _conflicts(run: Run, other: Operation) -> bool:
 
 def _accesses(operation: Operation) -> tuple[frozenset[object], frozenset[object]]:
     """Return the arrays that an operation uses, and those that it may write."""
-    used = frozenset(buffer.place or buffer for buffer in operation.buffers())
+    used = frozenset(buffer.location or buffer for buffer in operation.buffers())
     if not isinstance(operation, Run) or operation.guarded:
         return used, used
     names = operation.access.written(operation.arrays)
-    return used, frozenset((b := operation.arrays[name].buffer).place or b for name in names)
+    return used, frozenset((b := operation.arrays[name].buffer).location or b for name in names)
 
 
 @dataclass(frozen=True)
@@ -393,8 +393,8 @@ class _Placed:
 
     def may_pass(self, other: _Placed, end: str, closed: Sequence[bool]) -> bool:
         """Return whether this start may move before `other`, or this finish after it."""
-        one, run = self.operation, other.operation
-        if not isinstance(one, Transfer | Total) or one.end != end or one.when != run.when:
+        own, run = self.operation, other.operation
+        if not isinstance(own, Transfer | Total) or own.end != end or own.when != run.when:
             return False
         if not isinstance(run, Run) or run.guarded or any(True for _ in run.sums()):
             return False
@@ -407,23 +407,23 @@ def _moved(segments: Sequence[Segment], closed: Sequence[bool]) -> list[Segment]
 
     ``closed[i]``: nothing moves between segments ``i - 1`` and ``i``.
     """
-    places = [
-        _Placed(i, operation, frozenset(buffer.place or buffer for buffer in operation.buffers()))
+    order = [
+        _Placed(i, operation, frozenset(buffer.location or buffer for buffer in operation.buffers()))
         for i, segment in enumerate(segments)
         for operation in segment.operations
     ]
-    for at in range(len(places)):
-        while at and places[at].may_pass(places[at - 1], "start", closed):
-            before = places[at - 1]
+    for at in range(len(order)):
+        while at and order[at].may_pass(order[at - 1], "start", closed):
+            before = order[at - 1]
             # The start goes to the segment of the operation that it passes.
-            places[at - 1], places[at] = replace(places[at], segment=before.segment), before
+            order[at - 1], order[at] = replace(order[at], segment=before.segment), before
             at -= 1
-    for at in reversed(range(len(places))):
-        while at + 1 < len(places) and places[at].may_pass(places[at + 1], "finish", closed):
-            after = places[at + 1]
-            places[at + 1], places[at] = replace(places[at], segment=after.segment), after
+    for at in reversed(range(len(order))):
+        while at + 1 < len(order) and order[at].may_pass(order[at + 1], "finish", closed):
+            after = order[at + 1]
+            order[at + 1], order[at] = replace(order[at], segment=after.segment), after
             at += 1
     operations: list[list[Operation]] = [[] for _ in segments]
-    for placed in places:
+    for placed in order:
         operations[placed.segment].append(placed.operation)
     return [replace(segment, operations=own) for segment, own in zip(segments, operations)]

@@ -79,7 +79,7 @@ class Poison:
     def __init__(self, program: Program, array: Callable[[View], Any]) -> None:
         self._array = array
         self._numbers: dict[Buffer, int] = {}
-        self._found: list[str] = []
+        self._faults: list[str] = []
         #: Buffers of messages in flight, with the number of messages.
         self._flying: dict[Buffer, int] = {}
         self._ends: dict[Operation, list[Buffer]] = {}
@@ -115,10 +115,10 @@ class Poison:
 
     def check(self) -> None:
         """Raise AccessError if undeclared accesses were detected since the last call."""
-        faults, self._found = self._found, []
+        faults, self._faults = self._faults, []
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            raise AccessError(f"{faults[0]}{more}; declare it by @reads and @writes beside the kernel's method")
+            raise AccessError(f"{faults[0]}{more}; declare it by @reads and @writes next to the kernel's method")
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -141,64 +141,64 @@ class Poison:
 
     def _kernel(self, operation: Run, call: Callable[[], object]) -> Callable[[], object]:
         kernel, access = operation.kernel, operation.access
-        own = {one.view.buffer for one in kernel.sums.values() if isinstance(one, Sum)}
+        own = {array.view.buffer for array in kernel.sums.values() if isinstance(array, Sum)}
         views = {
             name: view
             for name, view in kernel.views.items()
-            if view is not None and view.size and view.buffer.place is None and view.buffer not in own
+            if view is not None and view.size and view.buffer.location is None and view.buffer not in own
         }
         held = {name: _Held(name, v.buffer, self._array(v), self._number(v.buffer)) for name, v in views.items()}
         read, written = access.read(held), access.written(held)
         used = {held[name].buffer for name in (*read, *written)}
-        hidden = [one for one in held.values() if one.buffer not in used]
+        hidden = [array for array in held.values() if array.buffer not in used]
         inputs = {held[name].buffer for name in read}
         changed = {held[name].buffer for name in written}
         fixed = [held[name] for name in read if held[name].buffer not in changed]
         blank = [held[name] for name in written if held[name].buffer not in inputs]
         results = [held[name] for name in written]
-        place = f"layer {operation.layer!r}, {name_of(operation)}"
+        origin = f"layer {operation.layer!r}, {name_of(operation)}"
 
         def run() -> object:
-            away = [one for one in hidden if one.buffer not in self._flying]
-            saved = [one.array.copy() for one in away]
-            before = [one.array.copy() for one in fixed if one.buffer not in self._flying]
-            for one in (*away, *blank):
-                _poison(one.array, one.number)
+            away = [array for array in hidden if array.buffer not in self._flying]
+            saved = [array.array.copy() for array in away]
+            before = [array.array.copy() for array in fixed if array.buffer not in self._flying]
+            for array in (*away, *blank):
+                _poison(array.array, array.number)
             known = _numbers_in(held[name].array for name in read)
             result = call()
-            self._check_results(place, away, results, known, blank)
-            for one in away:
-                if not _is_poisoned(one.array, one.number):
-                    self._note(f"{place}: writes {one.name!r}, which it does not declare")
-            for one, was in zip(away, saved):
-                np.copyto(one.array, was)
-            for one, was in zip((one for one in fixed if one.buffer not in self._flying), before):
-                if not _same(one.array, was):
-                    self._note(f"{place}: writes {one.name!r}, which it declares to read only")
+            self._check_results(origin, away, results, known, blank)
+            for array in away:
+                if not _is_poisoned(array.array, array.number):
+                    self._note(f"{origin}: writes {array.name!r}, which it does not declare")
+            for array, was in zip(away, saved):
+                np.copyto(array.array, was)
+            for array, was in zip((array for array in fixed if array.buffer not in self._flying), before):
+                if not _same(array.array, was):
+                    self._note(f"{origin}: writes {array.name!r}, which it declares to read only")
             return result
 
         return run
 
     def _check_results(
         self,
-        place: str,
+        origin: str,
         hidden: Iterable[_Held],
         results: Iterable[_Held],
         known: Mapping[int, object],
         blank: Iterable[_Held],
     ) -> None:
         """Record the arrays on which a result depends although the run does not declare to read them."""
-        names = {one.number: (one.name, "does not declare") for one in hidden}
-        names |= {one.number: (one.name, "declares to write only") for one in blank}
+        names = {array.number: (array.name, "does not declare") for array in hidden}
+        names |= {array.number: (array.name, "declares to write only") for array in blank}
         for result in results:
             for number in _numbers_in([result.array]):
                 if number in names and number not in known and number != result.number:
                     name, how = names[number]
-                    self._note(f"{place}: makes {result.name!r} from {name!r}, which it {how}")
+                    self._note(f"{origin}: makes {result.name!r} from {name!r}, which it {how}")
 
     def _note(self, text: str) -> None:
-        if text not in self._found:
-            self._found.append(text)
+        if text not in self._faults:
+            self._faults.append(text)
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ..layers.parameter import Parameter
 from ..layers.reduction_chunks import GradientChunk
 from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
 from ..lowering.views import Buffer, Value, View
-from .arena import Placement, place
+from .arena import Placement, placement_of
 
 __all__ = ["Program", "Segment", "Step", "Target", "lines_of", "name_of"]
 
@@ -211,7 +211,7 @@ class Program:
     def placement(self) -> Placement:
         """Offsets of the buffers of the layers in the arena; operations on gradients do not change them."""
         segments = (*self.forward, *self.backward)
-        return place([operation for segment in segments for operation in segment.operations], self.kept)
+        return placement_of([operation for segment in segments for operation in segment.operations], self.kept)
 
 
 def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:
@@ -248,8 +248,9 @@ def _text(program: Program, operation: Operation) -> str:
         source, target = _view(program, exchange.source), _view(program, exchange.target)
         return f"{operation.end} {exchange.kind}: {source} -> {target}{when}"
     if isinstance(operation, Total):
-        one = operation.sum
-        return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"
+        total = operation.sum
+        ranks = f"{total.groups.members_each} ranks"
+        return f"{operation.end} sum of {total.kind}: {_view(program, total.view)}, {ranks}{when}"
     if not isinstance(operation, Run):
         return f"{operation.describe()}{when}"
     more = f", guards {len(operation.guarded)} operations" if operation.guarded else ""
@@ -266,6 +267,6 @@ def name_of(operation: Run) -> str:
 def _view(program: Program, view: View) -> str:
     """Return shape and location of a view: an offset in the arena [B], or the name of a parameter."""
     shape = "x".join(map(str, view.shape))
-    if view.buffer.place is not None:
-        return f"[{shape}] {view.buffer.place[1]}"
+    if view.buffer.location is not None:
+        return f"[{shape}] {view.buffer.location[1]}"
     return f"[{shape}] @{program.placement.offsets.get(view.buffer, 0)}"

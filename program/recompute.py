@@ -124,7 +124,7 @@ class Recomputation:
         self.again = self._choose()
 
     def _in_arena(self, buffer: Buffer) -> bool:
-        return buffer.place is None and not buffer.kept and buffer not in self._always
+        return buffer.location is None and not buffer.kept and buffer not in self._always
 
     # -- what is made again --------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Item", "Section", "apart", "sections"]
+__all__ = ["Item", "Section", "sections", "separate_pairs"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Section:
             item.call()
 
 
-def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
+def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
     """Return the pairs that cannot be in a graph.
 
     These are pairs without a start followed by a finish in this pass, pairs with a call that a graph cannot contain,
@@ -79,17 +79,19 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
     known
         Pairs that cannot be in a graph on another rank, and therefore not on this rank.
     """
-    places: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     for at, item in enumerate(items):
         if item.pair is not None:
-            places.setdefault(item.pair, []).append(at)
-    whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in places.items()}
-    separate = {pair for pair, ends in places.items() if not whole[pair] or not all(items[at].held for at in ends)}
+            positions.setdefault(item.pair, []).append(at)
+    whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in positions.items()}
+    separate = {pair for pair, ends in positions.items() if not whole[pair] or not all(items[at].held for at in ends)}
     separate |= set(known)
     while True:
         out = [not item.held or item.pair in separate for item in items]
         more = {
-            pair for pair, (*_, last) in places.items() if pair not in separate and any(out[places[pair][0] : last])
+            pair
+            for pair, (*_, last) in positions.items()
+            if pair not in separate and any(out[positions[pair][0] : last])
         }
         if not more:
             return separate
@@ -97,7 +99,7 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass. `out` holds the pairs of :func:`apart` on all ranks. A single call is no graph."""
+    """Return the sections of a pass; a single call is no graph. `out`: pairs of `separate_pairs` on all ranks."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

@@ -52,7 +52,7 @@ class Mode:
         Whether losses only add up their sums of weights, before the first part of a batch is computed.
     state
         `seed`, `step` and the number of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
-        :meth:`tell` before every pass.
+        :meth:`write_state` before every pass.
     loss_scale
         With float16, the factor of the gradients of the loss: float64 ``(1,)`` on the device; else None.
     """
@@ -67,14 +67,14 @@ class Mode:
     counting: bool = False
     state: Any = None
     loss_scale: Any = None
-    _told: int = 0
+    _written_part: int = 0
 
-    def tell(self) -> None:
+    def write_state(self) -> None:
         """Write the per-pass values into `state`. On a device, the write is enqueued on the stream."""
         self.state[1:2].fill(self.step)
-        if self._told != self.part:
+        if self._written_part != self.part:
             self.state[2:].fill(self.part * self.size)
-            self._told = self.part
+            self._written_part = self.part
 
 
 Call = Callable[[], object]
@@ -144,7 +144,7 @@ class Runner:
         placement = program.placement
         self.arena = kernels.zeros((0 if debug else placement.size,), np.dtype("uint8"))
         self._arrays: dict[Buffer, Any] = {}
-        self._made: dict[object, Any] = {}
+        self._instances: dict[object, Any] = {}
         self._forks = defaultdict[KernelSpec, Branch](kernels.device.fork)
         for buffer in placement.offsets:
             if buffer.kept and buffer.fill:
@@ -167,14 +167,14 @@ class Runner:
         """Return the array of a region."""
         return self.view(region.view)
 
-    def made(self, spec: KernelSpec | Sum) -> Any:
+    def instance(self, spec: KernelSpec | Sum) -> Any:
         """Return the result of a kernel's `make`, or the reduction of a sum; None if this rank takes no part in it."""
-        return self._made[spec]
+        return self._instances[spec]
 
     def _array(self, buffer: Buffer) -> Any:
         if buffer not in self._arrays:
-            if buffer.place is not None:
-                kind, name = buffer.place
+            if buffer.location is not None:
+                kind, name = buffer.location
                 self._arrays[buffer] = self._elsewhere[kind][name]
             elif self._debug:  # in the arena, the guards of one array would overlap with later arrays
                 self._arrays[buffer] = self.kernels.zeros(buffer.shape, buffer.dtype)
@@ -199,7 +199,7 @@ class Runner:
 
     def _call(self, operation: Operation) -> Call:
         call = self._plain(operation)
-        guarded = [self._call(one) for one in operation.guarded] if isinstance(operation, Run) else []
+        guarded = [self._call(o) for o in operation.guarded] if isinstance(operation, Run) else []
         if self.poison is None:
             return partial(_guard, call, guarded) if guarded else call
         if isinstance(operation, Run):
@@ -213,11 +213,11 @@ class Runner:
         if isinstance(operation, ForkEnd):
             return self._forks[operation.kernel].join
         if isinstance(operation, Transfer):
-            return getattr(self._made[operation.exchange], operation.end)
+            return getattr(self._instances[operation.exchange], operation.end)
         if isinstance(operation, Release):
             return _nothing
         assert isinstance(operation, Total)
-        total = self._made[operation.sum]
+        total = self._instances[operation.sum]
         return _nothing if total is None else getattr(total, operation.end)
 
     def _held(self, operation: Operation) -> bool:
@@ -241,9 +241,9 @@ class Runner:
         return {key: number for number, key in enumerate(moves)} | {key: -1 - i for i, key in enumerate(forks)}
 
     def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make(key)
-        return self._made[key]
+        if key not in self._instances:
+            self._instances[key] = make(key)
+        return self._instances[key]
 
     def _run(self, operation: Run) -> Call:
         kernel = self._once(operation.kernel, partial(self._kernel, operation.layer))
@@ -251,7 +251,7 @@ class Runner:
 
     def _kernel(self, name: str, kernel: KernelSpec) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
-        arrays |= {key: None if sum_ is None else self._made[sum_] for key, sum_ in kernel.sums.items()}
+        arrays |= {key: None if sum_ is None else self._instances[sum_] for key, sum_ in kernel.sums.items()}
         try:
             return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
         except KernelError as error:
@@ -263,12 +263,12 @@ class Runner:
         If they were created one by one, each would take several collectives of all ranks.
         """
         exchanges = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
-        opened = Exchange.together(self.comm, [self._arguments(one) for one in exchanges])
-        self._made.update(zip(exchanges, opened))
+        opened = Exchange.together(self.comm, [self._arguments(exchange) for exchange in exchanges])
+        self._instances.update(zip(exchanges, opened))
         sums = sums_of(program)
-        specs = [(one.groups, ReductionSpec(self.view(one.view), one.kind, one.name, one.method)) for one in sums]
+        specs = [(o.groups, ReductionSpec(self.view(o.view), o.kind, o.name, o.method)) for o in sums]
         for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
-            self._made[total] = None if reduction is None else UnderWay(reduction)
+            self._instances[total] = None if reduction is None else UnderWay(reduction)
 
     def _arguments(self, exchange: ExchangeSpec) -> dict[str, Any]:
         return {
@@ -281,7 +281,7 @@ class Runner:
 
     def close(self) -> None:
         """Free kernels, channels and sums. Local."""
-        for item in self._made.values():
+        for item in self._instances.values():
             if hasattr(item, "close"):
                 item.close()
 
@@ -308,8 +308,7 @@ class UnderWay:
 
 
 def _travels(operation: Operation) -> object:
-    """Return the exchange, the sum or the forked kernel that an operation starts or finishes; None for other kernels.
-    """
+    """Return the exchange, sum or forked kernel that an operation starts or finishes; None for other kernels."""
     if isinstance(operation, Transfer):
         return operation.exchange
     if isinstance(operation, ForkEnd) or (isinstance(operation, Run) and operation.forked):

@@ -86,7 +86,7 @@ class Move:
         """Return, per rank, the number of elements that stay on it."""
         ranks = min(self.source.placed, self.target.placed)
         own = np.ones(ranks, np.int64)
-        for o, a, b in zip(self._overlaps, places(self.source.grid), places(self.target.grid)):
+        for o, a, b in zip(self._overlaps, grid_coordinates(self.source.grid), grid_coordinates(self.target.grid)):
             own *= o[a[:ranks], b[:ranks]]
         return own
 
@@ -104,7 +104,7 @@ class Move:
     def messages(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the messages of some ranks: position of the sender in `ranks`, receiver, and size [B], one each."""
         nbytes, cut = self._crossings
-        found: list[tuple[int, int, int]] = []
+        messages: list[tuple[int, int, int]] = []
         for i, rank in enumerate(ranks if nbytes else ()):
             at = self.source.coordinates(rank)
             if at is not None:
@@ -112,8 +112,8 @@ class Move:
                 for axis, parts, overlaps in cut:
                     row = overlaps[at[axis]]
                     others = [(peer * parts + part, size * n) for peer, size in others for part, n in row]
-                found += [(i, peer, size) for peer, size in others if peer != rank]
-        senders, peers, sizes = np.array(found, np.int64).reshape(-1, 3).T
+                messages += [(i, peer, size) for peer, size in others if peer != rank]
+        senders, peers, sizes = np.array(messages, np.int64).reshape(-1, 3).T
         return senders, peers, sizes
 
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +209,7 @@ crossing = lru_cache(maxsize=16384)(Crossing)
 
 
 @lru_cache(maxsize=4096)
-def places(grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+def grid_coordinates(grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     """Return, per axis, the coordinate of every rank of a grid."""
     total = 1
     for parts in grid:
@@ -276,13 +276,15 @@ def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple
             started.add(operation.sum)
             yield from ((layer, sender) for sender in senders(operation.sum, per_node))
     # Sums that kernels start by themselves.
-    within = {one: operation.layer or None for operation in program for one in operation.sums() if one not in started}
-    yield from ((layer, sender) for one, layer in within.items() for sender in senders(one, per_node))
+    within = {
+        total: operation.layer or None for operation in program for total in operation.sums() if total not in started
+    }
+    yield from ((layer, sender) for total, layer in within.items() for sender in senders(total, per_node))
 
 
 def sums_of(operations: Iterable[Operation]) -> list[Sum]:
     """Return all sums of operations, each once, in their order."""
-    return list(dict.fromkeys(one for operation in operations for one in operation.sums()))
+    return list(dict.fromkeys(total for operation in operations for total in operation.sums()))
 
 
 def senders(total: Sum, per_node: int) -> list[Sender]:

@@ -1,6 +1,6 @@
 """Wide values: margins that ranks compute, instead of receiving them from other ranks. Pure arithmetic.
 
-The output of a layer whose strategy says ``"wide": true`` is computed on the owned box and on the margin that the
+The output of a layer whose strategy has ``"wide": true`` is computed on the owned box and on the margin that the
 layers that read it need (`Value.held`). So these layers exchange nothing, and the halo that its own input needs is
 wider: a run of wide layers exchanges once, at its beginning. ::
 
@@ -53,7 +53,7 @@ def widen(steps: Sequence[Step]) -> None:
     for step in reversed(steps):
         reading = readers.get(step.output, [])
         if step.options.get("wide") and reading and not step.output.kept and all(map(_widens, (step, *reading))):
-            step.output.hold(step.output.layout.boxes.joined([_needed(step.output, one) for one in reading]))
+            step.output.hold(step.output.layout.boxes.joined([_needed(step.output, reader) for reader in reading]))
     for step in steps:
         if step.output.wide:
             boxes = _gradient(step, readers[step.output])
@@ -66,8 +66,8 @@ def _widens(step: Step) -> bool:
 
 def _needed(value: Value, reader: Step) -> Blocks:
     """Return the boxes of a value that a layer needs for the boxes of its output that it computes."""
-    layouts = [one.layout for one in reader.inputs]
-    numbers = [i for i, one in enumerate(reader.inputs) if one is value]
+    layouts = [source.layout for source in reader.inputs]
+    numbers = [i for i, source in enumerate(reader.inputs) if source is value]
     needed = [reader.layer.needed_blocks(i, layouts, layout_held(reader.output)) for i in numbers]
     return needed[0].joined(needed[1:]).clipped(value.layout.shape)
 
@@ -108,10 +108,12 @@ def hide_sums(program: Program) -> Program:
             continue
         for i in range(at + 1, len(segments)):
             following = segments[i]
-            plain = next((k for k, one in enumerate(following) if not _is_plain(one)), len(following))
+            plain = next((k for k, operation in enumerate(following) if not _is_plain(operation)), len(following))
             starts = following[plain : plain + 1]
             if starts and isinstance(starts[0], Total) and starts[0].end == "start":
-                moved = [one for operations in segments[at + 1 : i] for one in operations] + following[: plain + 1]
+                moved = [operation for operations in segments[at + 1 : i] for operation in operations] + following[
+                    : plain + 1
+                ]
                 own[-1:] = [*moved, own[-1]]
                 segments[at + 1 : i + 1] = [*([] for _ in range(at + 1, i)), following[plain + 1 :]]
             if starts or program.backward[i].name in trained:

@@ -269,7 +269,7 @@ class Executor:
     def _make_reducer(self) -> Reducer:
         """Make the reducer of the current program."""
         for name, kernel in self.program.exposed.items():
-            self.runner.made(kernel).replicates = name in self.replicable[: self.store.scheme.replicated_dense]
+            self.runner.instance(kernel).replicates = name in self.replicable[: self.store.scheme.replicated_dense]
         checks = {what: check.measure for what, check in self.checks.items()}
         return Reducer(self.program, self.store, self.comm, self.runner, self._recorded, checks)
 
@@ -399,7 +399,7 @@ class Executor:
                 )
             if self.mode.part + 1 == self.parts:
                 self._counts = 0
-        self.mode.tell()
+        self.mode.write_state()
         self.heartbeat.count += 1
         for call in self._forward["training" if self.mode.training else "evaluation"]:
             call()

@@ -19,7 +19,7 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..device import Device, DeviceGraph
 from ..kernels import Backend
-from ..program.recording import Item, Section, apart, sections
+from ..program.recording import Item, Section, sections, separate_pairs
 
 __all__ = ["GraphedPass", "Graphs", "check_graph", "graphed_pass"]
 
@@ -168,10 +168,10 @@ def _each_of(*calls: Callable[[], object]) -> None:
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
     """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
     comm.agree(None)  # a rank with a fault in the set-up does not come here
-    separate = apart(items)
+    separate = separate_pairs(items)
     while True:
         everyone = set().union(*comm.allgather_objects(sorted(separate)))
-        more = apart(items, everyone)
+        more = separate_pairs(items, everyone)
         settled = comm.allgather_objects(more == everyone)
         separate = more
         if all(settled):

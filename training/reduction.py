@@ -135,10 +135,10 @@ class Reducer:
         if isinstance(operation, CheckGradients):
             return self._checks[operation.what]
         if isinstance(operation, Run):
-            gradient = getattr(self._runner.made(operation.kernel), operation.method or "")
+            gradient = getattr(self._runner.instance(operation.kernel), operation.method or "")
             return partial(self._compute, operation.layer, self._recorded(operation.layer, "backward", [gradient]))
         if isinstance(operation, BucketTotal) and operation.layer:
-            gather = self._runner.made(operation.sum)
+            gather = self._runner.instance(operation.sum)
             call = self._gather_errors if operation.end == "start" else self._finish_rows
             return partial(call, operation.layer, gather)
         assert isinstance(operation, BucketOperation | BucketTotal)
@@ -255,7 +255,7 @@ class Reducer:
         self._due.clear()
         self.finish()
         for kernel in self.program.exposed.values():
-            self._runner.made(kernel).abandon()
+            self._runner.instance(kernel).abandon()
 
     def close(self) -> None:
         """Free the sums; idempotent."""

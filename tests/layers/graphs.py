@@ -252,7 +252,7 @@ def poison(monkeypatch):
     made = Runner._array
 
     def poisoned(self, buffer):
-        fresh = buffer not in self._arrays and buffer.place is None and not buffer.kept
+        fresh = buffer not in self._arrays and buffer.location is None and not buffer.kept
         array = made(self, buffer)
         if fresh and array.dtype.kind == "f":
             array.fill(np.nan)

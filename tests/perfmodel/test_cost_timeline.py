@@ -37,7 +37,7 @@ class Prices:
         self.seconds, self.whole = update, whole
 
     def sum(self, total):
-        price = self.of[total.view.buffer.place]
+        price = self.of[total.view.buffer.location]
         return price if isinstance(price, SumPrice) else SumPrice(price)
 
     def update(self, operation, slots):
@@ -59,7 +59,7 @@ def program(*buckets, scheme="bucketed", replicated=()):
 
 def gathering(name):
     """Return a kernel description with the gathers of a replicated layer."""
-    views = {what: Buffer((2, 1), np.dtype("float32"), "", place=(name, what)).view for what in ("rows", "errors")}
+    views = {what: Buffer((2, 1), np.dtype("float32"), "", location=(name, what)).view for what in ("rows", "errors")}
     sums = {f"{k}_gather": Sum(BOTH, v, [8], "replicated_dense", None, "all_gather") for k, v in views.items()}
     return KernelSpec(lambda environment: None, views, sums)
 

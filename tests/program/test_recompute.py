@@ -19,7 +19,7 @@ from halograd.perfmodel.cost.account import layers_memory
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program import arena
-from halograd.program.arena import lifetimes, place
+from halograd.program.arena import lifetimes, placement_of
 from halograd.program.compiler import compile_program
 from halograd.program.keeping import keep_few
 from halograd.program.program import Target, lines_of
@@ -356,7 +356,7 @@ def programs(draw):
 
 @given(programs())
 def test_no_two_arrays_share_memory_while_both_are_used(operations):
-    spans, placed = lifetimes(operations, []), place(operations, [])
+    spans, placed = lifetimes(operations, []), placement_of(operations, [])
     alive = [sum(-(-b.nbytes // 64) * 64 for b in spans if _alive(spans[b], at)) for at in range(len(operations))]
     assert max(alive, default=0) <= placed.size
     for a in spans:

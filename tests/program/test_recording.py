@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.program.recording import Item, apart, sections
+from halograd.program.recording import Item, sections, separate_pairs
 
 
 @st.composite
@@ -30,7 +30,7 @@ def passes(draw):
 
 @given(passes(), st.sets(st.integers(0, 5)))
 def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
-    out = apart(items, elsewhere)
+    out = separate_pairs(items, elsewhere)
     found = sections(items, out)
     assert [item for section in found for item in section.items] == items
     for section in found:
@@ -39,13 +39,13 @@ def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
             pairs = {item.pair for item in section.items if item.pair is not None}
             for pair in pairs:
                 assert [item.starts for item in section.items if item.pair == pair] == [True, False]
-    assert apart(items, out) == out, "what another rank found changes nothing any more"
+    assert separate_pairs(items, out) == out, "what another rank found changes nothing any more"
 
 
 @given(passes())
 def test_graphs_are_as_long_as_they_can_be(items):
     """Graphs are as long as possible: a pair is excluded only if a call of it, or one between, is not recordable."""
-    out = apart(items)
+    out = separate_pairs(items)
     for pair in out:
         ends = [at for at, item in enumerate(items) if item.pair == pair]
         between = items[ends[0] : ends[-1] + 1]
@@ -58,5 +58,5 @@ def test_graphs_are_as_long_as_they_can_be(items):
 def test_a_sum_of_the_pass_before_is_in_no_graph():
     """A sum that the previous pass has started is in no graph, because no graph would wait for it."""
     items = [Item(print, "bn", pair=0), Item(print, "bn"), Item(print, "bn"), Item(print, "bn", pair=0, starts=True)]
-    assert apart(items) == {0}
+    assert separate_pairs(items) == {0}
     assert [section.graph for section in sections(items, {0})] == [False, True, False]

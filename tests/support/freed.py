@@ -48,7 +48,7 @@ def _first_and_last_uses(program):
     first, last = {}, {}
     for operation in program:
         for buffer in operation.buffers():
-            if buffer.place is None and not buffer.kept and buffer not in always:
+            if buffer.location is None and not buffer.kept and buffer not in always:
                 first.setdefault(buffer, operation)
                 last[buffer] = operation
     return tuple(_by_operation(found) for found in (first, last))
