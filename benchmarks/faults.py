@@ -1,12 +1,16 @@
 """Jobs with faults at random: does each end on all ranks in time, and name the rank; is it resumed exactly?
 
     python benchmarks/faults.py --jobs 40
-    python benchmarks/faults.py --launch "mpirun.openmpi -n {ranks}" --launch "srun --mpi=pmi2 --wait=5 -n {ranks}"
+    python benchmarks/faults.py --launch "mpiexec -n {ranks}" --launch "mpirun.openmpi -n {ranks}" \\
+        --launch "srun --mpi=pmi2 --wait=5 --nodes=2 -n {ranks}"
 
 Each job trains a small network on 2 to 4 ranks. One rank, drawn at random, is killed (SIGKILL), stopped (SIGSTOP),
 hangs, is in a native call with or without the interpreter's lock, crashes, or raises an error, at a random step in a
-random activity. Launchers are used in turn. The output has, per job, the time from the fault until no rank is left, and
-the line that names the rank. Then the run is resumed, and its losses are compared with those of an undisturbed run.
+random activity. Under srun a node is lost too: all its processes are killed, and Slurm does not know. Launchers are
+used in turn. The output has, per job, the time from the fault until no rank is left, and the line that names the rank.
+Then the run is resumed, and its losses are compared with those of an undisturbed run.
+
+srun runs in a Slurm that this program starts (`tests/jobs/private_slurm.py`), with two nodes on this machine.
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ import argparse
 import ctypes
 import json
 import os
+import platform
 import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,8 @@ from halograd.data import generate
 from halograd.report.status import read_record, status_of
 from halograd.training.log import read_log
 from halograd.training.watchdog import STALLS, read_positions
+from tests.harness import jobs
+from tests.jobs.private_slurm import PrivateSlurm
 
 CONFIG = """\
 [model]
@@ -68,6 +77,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "crashes": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "error": lambda: 1 // 0,
 }
+LOST = "lost"  # all processes of the rank's node are killed, its daemon of Slurm too
 PLACES = ("forward", "backward", "write")
 MARGIN = 10.0  # [s]
 
@@ -85,26 +95,20 @@ class Job:
 
 
 def draw(launches: Sequence[str], jobs: int, seed: int) -> list[Job]:
-    """Return jobs with faults at random, every kind of fault equally often."""
-    rng, found = random.Random(seed), list[Job]()
+    """Return jobs with faults at random: launchers in turn, and each with every fault that it permits."""
+    rng = random.Random(seed)
+    faults = [(launch, fault) for launch in launches for fault in (*[LOST] * launch.startswith("srun"), *FAULTS)]
+    drawn = list[Job]()
     for number in range(jobs):
-        ranks, fault = rng.randint(2, 4), [*FAULTS][number % len(FAULTS)]
-        place = rng.choice(PLACES)
-        found.append(
-            Job(
-                launches[number // len(FAULTS) % len(launches)],
-                ranks,
-                fault,
-                0 if place == "write" else rng.randrange(ranks),  # rank 0 writes
-                place,
-                rng.randrange(3, STEPS - 1),
-            )
-        )
-    return found
+        launch, fault = faults[number % len(faults)]
+        ranks, place = rng.randint(2, 4), rng.choice(PLACES)
+        victim = 0 if place == "write" else rng.randrange(ranks)  # rank 0 writes
+        drawn.append(Job(launch, ranks, fault, victim, place, rng.randrange(3, STEPS - 1)))
+    return drawn
 
 
 def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
-    """Run ``halograd train`` as one rank of a job, with the fault on its victim."""
+    """Run ``halograd train`` as one rank of a job, with the fault on its victim (-1: none)."""
     from mpi4py import MPI
 
     from halograd.cli import main
@@ -112,6 +116,9 @@ def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
     from halograd.training.executor import Executor
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file
+    node = os.environ.get("SLURMD_NODENAME", "")
+    if node:  # ranks with equal names of nodes would share the process that monitors them, which survives no node
+        platform.node = lambda: node
     MPI.COMM_WORLD.Barrier()
     rank, by_mpi = MPI.COMM_WORLD.rank, listening()
     steps = [0]
@@ -123,20 +130,25 @@ def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
             if isinstance(self, Executor):
                 steps[0] = self.heartbeat.step
             if steps[0] >= job.step and name == job.place:
-                sockets = listening() - by_mpi
-                (folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "sockets": sockets}))
+                note(listening() - by_mpi)
                 if rank == job.victim:
                     (folder / "fault.new").write_text(repr(time.time()))
                     (folder / "fault.new").rename(folder / "fault")
-                    FAULTS[job.fault]()
+                    FAULTS[job.fault]() if job.fault in FAULTS else time.sleep(10**6)
             return call(self, *arguments, **options)
 
         setattr(owner, name, method)
 
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "sockets": 0}))
-    disturbed(Executor, "forward")
-    disturbed(Executor, "backward")
-    disturbed(CheckpointFolder, "write")
+    def note(sockets: int) -> None:
+        path = folder / f"rank-{rank}.new"
+        path.write_text(json.dumps({"pid": os.getpid(), "node": node, "sockets": sockets}))
+        path.rename(folder / f"rank-{rank}.json")
+
+    if job.victim >= 0:
+        note(0)
+        disturbed(Executor, "forward")
+        disturbed(Executor, "backward")
+        disturbed(CheckpointFolder, "write")
     sys.argv = ["halograd", *command]
     main()
 
@@ -150,15 +162,22 @@ def listening() -> int:
 
 
 def launch(job: Job, folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Start a job; its output goes to a file."""
+    """Start a job as its ranks (`run_rank`) with these arguments of ``halograd``; its output goes to a file."""
     own = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     own |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    if job.launch.startswith("srun"):
+        own["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # as in our scripts: addresses of UCX are too long for PMI-2
     if "openmpi" in job.launch:
         own["MPI4PY_LIBMPI"] = "libmpi.so.40"
-    command = [*shlex.split(job.launch.format(ranks=job.ranks)), sys.executable, *map(str, arguments)]
+    command = [*shlex.split(job.launch.format(ranks=job.ranks)), sys.executable, __file__, "--rank", str(folder)]
     with (folder / "output.txt").open("a") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, text=True, env={**os.environ, **own}
+            [*command, json.dumps(vars(job)), *map(str, arguments)],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **own},
         )
 
 
@@ -181,48 +200,76 @@ def settings(job: Job, run: Path, data: Path) -> list[object]:
     return ["train", data.with_name("mesh.toml"), "--resume", *(word for value in values for word in ("--set", value))]
 
 
-def names(job: Job, output: str, run: Path) -> str:
-    """Return the line that names the victim: halograd's, or the launcher's if it was killed; empty without."""
-    own = [line for line in output.splitlines() if re.match(rf"halograd: rank {job.victim} of {job.ranks}\b", line)]
-    if own:
-        return own[-1]
-    victim = read_positions(run / STALLS).get(job.victim)
-    if victim is not None and victim.line.startswith("Fatal"):
-        return f"rank {job.victim} on {victim.host}: {victim.line}"
-    process = "none" if victim is None else str(victim.process)
-    said = rf"process rank {job.victim} with PID|task {job.victim}: (?:Killed|Seg)|PID {process} RUNNING AT"
-    return next((line for line in output.splitlines() if re.search(said, line)), "")
+def line_of(job: Job, ranks: Sequence[int], output: str, run: Path) -> str:
+    """Return the line that names one of these ranks: halograd's, or the launcher's if it was killed; or no text."""
+    for rank in ranks:
+        own = [line for line in output.splitlines() if re.match(rf"halograd: rank {rank} of {job.ranks}\b", line)]
+        if own:
+            return own[-1]
+        position = read_positions(run / STALLS).get(rank)
+        if position is not None and position.line.startswith("Fatal"):
+            return f"rank {rank} on {position.host}: {position.line}"
+        process = "none" if position is None else str(position.process)
+        launchers = rf"process rank {rank} with PID|task {rank}: (?:Killed|Seg)|PID {process} RUNNING AT"
+        for line in output.splitlines():
+            if re.search(launchers, line):
+                return line
+    return ""
 
 
-def disturb(job: Job, run: Path, data: Path, minutes: float) -> dict[str, Any]:
+def disturb(job: Job, run: Path, data: Path, minutes: float, slurm: PrivateSlurm | None) -> dict[str, Any]:
     """Run a job to its fault; return the time until all ranks have ended, the line that names it, and its sockets."""
     folder = run.with_name(f"{run.name}.job")
     folder.mkdir()
-    own = ["--rank", folder, json.dumps(vars(job))]
-    limit = ["--set", f"run.stall_minutes={minutes}"]
-    process = launch(job, folder, Path(__file__), *own, "--", *settings(job, run, data), *limit)
+    process = launch(job, folder, *settings(job, run, data), "--set", f"run.stall_minutes={minutes}")
     while not (folder / "fault").exists():
         assert process.poll() is None, (folder / "output.txt").read_text()
         time.sleep(0.02)
     begin = float((folder / "fault").read_text())
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.ranks)]
+    victims, node = [job.victim], ranks[job.victim]["node"]
+    if job.fault == LOST and slurm is not None:
+        victims = [number for number, rank in enumerate(ranks) if rank["node"] == node]
+        begin = time.time()
+        slurm.lose_node(node)
     while any(alive(rank["pid"]) for rank in ranks) and time.time() < begin + 120:
         time.sleep(0.02)
     seconds = time.time() - begin
     left = [rank["pid"] for rank in ranks if alive(rank["pid"])]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    if job.fault == LOST and slurm is not None:  # srun waits until Slurm knows
+        slurm.fail_node(node)
+        slurm.start_node(node)
     code = process.wait(60)
-    line = names(job, (folder / "output.txt").read_text(), run)
     status = status_of(read_record(run))
     return {
         "seconds": seconds,
         "left": len(left),
         "sockets": sum(rank["sockets"] for rank in ranks),
         "code": code,
-        "line": line,
+        "line": line_of(job, victims, (folder / "output.txt").read_text(), run),
         "status": f"{status.state}: {status.detail}",
     }
+
+
+@contextmanager
+def slurm_for(launches: Sequence[str]) -> Iterator[PrivateSlurm | None]:
+    """Start a Slurm with two nodes if a launcher is srun, and use it in this process."""
+    if not any(command.startswith("srun") for command in launches):
+        yield None
+        return
+    folder = Path(tempfile.mkdtemp(prefix="halograd-slurm-"))  # its path must be short: it has a socket
+    folder.chmod(0o755)
+    slurm = PrivateSlurm(folder)
+    try:
+        slurm.start()
+        os.environ["SLURM_CONF"] = slurm.environment["SLURM_CONF"]
+        os.environ[jobs.MARK] = slurm.mark  # by which it finds the processes of its nodes
+        yield slurm
+    finally:
+        slurm.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -237,41 +284,45 @@ def main() -> None:
     arguments = parser.parse_args()
     launches = arguments.launch or [f"{Path(sys.executable).with_name('mpiexec')} -n {{ranks}}"]
     good, whole = 0, dict[tuple[str, int], dict[int, float]]()
-    with tempfile.TemporaryDirectory() as place:
+    slowest = dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as place, slurm_for(launches) as slurm:
         data = Path(place) / "mesh.h5"
         data.with_name("mesh.toml").write_text(CONFIG)
         generate(data, 32, 16, 1)
-        jobs = draw(launches, arguments.jobs, arguments.seed)[arguments.first : arguments.last]
-        for number, job in enumerate(jobs, arguments.first):
-            key = job.launch, job.ranks
+        drawn = draw(launches, arguments.jobs, arguments.seed)[arguments.first : arguments.last]
+        for number, job in enumerate(drawn, arguments.first):
+            key, undisturbed = (job.launch, job.ranks), replace(job, victim=-1)
             if key not in whole:
                 run = Path(place) / f"whole-{len(whole)}"
                 run.mkdir()
-                code = launch(job, run, "-m", "halograd", *settings(job, run, data)).wait(300)
+                code = launch(undisturbed, run, *settings(job, run, data)).wait(300)
                 assert code == 0, (run / "output.txt").read_text()
                 whole[key] = losses(run)
             run = Path(place) / f"job-{number}"
-            found = disturb(job, run, data, arguments.minutes)
-            resumed = launch(job, run, "-m", "halograd", *settings(job, run, data)).wait(300)
+            end = disturb(job, run, data, arguments.minutes, slurm)
+            resumed = launch(undisturbed, run, *settings(job, run, data)).wait(300)
             exact = resumed == 0 and losses(run) == whole[key] and len(whole[key]) == STEPS
             limit = 60 * arguments.minutes + MARGIN
-            fine = found["seconds"] <= limit and not (found["left"] or found["sockets"]) and found["line"] and exact
+            fine = end["seconds"] <= limit and not (end["left"] or end["sockets"]) and end["line"] and exact
             good += bool(fine)
+            slowest.setdefault(job.launch, []).append(end["seconds"])
             print(
                 f"{number:3d} {Path(job.launch.split()[0]).name:14s} {job.ranks} ranks, rank {job.victim} "
-                f"{job.fault:7s} in {job.place:8s} of step {job.step + 1:2d}: {found['seconds']:5.1f} s of {limit:g}, "
-                f"{found['left']} left, {found['sockets']} sockets, code {found['code']}, "
+                f"{job.fault:7s} in {job.place:8s} of step {job.step + 1:2d}: {end['seconds']:5.1f} s of {limit:g}, "
+                f"{end['left']} left, {end['sockets']} sockets, code {end['code']}, "
                 f"resumed {'exactly' if exact else 'OTHERWISE'}; {'good' if fine else 'BAD'}\n"
-                f"      {found['line'][:150]}\n      {found['status'][:150]}",
+                f"      {end['line'][:150]}\n      {end['status'][:150]}",
                 flush=True,
             )
             if not fine:
-                print(Path(f"{run}.job/output.txt").read_text(), flush=True)
-    print(f"{good} of {len(jobs)} jobs are good")
+                print(Path(f"{run}.job/output.txt").read_text(), (run / "output.txt").read_text(), flush=True)
+    for command, seconds in slowest.items():
+        print(f"{command}: {len(seconds)} jobs, the slowest ended in {max(seconds):.1f} s")
+    print(f"{good} of {len(drawn)} jobs are good")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        run_rank(Path(sys.argv[2]), Job(**json.loads(sys.argv[3])), sys.argv[5:])
+        run_rank(Path(sys.argv[2]), Job(**json.loads(sys.argv[3])), sys.argv[4:])
     else:
         main()

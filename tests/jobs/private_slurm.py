@@ -172,12 +172,19 @@ class PrivateSlurm:
                 start_new_session=True,
             )
 
+    def lose_node(self, node: str) -> None:
+        """Simulate a power failure: kill the daemon and everything on the node. Slurm does not know yet."""
+        pids = self.processes(f"{NODE}={node}") + self.processes(f"SLURMD_NODENAME={node}")
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # a running slurmstepd would report the end of its tasks
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if node in self._daemons:
+            self._daemons.pop(node).wait()
+
     def fail_node(self, node: str) -> None:
-        """Simulate a power failure: kill the daemon and everything on the node, and let Slurm detect it."""
-        for pid in self.processes(f"{NODE}={node}") + self.processes(f"SLURMD_NODENAME={node}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._daemons.pop(node).wait()
+        """Simulate a power failure that Slurm detects."""
+        self.lose_node(node)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def stop(self) -> None:
@@ -264,13 +271,18 @@ class PrivateSlurm:
         return found
 
     def processes(self, variable: str) -> list[int]:
-        """Return the processes of this Slurm with this text in their environment."""
+        """Return the processes of this Slurm with this text in their environment.
+
+        A slurmstepd has no mark: it writes its title over the beginning of its environment.
+        """
+        own = [f"\0{jobs.MARK}={self.mark}".encode(), f"\0SLURM_CONF={self.folder}/slurm.conf".encode()]
         found = []
-        for pid in jobs.members(self.mark):
+        for path in jobs.PROC.glob("[0-9]*/environ"):
             with suppress(OSError):
-                if f"\0{variable}".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(pid)
-        return found
+                environment = b"\0" + path.read_bytes()
+                if f"\0{variable}".encode() in environment and any(text in environment for text in own):
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if pid != os.getpid()]
 
 
 def _free_ports(count: int) -> int:
