@@ -2,6 +2,7 @@
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
 #   make test        the suite in some ten minutes, serially and under 1, 2, 3 and 4 MPI ranks
 #   make nightly     the whole suite: also tests marked nightly, each under all its numbers of ranks, and 6 and 8 ranks
+#   make coverage    make test with the branch coverage of each folder; SUITE="--runs serial,2" for fewer runs
 #   make quick       a part of everything in less than a minute: arithmetic, layers, two ranks, one training step
 #   make test-openmpi  tests of communication, and a run that is killed and resumed, under an Open MPI of this machine
 #   make bench-step  step times beside torch and JAX (installs them)
@@ -27,7 +28,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test nightly test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test nightly coverage test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,9 @@ test: venv
 
 nightly: venv
 	@$(PY) tests/run_suite.py --nightly $(SUITE)
+
+coverage: lint-tools
+	@$(PY) tests/run_suite.py --coverage $(SUITE)
 
 test-openmpi: venv
 	@$(PY) tests/run_suite.py --mpi openmpi $(SUITE)

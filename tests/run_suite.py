@@ -18,6 +18,7 @@ skipped``.
     python tests/run_suite.py --slowest 20            the 20 files of each run that took longest
     python tests/run_suite.py --quick                 a part of everything in less than a minute (``make quick``)
     python tests/run_suite.py --mpi openmpi           tests of communication, and a run that is killed, under Open MPI
+    python tests/run_suite.py --coverage              branch coverage per folder, of the other options' tests
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.harness import jobs, mpi, record  # noqa: E402  (needs the line above)
+from tests.harness import branches, jobs, mpi, record  # noqa: E402  (needs the line above)
 from tests.harness.limits import LIMIT, TEST_LIMIT, scaled, slowness  # noqa: E402
 from tests.harness.sizes import files_for  # noqa: E402
 from tests.harness.watchdog import ask_for_stacks  # noqa: E402
@@ -132,7 +133,7 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(temporary), "TMPDIR": str(temporary)}
     compiled = folder / "compiled"
     compiled.mkdir(exist_ok=True)
-    extra |= {jobs.COMPILED: str(compiled), **jobs.bytecode(folder)}
+    extra |= {jobs.COMPILED: str(compiled), **jobs.bytecode(folder), **options.measured}
     begin = time.monotonic()
     process = subprocess.Popen(
         command(name, options.test_limit, arguments_for(name, half, options), options.daily),
@@ -295,8 +296,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=3600, help=f"wall-clock limit of a run {limits}")
     parser.add_argument("--test-limit", type=float, default=TEST_LIMIT, help=f"limit of a test {limits}")
     parser.add_argument("--slowest", type=int, default=0, help="how many files of each run to name, the slowest first")
+    parser.add_argument("--coverage", action="store_true", help="report the branch coverage of each folder")
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
+    options.measured = dict[str, str]()
     installation = mpi.INSTALLATIONS.get(options.mpi)
     paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
     options.whole = not paths and installation is None and not options.quick
@@ -306,6 +309,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in options.runs if name != "serial" and not name.isdigit()]
     if unknown:
         parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
+    if options.coverage and importlib.util.find_spec("coverage") is None:
+        parser.error("--coverage: expected the package coverage, got none; `make lint-tools` installs it")
     if options.quick and (paths or not QUICK.keys() >= set(options.runs)):
         parser.error(f"--quick: expected no tests and no other runs than {','.join(QUICK)}; leave --quick out")
     if not paths and not options.quick:
@@ -325,7 +330,12 @@ def main() -> int:
         print(f"{options.mpi}: {find_mpiexec()}")
     print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
+        data = Path(folder) / "coverage"
+        if options.coverage:
+            options.measured = branches.configure(options.directory, data)
         runs = execute_all(options, Path(folder))
+        if options.coverage:
+            print("\n", *branches.report(options.directory, data), sep="\n")
     return 0 if summarize(runs, options.slowest, left_out(options, runs)) else 1
 
 

@@ -56,7 +56,8 @@ def test_nothing_is_installed_into_another_environment(clone, target, made_by):
 
 @pytest.mark.parametrize(
     "target, options",
-    [("test", ""), ("nightly", " --nightly"), ("quick", " --quick"), ("test-openmpi", " --mpi openmpi")],
+    [(name, f" --{name}") for name in ("nightly", "quick", "coverage")]
+    + [("test", ""), ("test-openmpi", " --mpi openmpi")],
 )
 def test_what_runs_the_suite(clone, target, options):
     other = environment(clone.parent / "other")

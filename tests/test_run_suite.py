@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests import run_suite as runner
-from tests.harness import jobs, mpi
+from tests.harness import jobs, limits, mpi
 from tests.harness.limits import GRACE_VARIABLE, LIMIT, SLOWNESS_VARIABLE, scaled
 from tests.harness.record import VARIABLE
 from tests.harness.sizes import daily
+from tests.launch import find_mpiexec
+from tests.support.clock import DrivenClock
 
 pytest_plugins = ("pytester",)
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +54,17 @@ def run_suite(
     return done.returncode, output, (passed, failed, skipped)
 
 
-def test_markers_choose_the_runs(tmp_path):
-    """Marks choose numbers of ranks; a fault, a fault in set-up or a skip of one rank is a failure on all of them."""
+def test_markers_choose_the_runs(tmp_path, monkeypatch):
+    """Marks choose numbers of ranks; a fault, a fault in set-up or a skip of one rank is a failure on all of them.
+
+    All processes share compiled modules, also if bytecode next to the sources is forbidden.
+    """
     body = """
-    def test_serial(): pass
+    def test_serial():
+        assert not sys.dont_write_bytecode
+        code = "import os, tests.launch; print(os.path.exists(tests.launch.__cached__), tests.launch.__cached__)"
+        seen, path = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+        assert seen == "True" and path.startswith(sys.pycache_prefix)
     @pytest.mark.mpi
     def test_few(): assert world.size in (1, 2, 3, 4)
     @pytest.mark.many_ranks
@@ -78,10 +88,14 @@ def test_markers_choose_the_runs(tmp_path):
     @pytest.mark.ranks(2)
     def test_last(): world.Barrier()
     """
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     code, output, counts = run_suite(tmp_path, body, "serial,1,2,6")
     assert (code, counts) == (1, (1 + 2 + 5 + 2, 3, 2)), output
     assert "skipped 2: Skipped: needs a moon" in output and "MPI Information" not in output
-    assert "[rank 1 of 2]" in output and "rank one is broken" in output and "no fixture on rank zero" in output
+    ranks = re.findall(r"\[rank (\d) of 2\].*\n(?:.*\n)*?.*AssertionError: (rank one|no fixture)", output)
+    assert set(ranks) == {("1", "rank one"), ("0", "no fixture")}, output
+    assert not list(tmp_path.rglob("__pycache__"))
     assert "expected a test to be skipped on all ranks or none, got ranks [1] of 2: Skipped: I am special" in output
 
 
@@ -111,6 +125,49 @@ def test_without_nightly_tests_each_case_runs_once(pytester):
     assert "not mpi and not nightly" in runner.command("serial", 1.0, [], daily=True)
 
 
+@pytest.mark.parametrize("name", runner.QUICK)
+def test_what_is_quick_is_there_and_selects_tests(name):
+    """Every name in the list of quick tests exists and selects tests."""
+    command = runner.command(name, LIMIT, ["--collect-only", *runner.QUICK[name]])
+    environment = jobs.job_environment(jobs.new_mark())
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for test in runner.QUICK[name]:
+        assert any(line.startswith(test) and "::" in line for line in done.stdout.splitlines()), test
+
+
+def test_halves_and_pairs_of_runs(monkeypatch, tmp_path):
+    """Every serial test is in one of two halves; two runs go on at any time unless tests are chosen."""
+    halves = [runner.files_of_half(half, ROOT / "tests") for half in ("programs", "rest")]
+    assert {Path(path).name for path in halves[0]} == set(runner.PROGRAMS), "each of these exists"
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        assert sum(Path(path) in (file, *file.parents) for half in halves for path in half) == 1, file
+    lock = threading.Lock()
+    for words, together in (
+        ([], 2),
+        (["--runs", "2,serial,5"], 2),
+        (["--quick"], 2),
+        (["--runs", "serial,1,2", "tests/comm"], 1),
+    ):
+        running, most, full = [], [], threading.Barrier(together, timeout=LIMIT)
+
+        def execute(name, options, folder, half="", running=running, most=most, full=full):
+            with lock:
+                running.append((name, half))
+                most.append(len(running))
+            full.wait()
+            with lock:
+                running.remove((name, half))
+            return runner.Run(name, passed=1, failures=[(name, half)])
+
+        monkeypatch.setattr(runner, "execute", execute)
+        options = runner.parse(words)
+        runs = runner.execute_all(options, tmp_path)
+        assert max(most) == together and [run.name for run in runs] == options.runs
+        found = {run.name: sorted(half for _, half in run.failures) for run in runs}
+        assert found == {name: ["programs", "rest"] if options.whole and name == "serial" else [""] for name in found}
+
+
 @pytest.mark.parametrize("words", [["--quick"], []], ids=["quick", "daily"])
 def test_a_part_of_the_suite_says_what_it_leaves_out(words, capsys):
     options = runner.parse(words)
@@ -123,6 +180,34 @@ def test_a_part_of_the_suite_says_what_it_leaves_out(words, capsys):
     nightly = runner.parse(["--nightly"])
     assert nightly.runs == [*runner.RUNS] and not nightly.daily and not runner.left_out(nightly, [])
     assert not runner.parse(["tests/comm"]).daily, "what is named is run"
+    if options.quick:
+        assert int(re.search(r" of (\d+) files", note)[1]) == len(list((ROOT / "tests").rglob("test_*.py")))
+        assert all(runner.arguments_for(name, "", options) == [*tests] for name, tests in runner.QUICK.items())
+        for more in (["tests/comm"], ["--runs", "3"]):
+            with pytest.raises(SystemExit):
+                runner.parse([*words, *more])
+            assert "--quick: expected no tests and no other runs than serial,2" in capsys.readouterr().err
+
+
+def test_coverage_is_that_of_all_processes(tmp_path):
+    """Branches of all ranks, and of a process that ends by `os._exit`, count together."""
+    pytest.importorskip("coverage", reason="needs coverage (`make lint-tools`)")
+    (tmp_path / "library").mkdir()
+    text = "def f(x):\n    if x == '0':\n        return 0\n    if x == '1':\n        return 1\n    return 2\n"
+    (tmp_path / "library" / "__init__.py").touch()
+    (tmp_path / "library" / "used.py").write_text(text)
+    (tmp_path / "library" / "unused.py").write_text(text)
+    body = """
+    @pytest.mark.ranks(2)
+    def test_ranks():
+        code = "import os, sys; sys.path.insert(0, 'library'); import used; used.f(sys.argv[1])"
+        sys.argv[1:] = [str(world.rank)]
+        exec(code)
+        subprocess.check_call([sys.executable, "-c", code + "; os._exit(0)", "2"])
+    """
+    code, output, _ = run_suite(tmp_path, body, "2", more=("--coverage",))
+    assert code == 0 and re.search(r"^ +library +12 +50.0% +50.0%$", output, re.M), output
+    assert re.findall("coverage of (.*)", output) == ["library/unused.py: 0.0%"]
 
 
 def test_fault_while_the_others_wait_ends_the_run(tmp_path):
@@ -184,11 +269,12 @@ def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypa
     assert re.search(r"\[rank 1\] .*test_fake.py", output), output
 
 
-def test_death_of_one_rank_is_a_failure(tmp_path):
-    body = """
+@pytest.mark.parametrize("end", ["os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
+def test_death_of_one_rank_is_a_failure(tmp_path, end):
+    body = f"""
     @pytest.mark.mpi
     def test_one():
-        if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 1: {end}
         world.Barrier()
     """
     code, output, counts = run_suite(tmp_path, body, "2")
@@ -252,6 +338,43 @@ def test_what_is_left_behind_is_a_failure_and_removed(tmp_path):
     assert not (jobs.SHARED_MEMORY / name).exists()
 
 
+def test_no_tests_at_all_is_a_failure(tmp_path):
+    code, output, counts = run_suite(tmp_path, "", "serial")
+    assert code == 1 and counts == (0, 1, 0)
+    assert "expected at least one test, got none" in output
+
+
+def test_launchers(tmp_path, monkeypatch):
+    """The launcher of another MPI is found by its printed version, whatever its name and its position on PATH.
+
+    The launcher beside this Python precedes PATH; a launcher named by the suite's run precedes both.
+    """
+
+    def launcher(folder: str, name: str, version: str) -> str:
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho '{version}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    openmpi, path = mpi.INSTALLATIONS["openmpi"], os.pathsep.join(str(tmp_path / name) for name in ("first", "second"))
+    launcher("first", "mpirun", "HYDRA build details:")
+    with pytest.raises(mpi.NotInstalled, match=r"one of mpirun.openmpi, .* got none"):
+        openmpi.variables(path)
+    module = launcher("second", "mpiexec", "mpiexec (Open MPI) 5.0.7")
+    assert openmpi.variables(path)[mpi.LAUNCHER] == module
+    debian = launcher("first", "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
+    assert openmpi.variables(path)[mpi.LAUNCHER] == debian
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "second"))
+    monkeypatch.delenv(mpi.LAUNCHER, raising=False)
+    assert find_mpiexec() == module
+    own = launcher("environment", "mpiexec", "HYDRA")
+    assert find_mpiexec() == own
+    monkeypatch.setenv(mpi.LAUNCHER, module)
+    assert find_mpiexec() == module
+
+
 def test_under_open_mpi(tmp_path):
     """Under Open MPI more ranks than cores run, also in jobs started by serial tests."""
     try:
@@ -277,3 +400,52 @@ def test_an_mpi_that_is_missing_is_skipped(monkeypatch, capsys):
     assert runner.main() == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("skipped: expected one of mpirun.openmpi") and last == "0 passed, 0 failed, 1 skipped"
+
+
+def test_limits_grow_with_the_load(monkeypatch):
+    """Slowness is the multiple of the nominal time of one process per core at the same time; the first one measures."""
+    clock = DrivenClock(tick=0.0).drive(monkeypatch, limits)
+    for cores, seconds, factor in ((2, 0.5, 1.0), (2, 3.0, 3.0), (64, 3.0, 3.0)):
+        begins, ends = [], []
+
+        def popen(command, seconds=seconds, begins=begins, ends=ends):
+            begins.append(clock.seconds)
+
+            def wait():
+                clock.seconds = begins[len(ends)] + seconds * limits.NOMINAL
+                ends.append(clock.seconds)
+
+            return SimpleNamespace(wait=wait)
+
+        monkeypatch.setattr(limits.subprocess, "Popen", popen)
+        monkeypatch.setattr(limits, "_cores", lambda cores=cores: cores)
+        assert limits.measure() == pytest.approx(factor) and len(ends) == min(cores, limits.MOST_RANKS)
+    monkeypatch.setenv(limits.SLOWNESS_VARIABLE, "2.5")
+    monkeypatch.setattr(limits, "slowness", limits.slowness.__wrapped__)
+    monkeypatch.setattr(limits, "measure", lambda: pytest.fail("measured again"))
+    monkeypatch.delenv(limits.GRACE_VARIABLE, raising=False)
+    assert limits.scaled(4.0) == 10.0 and limits.grace() == 50.0
+    monkeypatch.setenv(limits.GRACE_VARIABLE, "0.5")
+    assert limits.grace() == 0.5
+
+
+def test_what_is_waited_for_is_returned_or_named(monkeypatch):
+    """A condition is evaluated until it is true or its limit is over; a slow one less often."""
+    clock = DrivenClock(tick=0.0).drive(monkeypatch, limits)
+    assert limits.wait_until(lambda: clock.seconds > 1.0 and "there", "a moon") == "there"
+    assert 1.0 < clock.seconds < 1.1
+    with pytest.raises(AssertionError, match=rf"^expected a moon within {limits.LIMIT:g} s$"):
+        limits.wait_until(lambda: None, lambda: "a moon")
+    assert clock.seconds == pytest.approx(limits.LIMIT + 1, abs=0.1)
+    with pytest.raises(AssertionError, match="within 3 s"):
+        limits.wait_until(lambda: 0, "nothing", 3.0)
+    for seconds, pause in ((0.0, 5e-3), (0.02, 0.08), (3.0, 0.5)):
+        times = []
+
+        def condition(seconds=seconds, times=times):
+            times.append(clock.seconds)
+            clock.seconds += seconds
+            return len(times) == 3
+
+        limits.wait_until(condition, "a moon")
+        assert [times[1] - times[0], times[2] - times[1]] == pytest.approx(2 * [seconds + pause])
