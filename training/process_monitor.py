@@ -80,7 +80,8 @@ def monitor(job: MonitoredRanks) -> None:
     # A rank that leaves its run, also by an exception, removes its file. Launchers may kill the others after that.
     if len(list(folder.glob("rank-*.txt"))) < job.files or _is_explained(Path(job.log)):
         return
-    cause = cause_of(Path(job.ranks[rank][1]).read_text(errors="replace"), out_of_memory)
+    text = Path(job.ranks[rank][1]).read_text(errors="replace")
+    cause = cause_of(text, out_of_memory, other_nodes=len(job.ranks) < job.files)
     text = f"halograd: rank {rank} of {job.size} on {job.host}: {cause}; the job ends, continue with --resume\n"
     os.write(2, text.encode())
     append_line(Path(job.log), {"event": "failed", "rank": rank, "host": job.host, "cause": cause, "by": rank})
@@ -103,8 +104,11 @@ def _first_end(job: MonitoredRanks) -> tuple[int, bool]:
         killed = now
 
 
-def cause_of(text: str, out_of_memory: bool) -> str:
-    """Return the cause of the end of a process from the text of its file, which has its stacks after a crash."""
+def cause_of(text: str, out_of_memory: bool, other_nodes: bool) -> str:
+    """Return the cause of the end of a process from the text of its file, which has its stacks after a crash.
+
+    On several nodes the rank may be the first one of its node, but not of the job.
+    """
     for line in text.splitlines():
         if line.startswith("Fatal Python error"):
             return line
@@ -112,7 +116,9 @@ def cause_of(text: str, out_of_memory: bool) -> str:
             return "no progress for run.stall_minutes, and no other rank could report it"
     cause = "its process was killed, or ended without a message"
     if not out_of_memory:
-        return cause
+        # MPICH aborts ranks whose connection breaks, whatever their error handler, and does not name the other rank.
+        hint = "; or MPI ended it, with a message of its own, because a rank on another node is gone"
+        return cause + hint * other_nodes
     return f"{cause}; the node is out of memory, so the kernel kills processes: use more nodes, or smaller batches"
 
 

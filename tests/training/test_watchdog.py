@@ -130,8 +130,9 @@ DEAD = "its process was killed, or ended without a message"
         ("{}\nTimeout (0:00:19)!\n", "begin", False, "no progress for run.stall_minutes, and no other rank could"),
         ("", "interrupted", False, None),
         ("", "begin", True, None),
+        ("", "begin", False, f"{DEAD}; or MPI ended it, with a message of its own, because a rank on another node"),
     ],
-    ids=["killed", "crashed", "locked", "interrupted", "left"],
+    ids=["killed", "crashed", "locked", "interrupted", "left", "two nodes"],
 )
 def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause):
     """A launcher kills the other ranks too; nothing is logged if the end has a cause, or if a rank has left the run."""
@@ -145,7 +146,10 @@ def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause)
         }
         for _, path in files.values():
             Path(path).write_text(text)
-        process = start_monitor(MonitoredRanks(str(log), "n0", 3, 2, files))
+        nodes = 2 if cause is not None and "another node" in cause else 1
+        for _ in range(1, nodes):
+            (tmp_path / "rank-00000.n1.1.txt").touch()
+        process = start_monitor(MonitoredRanks(str(log), "n0", 3, 1 + nodes, files))
         assert process is not None
         if left:
             Path(files[1][1]).unlink()
@@ -161,7 +165,7 @@ def test_the_first_rank_that_dies_is_logged(tmp_path, text, logged, left, cause)
             rank.wait()
     new = read_log(log, "failed")[1:]
     assert [(one["rank"], one["host"]) for one in new] == ([] if cause is None else [(1, "n0")])
-    assert all(one["cause"].startswith(cause) for one in new)
+    assert all(one["cause"].startswith(cause) and ("another node" in one["cause"]) == (nodes == 2) for one in new)
 
 
 def held_processes(pid):
@@ -174,8 +178,8 @@ def held_processes(pid):
 
 
 def test_a_process_that_the_kernel_kills_for_lack_of_memory():
-    assert cause_of("", False) == DEAD
-    assert cause_of("", True).startswith(f"{DEAD}; the node is out of memory")
+    assert cause_of("", False, other_nodes=False) == DEAD
+    assert cause_of("", True, other_nodes=True).startswith(f"{DEAD}; the node is out of memory")
 
 
 CRASHES = """
