@@ -120,14 +120,14 @@ class Changes:
         """Yield changes of the first 1, 2, ... layers of a region to another cut, if it is one of their candidates."""
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
         new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
-        place = {v: i for i, v in enumerate(region)}
+        index_of = {v: i for i, v in enumerate(region)}
         gained, sums = np.zeros(new.shape), np.zeros(new.shape)
         for i, v in enumerate(region):
             gained[i] += self.costs.times[v][x[v]] - self.costs.times[v][new[i]]
             sums[i] += self.costs.sums[v][x[v]] - self.costs.sums[v][new[i]]
             for a, b in self._of[v]:
                 other, table = (b, self.costs.edges[a, b]) if a == v else (a, self.costs.edges[a, b].T)
-                j = place.get(other)
+                j = index_of.get(other)
                 if j is not None and j < i:  # counted with the other layer
                     continue
                 before, between = table[x[v], x[other]], table[new[i], x[other]]

@@ -195,13 +195,14 @@ def library_seconds(
         size.
     """
     if collective == "allreduce":
-        valid, part = [one for one in protocols if not 0 < one.most < nbytes], 1.0
+        valid, part = [protocol for protocol in protocols if not 0 < protocol.most < nbytes], 1.0
     else:
-        valid, part = [one for one in protocols if one.algorithm == "ring" and not 0 < one.most < nbytes], 0.5
+        rings = [protocol for protocol in protocols if protocol.algorithm == "ring"]
+        valid, part = [protocol for protocol in rings if not 0 < protocol.most < nbytes], 0.5
     times = [_protocol_seconds(protocol, part * nbytes, ranks, nodes, groups, part) for protocol in valid]
     if not times:
         return None
-    (seconds, transfer), chosen = min(zip(times, valid), key=lambda one: one[0])
+    (seconds, transfer), chosen = min(zip(times, valid), key=lambda pair: pair[0])
     return seconds + _pipeline_seconds(chosen, nbytes, ranks, nodes, groups), transfer
 
 

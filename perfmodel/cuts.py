@@ -104,7 +104,7 @@ def candidates(
 def fits(node: Node, parts: Parts, batch: int) -> bool:
     """Return whether a layer can have this cut, with balanced blocks."""
     refused = {"no": parts[4:], "channelwise": parts[5:], "contracts": (1,)}[node.layer.cuts_channels]
-    extents = _extents(node.layer, [one.shape for one in node.inputs], node.shape, batch)
+    extents = _extents(node.layer, [source.shape for source in node.inputs], node.shape, batch)
     return max(refused) == 1 and _fits(extents, parts, balanced=True)
 
 
@@ -284,10 +284,10 @@ class Baseline(Chooser):
         parts = {layer: tuple(self.parts(node, batch, ranks, samples)) for layer, node in nodes.items()}
         for layer, owner in network.owners.items():
             specs = network.own_parameters(owner)
-            blocks = [held(specs, nodes[one], dict(zip(AXES, parts[one])), ranks) for one in (layer, owner)]
+            blocks = [held(specs, nodes[member], dict(zip(AXES, parts[member])), ranks) for member in (layer, owner)]
             if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
-                shared = [one for one, its in network.owners.items() if its == owner]
-                parts |= {one: _by_samples(samples) for one in shared}
+                shared = [call for call, its in network.owners.items() if its == owner]
+                parts |= {call: _by_samples(samples) for call in shared}
         return strategy_of(network, parts, bucket_bytes)
 
 
@@ -310,7 +310,7 @@ def _by_samples(samples: int) -> Parts:
 
 
 def _of_node(node: Node, batch: int, ranks: int) -> tuple[Parts, ...]:
-    return candidates(node.layer, [one.shape for one in node.inputs], node.shape, batch, ranks)
+    return candidates(node.layer, [source.shape for source in node.inputs], node.shape, batch, ranks)
 
 
 @PLANNERS.register

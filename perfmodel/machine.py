@@ -586,13 +586,13 @@ def _quantities(record: Any, **units: str) -> dict[str, Any]:
     return {key: format_quantity(value, units[key]) if key in units else value for key, value in values.items()}
 
 
-def _lines(table: Mapping[Any, Any], place: str = "") -> Iterator[str]:
+def _lines(table: Mapping[Any, Any], section: str = "") -> Iterator[str]:
     """Yield the lines of TOML of a table, then those of the tables within it."""
     names = {key: str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else to_toml(key) for key in table}
     inner = [key for key in table if isinstance(table[key], Mapping)]
     yield from (f"{names[key]} = {to_toml(table[key])}" for key in table if key not in inner)
     for key in inner:
-        yield from ("", f"[{place}{names[key]}]", *_lines(table[key], f"{place}{names[key]}."))
+        yield from ("", f"[{section}{names[key]}]", *_lines(table[key], f"{section}{names[key]}."))
 
 
 @lru_cache(maxsize=65536)
@@ -764,7 +764,7 @@ class MachineTable(Table):
     def machine(self) -> Machine:
         """Return the machine of the cost model."""
         device, runtime = self.device, self.runtime
-        sums = {key: {n: one.link() for n, one in getattr(runtime, key).items()} for key in SUMS}
+        sums = {key: {n: line.link() for n, line in getattr(runtime, key).items()} for key in SUMS}
         return Machine(
             self.name,
             self.source,

@@ -88,11 +88,11 @@ class PlanCandidates:
 
     def __init__(self, network: Network, schemes: Callable[[Strategy], Sequence[tuple[Scheme, int]]]) -> None:
         self._network, self._schemes = network, schemes
-        self._found: dict[Cuts, PlanCandidate] = {}
+        self._candidates: dict[Cuts, PlanCandidate] = {}
         self._variants: dict[Cuts, list[PlanCandidate]] = {}
 
     def __iter__(self) -> Iterator[PlanCandidate]:
-        return iter(self._found.values())
+        return iter(self._candidates.values())
 
     def cuts(self, strategy: Strategy) -> Cuts:
         """Return the parts of all layers, which identify a strategy."""
@@ -100,11 +100,11 @@ class PlanCandidates:
 
     def find(self, strategy: Strategy) -> PlanCandidate | None:
         """Return the stored strategy with the same cuts, if there is one."""
-        return self._found.get(self.cuts(strategy))
+        return self._candidates.get(self.cuts(strategy))
 
     def add(self, plan_candidate: PlanCandidate) -> PlanCandidate:
         """Store a strategy; return the stored one with the same cuts if there is one."""
-        return self._found.setdefault(self.cuts(plan_candidate.strategy), plan_candidate)
+        return self._candidates.setdefault(self.cuts(plan_candidate.strategy), plan_candidate)
 
     def variants(self, plan_candidate: PlanCandidate) -> list[PlanCandidate]:
         """Return the strategies with the same cuts: under all schemes, with outputs computed again; fastest first."""
@@ -118,20 +118,20 @@ class PlanCandidates:
                 PlanCandidate(plan_candidate.name, simulation, plan_candidate.optimal, plan_candidate.indices)
                 for simulation in distinct.values()
             ]
-            self._variants[key] = sorted(variants, key=lambda one: one.seconds)
+            self._variants[key] = sorted(variants, key=lambda variant: variant.seconds)
         return self._variants[key]
 
     def allows(self, strategy: Strategy, scheme: Scheme) -> bool:
         """Return whether a scheme is among those to try for a strategy."""
-        return any(scheme == one for one, _ in self._schemes(strategy))
+        return any(scheme == allowed for allowed, _ in self._schemes(strategy))
 
     def add_recomputed(self, plan_candidate: PlanCandidate, simulation: Simulation) -> PlanCandidate:
         """Store a strategy with the cuts of `plan_candidate` that computes outputs again."""
-        one = PlanCandidate(plan_candidate.name, simulation, indices=plan_candidate.indices)
+        recomputed = PlanCandidate(plan_candidate.name, simulation, indices=plan_candidate.indices)
         self._variants[self.cuts(plan_candidate.strategy)] = sorted(
-            [*self.variants(plan_candidate), one], key=lambda one: one.seconds
+            [*self.variants(plan_candidate), recomputed], key=lambda variant: variant.seconds
         )
-        return one
+        return recomputed
 
     def best_of(
         self, plan_candidate: PlanCandidate, limit: float, faster_than: float = math.inf
@@ -149,27 +149,27 @@ class PlanCandidates:
     def fastest(self, limit: float = math.inf) -> PlanCandidate | None:
         """Return the fastest strategy within a limit [B], under any scheme; None if nothing fits."""
         best: PlanCandidate | None = None
-        for plan_candidate in sorted(self, key=lambda one: one.simulation.computing):
+        for plan_candidate in sorted(self, key=lambda other: other.simulation.computing):
             best = self.best_of(plan_candidate, limit, math.inf if best is None else best.seconds) or best
         return best
 
     def few(self, limit: float, count: int) -> list[PlanCandidate]:
         """Return the fastest strategies with different cuts that fit, at most `count`."""
         fastest: list[PlanCandidate] = []
-        for one in sorted(self, key=lambda one: one.simulation.computing):
+        for plan_candidate in sorted(self, key=lambda other: other.simulation.computing):
             slowest = fastest[-1].seconds if len(fastest) == count else math.inf
-            if one.simulation.computing >= slowest:
+            if plan_candidate.simulation.computing >= slowest:
                 break
-            best = self.best_of(one, limit, slowest)
+            best = self.best_of(plan_candidate, limit, slowest)
             if best is not None:
-                fastest = sorted([*fastest, best], key=lambda one: one.seconds)[:count]
+                fastest = sorted([*fastest, best], key=lambda candidate: candidate.seconds)[:count]
         return fastest
 
     def leanest(self) -> PlanCandidate:
         """Return the strategy, under any scheme, that needs the least memory."""
         return min(
             (variant for plan_candidate in self for variant in self.variants(plan_candidate)),
-            key=lambda one: one.memory_bytes,
+            key=lambda candidate: candidate.memory_bytes,
         )
 
 

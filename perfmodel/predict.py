@@ -377,19 +377,19 @@ class StrategySearch:
             self._descend(best, limit)
 
     def _plan(self, exposed: float, limit: float) -> None:
-        room: float | None = None if limit == math.inf else limit
+        capacity: float | None = None if limit == math.inf else limit
         for attempt in range(ATTEMPTS):
             try:
-                choice = self.planner.plan(self.costs.problem(exposed, room))
+                choice = self.planner.plan(self.costs.problem(exposed, capacity))
             except NoneFits:
                 if attempt:
                     return
                 raise
             plan_candidate = self.choose(choice.indices, choice.optimal)
-            if room is None or plan_candidate.fits(limit):
+            if capacity is None or plan_candidate.fits(limit):
                 return
             # The problem does not include temporary memory of the backward pass: leave capacity for it.
-            room = min(room, choice.memory) - (plan_candidate.memory_bytes - limit)
+            capacity = min(capacity, choice.memory) - (plan_candidate.memory_bytes - limit)
 
     def _descend(self, best: PlanCandidate, limit: float) -> None:
         """Change layers as long as a step becomes faster and stays within the limit [B]."""
@@ -414,7 +414,7 @@ class StrategySearch:
     def _recomputed(self, best: PlanCandidate | None) -> PlanCandidate | None:
         """Return the fastest strategy that fits, also with outputs computed again; `best` is that without."""
         trials: list[tuple[float, int, PlanCandidate, Keeping, float]] = []
-        by_time = sorted(self.plan_candidates, key=lambda one: one.simulation.computing)
+        by_time = sorted(self.plan_candidates, key=lambda candidate: candidate.simulation.computing)
         for plan_candidate in by_time if KINDS[self.planning.recompute] else []:
             limit = math.inf if best is None else best.seconds
             variants = self.plan_candidates.variants(plan_candidate)
@@ -422,18 +422,18 @@ class StrategySearch:
                 break
             if variants[0].seconds >= limit:
                 continue
-            # It is faster than `best`, so it does not fit. Sharded gradients leave the most room for outputs.
+            # It is faster than `best`, so it does not fit. Sharded gradients leave the most memory for outputs.
             keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
-            sharded = next((one for one in variants if one.strategy.reduction.kind.shards), variants[0])
+            sharded = next((variant for variant in variants if variant.strategy.reduction.kind.shards), variants[0])
             for variant in dict.fromkeys((variants[0], sharded)):
-                room = self.limit - (variant.memory_bytes - keeping.most)
-                seconds = variant.seconds + keeping.estimate(max(room, keeping.least))
-                if keeping.may_fit(room):
-                    trials.append((seconds, len(trials), variant, keeping, room))
-        for seconds, _, variant, keeping, room in sorted(trials):
+                capacity = self.limit - (variant.memory_bytes - keeping.most)
+                seconds = variant.seconds + keeping.estimate(max(capacity, keeping.least))
+                if keeping.may_fit(capacity):
+                    trials.append((seconds, len(trials), variant, keeping, capacity))
+        for seconds, _, variant, keeping, capacity in sorted(trials):
             if best is not None and seconds >= best.seconds:
                 break
-            chosen = keeping.within(room)
+            chosen = keeping.within(capacity)
             if chosen is not None:
                 recomputed = self._add_recomputed(variant, chosen)
                 if recomputed.fits(self.limit) and (best is None or recomputed.seconds < best.seconds):
@@ -464,16 +464,16 @@ class StrategySearch:
                 if best is plain_best and best is self.plan_candidates.fastest():
                     return
             bases = [*self.plan_candidates.few(self.limit, WIDENED), *self.plan_candidates.few(math.inf, WIDENED)]
-            yield from (one for one in dict.fromkeys(bases) if one is not plain_best)
+            yield from (candidate for candidate in dict.fromkeys(bases) if candidate is not plain_best)
 
         plain_best, limit = best, math.inf if best is None else (1 - MARGIN) * best.seconds
-        for one in tried() if self.chooser.widens else ():
-            plain = one.simulation.prediction(account=False)
-            if one.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
+        for candidate in tried() if self.chooser.widens else ():
+            plain = candidate.simulation.prediction(account=False)
+            if candidate.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
                 continue
-            base = _with_halos(one.strategy, plain)
+            base = _with_halos(candidate.strategy, plain)
             for widened in wider(base, plain, lambda strategy: simulation(strategy).prediction(False)):
-                plan_candidate = PlanCandidate(one.name, simulation(widened), indices=one.indices)
+                plan_candidate = PlanCandidate(candidate.name, simulation(widened), indices=candidate.indices)
                 if plan_candidate.seconds >= limit:
                     break
                 if plan_candidate.fits(self.limit):
@@ -516,12 +516,12 @@ class StrategySearch:
     def _leanest(self) -> PlanCandidate:
         """Return the strategy that needs the least memory, also with outputs computed again."""
         trials: list[tuple[float, int, PlanCandidate, Keeping]] = []
-        leanest = sorted(self.plan_candidates, key=lambda one: one.memory_bytes)[:CUTS]
+        leanest = sorted(self.plan_candidates, key=lambda variant: variant.memory_bytes)[:CUTS]
         for plan_candidate in leanest if KINDS[self.planning.recompute] else []:
             keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
             variants = self.plan_candidates.variants(plan_candidate)
-            kept = [one for one in variants if one.strategy == one.strategy.keeping_all] or variants
-            variant = min(kept, key=lambda one: one.memory_bytes)
+            kept = [variant for variant in variants if variant.strategy == variant.strategy.keeping_all] or variants
+            variant = min(kept, key=lambda variant: variant.memory_bytes)
             trials.append((variant.memory_bytes - keeping.most + keeping.least, len(trials), variant, keeping))
         if trials:
             _, _, variant, keeping = min(trials)

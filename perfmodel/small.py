@@ -123,7 +123,7 @@ def _choices(network: Network, strategy: Strategy, batch: int, ranks: int) -> di
         keeps = (
             any(axis in strategy.layers.get(name, {}) for axis in AXES)
             or any(isinstance(cut, tuple) for cut in strategy.cuts_of(name).values())
-            or any(isinstance(one, Input) and len(one.shape) > 1 for one in node.inputs)
+            or any(isinstance(source, Input) and len(source.shape) > 1 for source in node.inputs)
             or calls[network.owners.get(name, name)] > 1
             or node.layer.depends_on_cut(strategy.options_of(name))
         )

@@ -1,6 +1,6 @@
 """Choice of wide values: layers of a plan that compute margins instead of exchanging halos, where this is faster.
 
-The layers between two halo exchanges are a *link*: if all of them are wide, the exchange behind them is left out. If
+The layers between two halo exchanges are a *link*: if all of them are wide, the exchange after them is left out. If
 only its last layers are wide, from a norm on, the exchange moves before this norm, and travels during the sum of its
 statistics. Links are joined to runs: the last link of a run is wide from its norm on, the others as a whole. For every
 length in `RUNS` the whole network is simulated. The runs that gain most by these simulations form one more strategy.
@@ -57,7 +57,7 @@ def wider(
         widened.append((prediction.step_seconds, candidate))
         gains += _gains(plain.layers, prediction.layers, links, runs)
     chosen, used = list[range](), set[int]()
-    for gain, run in sorted(gains, key=lambda one: -one[0]):
+    for gain, run in sorted(gains, key=lambda pair: -pair[0]):
         if gain > 0 and not used & {*run}:
             chosen.append(run)
             used |= {*run}
@@ -65,8 +65,8 @@ def wider(
         candidate = with_wide(strategy, _wide(plain, links, chosen))
         if candidate.layers not in [strategy.layers, *(other.layers for _, other in widened)]:
             widened.append((simulate(candidate).step_seconds, candidate))
-    faster = (one for one in widened if one[0] < (1 - margin) * plain.step_seconds)
-    return [candidate for _, candidate in sorted(faster, key=lambda one: one[0])]
+    faster = (pair for pair in widened if pair[0] < (1 - margin) * plain.step_seconds)
+    return [candidate for _, candidate in sorted(faster, key=lambda pair: pair[0])]
 
 
 def with_wide(strategy: Strategy, names: Collection[str]) -> Strategy:

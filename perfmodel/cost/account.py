@@ -161,7 +161,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
     memory["parameter"] = memory["parameter gradient"] = 0
     rank, itemsize = program.target.rank, program.wide.itemsize
     low = program.target.dtype.itemsize if is_low(program.target.dtype) else 0
-    flats = {g.name: (one.sharing, one.replicated) for one in program.buckets for g in one.gradients}
+    flats = {g.name: (bucket.sharing, bucket.replicated) for bucket in program.buckets for g in bucket.gradients}
     rounded = Counter[object]()  # bytes of gradients by flat array, of those with gradients in 16 bits
     rounds = set[object]()
     for step in program.steps:

@@ -281,9 +281,9 @@ def mean_costs(costs: Sequence[NetworkCosts], weights: Sequence[float]) -> Netwo
         return means[key]
 
     times, sums = (
-        tuple(mean(arrays) for arrays in zip(*(getattr(one, name) for one in costs))) for name in ("times", "sums")
+        tuple(mean(arrays) for arrays in zip(*(getattr(own, name) for own in costs))) for name in ("times", "sums")
     )
-    edges = {edge: mean([one.edges[edge] for one in costs]) for edge in costs[0].edges}
+    edges = {edge: mean([own.edges[edge] for own in costs]) for edge in costs[0].edges}
     return replace(costs[0], times=times, sums=sums, edges=edges)
 
 
@@ -438,7 +438,7 @@ class _Maker:
         def under(step: Step) -> Step:
             return _under(step, dict(zip(AXES, parts)), math.prod(parts))
 
-        step = faster(under(plain), self.pricing, lambda one: Alone(under(one), trained, self.pricing.overlaps))
+        step = faster(under(plain), self.pricing, lambda other: Alone(under(other), trained, self.pricing.overlaps))
         alone = Alone(step, trained, self.pricing.overlaps)
         backward = alone.backward() if trained else []
         summed: list[tuple[int, Ranks]] = []
@@ -451,7 +451,7 @@ class _Maker:
         memory, rows = self._memory(step, parameters), list[tuple[float, float, float, str]]()
         for pricing in self.pricings:
             cost = price_layer(step, alone.forward, backward, pricing)
-            sums = sum((self._sum(pricing.network_model, *one) for one in summed), 0.0)
+            sums = sum((self._sum(pricing.network_model, *gradient) for gradient in summed), 0.0)
             update = sum((pricing.network_model.update(nbytes, self.training.slots) for nbytes, _ in summed), 0.0)
             rows.append((cost.seconds + update, sums, memory, cost.halo_algorithm))
         return rows
@@ -477,15 +477,15 @@ class _Maker:
         self, nodes: Sequence[Node], candidates: Sequence[tuple[Parts, ...]]
     ) -> tuple[list[dict[tuple[int, int], Floats]], dict[tuple[int, int], Floats]]:
         """Return the times of redistributions by machine, and the memory of their copies."""
-        place = {node: i for i, node in enumerate(nodes)}
+        index_of = {node: i for i, node in enumerate(nodes)}
         edges: list[dict[tuple[int, int], Floats]] = [{} for _ in self.pricings]
         memory: dict[tuple[int, int], Floats] = {}
         for v, node in enumerate(nodes):
             for source in dict.fromkeys(node.inputs):
-                u = place.get(source)
+                u = index_of.get(source)
                 if isinstance(source, Input):
                     # The first reader's layout is read from disk, and redistributed for the other readers.
-                    u = place.setdefault(source, v)
+                    u = index_of.setdefault(source, v)
                 assert u is not None
                 if u == v:
                     continue
@@ -506,7 +506,7 @@ class _Maker:
         if key not in self._tables:
             arguments = (shape, makers, readers)
             seconds = [
-                edge_seconds(*arguments, one.network_model, itemsize, self.ranks) * passes for one in self.pricings
+                edge_seconds(*arguments, own.network_model, itemsize, self.ranks) * passes for own in self.pricings
             ]
             self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
         return self._tables[key]

@@ -189,7 +189,7 @@ class NetworkModel:
             return part * min(measured.seconds(nbytes), short.seconds(nbytes)), 0.0
         if self.emulated:
             link, size = self.machine.links["across"], len(ranks)
-            seconds = min(collectives.seconds("allreduce", nbytes, size, link, one) for one in algorithms)
+            seconds = min(collectives.seconds("allreduce", nbytes, size, link, algorithm) for algorithm in algorithms)
             return part * seconds * far, 0.0
         stages = self.machine.stages(ranks, groups)
         nodes = math.prod(stage.size for stage in stages if stage.level != "node")
@@ -319,7 +319,7 @@ class NetworkModel:
                 shared = np.maximum(shared, by_node(nbytes * (levels > 1)) / topology.uplink)
             if topology.node_links:
                 inside = np.split(by_rank(beta * ~outside), first[1:])
-                before = np.concatenate([some.cumsum() for some in inside])
+                before = np.concatenate([traffic.cumsum() for traffic in inside])
                 slowest = max(slowest, float((alphas + before / topology.node_links).max()))
         beyond = shared + np.maximum.reduceat(by_rank(alpha * outside), first)
         return max(slowest, float(beyond.max())), float(shared.max())

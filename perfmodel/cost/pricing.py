@@ -191,7 +191,7 @@ class Pricing:
     def _group_sum(self, total: Sum, nbytes: int, members: Ranks, groups: int) -> SumPrice:
         """Return the times of one of `groups` equal sums on a node, of `nbytes` [B] over the ranks `members`."""
         network_model, method = self.network_model, total.algorithm
-        # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
+        # Small sums have their own places in shared memory; large ones share a stage, hierarchical sums a thread.
         in_order = method.adds and network_model.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
         if method.by_nodes:
             parts = network_model.sum_by_nodes(nbytes, members)

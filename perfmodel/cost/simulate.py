@@ -173,7 +173,7 @@ class Simulation:
         if not self.training.clips:
             return program
         # Ranks that hold all gradients whole need no message.
-        cut = self.strategy.reduction.kind.shards or not all(one.whole for one in self.blocks.values())
+        cut = self.strategy.reduction.kind.shards or not all(blocks.whole for blocks in self.blocks.values())
         return check_gradients(program, "norm", cut and self.ranks > 1)
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
@@ -246,12 +246,12 @@ class Simulation:
         known = self._known
         if known.uniform is None:
             values, gathered = self._outline.values.values(), self._gathered
-            apart = all(boxes == v.layout.boxes for v in values for boxes, *_ in gathered.get(v, ()))
-            held = (*(v.layout.boxes for v in values), *(one.boxes for one in self.blocks.values()))
-            equal = all(len(set(lengths.tolist())) == 1 for one in set(held) for lengths in one.extents)
-            everywhere = all(one.placed == self.ranks for one in held)
+            separate = all(boxes == v.layout.boxes for v in values for boxes, *_ in gathered.get(v, ()))
+            held = (*(v.layout.boxes for v in values), *(blocks.boxes for blocks in self.blocks.values()))
+            equal = all(len(set(lengths.tolist())) == 1 for boxes in set(held) for lengths in boxes.extents)
+            everywhere = all(boxes.placed == self.ranks for boxes in held)
             moved = any(step.name not in self.network.layers for step in self._outline.steps)
-            known.uniform = apart and equal and everywhere and not moved
+            known.uniform = separate and equal and everywhere and not moved
         return known.uniform
 
     @property
@@ -263,7 +263,7 @@ class Simulation:
 
     def _find_fullest(self) -> int:
         copies = (2 + self.training.slots) * self._outline.wide.itemsize
-        held = copies * np.sum([one.boxes.sizes() for one in self.blocks.values()], axis=0) + np.zeros(self.ranks)
+        held = copies * np.sum([blocks.boxes.sizes() for blocks in self.blocks.values()], axis=0) + np.zeros(self.ranks)
         for value in self._outline.values.values():
             needed = {boxes for boxes, *_ in self._gathered.get(value, ())}
             held += value.dtype.itemsize * np.maximum.reduce([value.held.sizes(), *(b.sizes() for b in needed)])
@@ -281,14 +281,14 @@ class Simulation:
     @cached_property
     def _buckets(self) -> list[GradientChunk]:
         scheme, chunked = self.strategy.reduction, self._chunked
-        apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
+        exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
         rule = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
-        key = rule, self.strategy.bucket_bytes * scheme.has_buckets, apart
+        key = rule, self.strategy.bucket_bytes * scheme.has_buckets, exposed
         if key not in chunked.buckets:
             nbytes, itemsize = self.strategy.bucket_bytes, self._outline.wide.itemsize
-            chunks = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
+            chunks = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(exposed))
             # Equal buckets of several rules are one object.
-            chunked.buckets[key] = next((one for one in chunked.buckets.values() if one == chunks), chunks)
+            chunked.buckets[key] = next((known for known in chunked.buckets.values() if known == chunks), chunks)
         return chunked.buckets[key]
 
     @property

@@ -53,13 +53,13 @@ def price_steps(network: Network, program: Program, pricing: Pricing) -> PricedS
 def price_replicated(step: Step, pricing: Pricing) -> tuple[LayerCost, KernelSpec]:
     """Return the cost of a dense layer whose gradient is replicated, without this gradient, and its kernel."""
     options = {**step.options, "weight_gradient": "replicated"}
-    alone = Alone(replace(_apart(step), options=options), trainable=True)
+    alone = Alone(replace(_separated(step), options=options), trainable=True)
     cost = price_layer(alone.step, alone.forward, alone.backward(), pricing)
     assert alone.lowered.exposed is not None
     return cost, alone.lowered.exposed
 
 
-def _apart(step: Step) -> Step:
+def _separated(step: Step) -> Step:
     """Return a copy of the step whose values no other layer uses."""
     copies = {value: _copied(value) for value in (*step.inputs, step.output)}
     return step.under(step.parts, [copies[value] for value in step.inputs], copies[step.output])
@@ -79,9 +79,10 @@ def faster(step: Step, pricing: Pricing, lower: Callable[[Step], Alone]) -> Step
         return step
     steps = [replace(step, options={**step.options, "halo": halo}) for halo in ("pad", "overlap")]
 
-    def seconds(one: Step) -> float:
-        alone = lower(one)
-        return price_layer(one, alone.forward, alone.backward() if one.output.trainable else [], pricing).seconds
+    def seconds(variant: Step) -> float:
+        alone = lower(variant)
+        backward = alone.backward() if variant.output.trainable else []
+        return price_layer(variant, alone.forward, backward, pricing).seconds
 
     return min(steps, key=seconds)
 
@@ -91,14 +92,14 @@ class _Known:
 
     def __init__(self, step: Step, gathered: _Gathered, pricing: Pricing) -> None:
         self._before = gathered
-        self._step = faster(step, pricing, lambda one: Alone(_apart(one), True, pricing.overlaps, gathered))
+        self._step = faster(step, pricing, lambda variant: Alone(_separated(variant), True, pricing.overlaps, gathered))
         self._passes: dict[_Gathered | None, _Passes] = {}
         self._alone: Alone | None = self._lowered(pricing)
         self.gathered = _gathered(self._alone.step)
         self.is_loss = self._alone.lowered.loss is not None
 
     def _lowered(self, pricing: Pricing) -> Alone:
-        return Alone(_apart(self._step), True, pricing.overlaps, self._before)
+        return Alone(_separated(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
         """Return the cost of the layer.

@@ -34,7 +34,7 @@ __all__ = [
     "prune",
 ]
 
-#: The planners, and beside them the baselines of :mod:`halograd.perfmodel.cuts`.
+#: The planners, and the baselines of :mod:`halograd.perfmodel.cuts`.
 PLANNERS: Registry[Chooser] = Registry("planner", Chooser, key="strategy.planner")
 for _planner in (ShortestPath, LongestPathFirst, Elimination, Exhaustive):
     PLANNERS.register(_planner)

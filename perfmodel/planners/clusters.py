@@ -91,17 +91,17 @@ class Costs:
         by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
         by_id: dict[int, Array] = {}
 
-        def one(table: Array) -> Array:
+        def single(table: Array) -> Array:
             """Return the first array with the same content as `table`."""
             if id(table) not in by_id:
                 digest = hashlib.blake2b(table.data, digest_size=16).digest()
                 by_id[id(table)] = by_content.setdefault((table.shape, digest), table)
             return by_id[id(table)]
 
-        self._pairs: list[tuple[Array, Table]] = [(one(t), one(m)) for t, m in zip(problem.times, problem.memory)]
+        self._pairs: list[tuple[Array, Table]] = [(single(t), single(m)) for t, m in zip(problem.times, problem.memory)]
         for edge, table in problem.edges.items():
             extra = problem.edge_memory.get(edge)
-            self._pairs.append((one(table), None if extra is None else one(extra)))
+            self._pairs.append((single(table), None if extra is None else single(extra)))
 
     def weighted(self, multiplier: float = 0.0) -> list[Table]:
         """Return the tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""

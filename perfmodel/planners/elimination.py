@@ -200,13 +200,13 @@ class _Solver:
     def _close(self, weight: PassResult | None) -> Selection | None:
         """Search at increasing distances from the lower bound, until the fastest choice is proved to be optimal."""
         rounding = ROUNDING * max(abs(self.messages.value), abs(self.bound))
-        room = math.inf if weight is None or self.problem.limit is None else self.problem.limit - weight.value
+        capacity = math.inf if weight is None or self.problem.limit is None else self.problem.limit - weight.value
         gap = self.seconds - self.bound
         proved, states = 0.0, 0
         excess = gap / 64 if math.isfinite(gap) else 1e-3 * abs(self.bound)
         while self.seconds > self.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), self.seconds - self.bound + rounding)
-            bounds = Bounds(excess, room, self.multiplier, 0.1 * rounding, self.labels)
+            bounds = Bounds(excess, capacity, self.multiplier, 0.1 * rounding, self.labels)
             selection = search(self.clusters, self.messages, weight, bounds)
             states += selection.states
             if selection.indices is not None:

@@ -422,17 +422,17 @@ def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None
             most += known[key][1]
         return least, most
 
-    room = np.inf  # memory that is left if every layer and edge uses its minimum [B]
+    capacity = np.inf  # memory that is left if every layer and edge uses its minimum [B]
     if problem.limit is not None:
         smallest = (float(table.min()) for table in (*problem.memory, *problem.edge_memory.values()))
-        room = problem.limit - sum(smallest)
+        capacity = problem.limit - sum(smallest)
     alive = []
     for v, (times, memory) in enumerate(zip(problem.times, problem.memory)):
         least, most = extremes(v, times, problem.edges)
         good = np.isfinite(least)
         if problem.limit is not None:
             small, large = extremes(v, memory, problem.edge_memory)
-            good &= memory - memory.min() <= room
+            good &= memory - memory.min() <= capacity
         if not good.any():
             return None
         if v == keep:

@@ -36,7 +36,7 @@ class Bounds:
     """Bounds of a search."""
 
     excess: float  # largest excess of the cost ``time + multiplier * memory`` over its lower bound [s]
-    room: float  # largest excess of the memory over its lower bound [B]
+    capacity: float  # largest excess of the memory over its lower bound [B]
     multiplier: float  # price of memory in the cost [s/B]
     rounding: float  # difference below which times count as equal [s]
     labels: int  # largest number of labels per layer; the best are kept, and the loss is reported
@@ -114,7 +114,7 @@ def _extend(
         weights = block.weight[:, None]
         if weight is not None:
             weights = weights + _regret(clusters, cluster, weight, block)
-            good &= (weights <= bounds.room) & (weights < np.inf)
+            good &= (weights <= bounds.capacity) & (weights < np.inf)
         rows, candidates = np.nonzero(good)
         weights = np.broadcast_to(weights, costs.shape)
         chunks.append((rows + start, candidates, costs[rows, candidates], weights[rows, candidates]))
