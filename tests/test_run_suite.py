@@ -203,6 +203,7 @@ def test_coverage_is_that_of_all_processes(tmp_path):
         code = "import os, sys; sys.path.insert(0, 'library'); import used; used.f(sys.argv[1])"
         sys.argv[1:] = [str(world.rank)]
         exec(code)
+        exec(compile("pass", "page.md", "exec"))
         subprocess.check_call([sys.executable, "-c", code + "; os._exit(0)", "2"])
     """
     code, output, _ = run_suite(tmp_path, body, "2", more=("--coverage",))
