@@ -462,11 +462,21 @@ def os_reason(error: OSError) -> str | None:
 
 
 @contextlib.contextmanager
-def writing(what: str, remedy: str = "choose another") -> Iterator[None]:
-    """Turn an OSError within the context into a UserError about `what`: an option and its path. Local."""
+def writing(what: str, remedy: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn an OSError within the context into an error of this kind. Local.
+
+    Parameters
+    ----------
+    what
+        Start of the message, such as an option and its path.
+    remedy
+        Remedy for every error; by default that of the error's number.
+    """
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{what}: expected a path that can be written, got an error ({error.strerror}); {remedy}"
-        ) from error
+        name = error.filename  # a number for an error of a descriptor
+        named = isinstance(name, str | os.PathLike) and Path(name).suffix != ".partial" and os.fspath(name) not in what
+        reason = f"{error.strerror or one_line(error)}{f' at {shown_path(name)}' if named else ''}"
+        remedy = remedy or _REMEDIES.get(error.errno or 0, "choose another")
+        raise kind(f"{what}: expected a path that can be written, got an error ({reason}); {remedy}") from error

@@ -117,7 +117,7 @@ def test_out_must_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     done = demo("--quick", "--out", tmp_path / "file")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"halograd: error: --out: expected a folder that can be made, got {tmp_path}")
+    assert done.stderr.startswith(f"halograd: error: --out {tmp_path / 'file'}: expected a path that can be written")
 
 
 def test_it_wants_no_launcher(tmp_path):

@@ -45,7 +45,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from halograd.documents import replacing
+from halograd.documents import replacing, writing
 from halograd.errors import UserError
 
 from ..data import Batch, FileSet, Hdf5Dataset, Sampler
@@ -60,7 +60,7 @@ from ..lowering.views import Value
 from .adapting import at_size, grid_of
 from .flips import Flips
 from .metrics import sigmoid, softmax
-from .parts import PartArray, PartFile, part_path, writing
+from .parts import PartArray, PartFile, part_path
 from .rollout import Rollout, check_rollout, stepped
 from .root import on_root
 from .session import Session, open_loader
@@ -121,9 +121,7 @@ class Output:
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 
-def outputs_of(
-    session: Session, what: str, described: Mapping[str, Mapping[str, Any]], steps: int = 0
-) -> list[Output]:
+def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]], steps: int = 0) -> list[Output]:
     """Return all outputs of the network except the loss. Local, the same on all ranks.
 
     Parameters
@@ -256,7 +254,7 @@ def write_outputs(
     else:
         computed = _compute(session, outputs, folder, key, report, partial(predicted, session, values))
     _finish(session, outputs, out, folder, writer)
-    with comm.agreement(), writing(out):
+    with comm.agreement(), writing(str(out), kind=DataError):
         if comm.rank == 0:
             _clean(folder, writer.refers and comm.size > 1)
     return computed
@@ -324,24 +322,24 @@ def _finish(session: Session, outputs: Sequence[Output], out: Path, folder: Path
     joined = part_path(folder, 0) if comm.size == 1 else out.with_name(f".{out.name}.{folder.name}.joined")
     result = out
     with ExitStack() as stack:
-        with comm.agreement(), writing(out):
+        with comm.agreement(), writing(str(out), kind=DataError):
             if comm.rank == 0:
                 if comm.size > 1:
                     stack.callback(joined.unlink, missing_ok=True)
                     _join(session, outputs, folder, joined)
                 result = stack.enter_context(replacing(out))
         result = comm.bcast(result)
-        with comm.agreement(), writing(out):
+        with comm.agreement(), writing(str(out), kind=DataError):
             if comm.rank == 0:
                 with _opened(joined, outputs, writer) as predictions:
                     writer.begin(predictions, result)
         first, stop = (comm.rank, comm.rank + 1) if writer.parallel else (0, comm.size if comm.rank == 0 else 0)
         samples = range(count * first // comm.size, count * stop // comm.size)
-        with comm.agreement(), writing(out):
+        with comm.agreement(), writing(str(out), kind=DataError):
             if samples:
                 with _opened(joined, outputs, writer) as predictions:
                     writer.write(predictions, result, samples)
-        with comm.agreement(), writing(out):
+        with comm.agreement(), writing(str(out), kind=DataError):
             stack.close()
 
 
@@ -502,7 +500,7 @@ def write_each(
             sized = session if of_size is None else open_sized(session, of_size, dataset.parts[left[0]], stack)
             for number in left:
                 part, path = dataset.parts[number], out / names[number]
-                with comm.agreement(), writing(path):
+                with comm.agreement(), writing(str(path), kind=DataError):
                     if comm.rank == 0:
                         path.parent.mkdir(parents=True, exist_ok=True)
                 with ExitStack() as own:
@@ -516,7 +514,7 @@ def write_each(
                 part.close()
                 ready += len(part)
                 known[names[number]] = {"source": str(part.path), "samples": len(part), "job": jobs[number]}
-                with comm.agreement(), writing(out / TABLE):
+                with comm.agreement(), writing(str(out / TABLE), kind=DataError):
                     if comm.rank == 0:
                         _write(out, {name: known[name] for name in names if name in known})
     return computed

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
+from halograd.documents import writing
 from halograd.errors import UserError
 
 __all__ = ["Owner", "RunLock", "checkpoint_of", "job_id", "make_folder", "process_scope"]
@@ -72,11 +73,8 @@ def job_id() -> str | None:
 
 def make_folder(path: Path) -> None:
     """Create a folder of a run. Local. Raises UserError if that fails."""
-    try:
+    with writing(f"output.directory {path}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror
-        raise UserError(f"output.directory: expected a folder that can be made, got {path}: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from halograd.documents import os_reason, write_whole
+from halograd.documents import os_reason, write_whole, writing
 from halograd.errors import UserError
 
 from ..comm.terminal import terminal_columns
@@ -192,11 +192,8 @@ def rewind_log(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line.rstrip(b"\n") for line, entry in _good(path) if entry.get("step", 0) <= step]
-    try:
+    with writing(f"log {path}"):
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
-    except OSError as error:
-        reason = os_reason(error) or error.strerror
-        raise UserError(f"{path}: expected a log that can be continued, got an error: {reason}") from error
 
 
 # -- lines -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +31,14 @@ import h5py
 import numpy as np
 
 from halograd import schema
-from halograd.documents import os_reason, parse_json, replacing
+from halograd.documents import parse_json, replacing, writing
 from halograd.errors import UserError
 
 from ..data.disk import DataError, atomic_path
 from ..dtensor import Box
 from .chunk_file import CHUNK, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 
-__all__ = ["PartArray", "PartFile", "part_path", "writing"]
+__all__ = ["PartArray", "PartFile", "part_path"]
 
 #: Age of the progress at which it is recorded again [s]: a killed rank loses at most this time and one batch.
 RECORD_SECONDS = 2.0
@@ -145,7 +145,7 @@ class PartFile:
         self.fault: str | None = None
         self._file = -1
         try:
-            with writing(path):
+            with writing(str(path), kind=DataError):
                 for folder in (path.parent.parent, path.parent):  # through links, parts of other jobs would be replaced
                     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
                         raise DataError(
@@ -276,7 +276,7 @@ class PartFile:
         Samples beyond the last one are not written.
         """
         checksum = self._sums[self.done]
-        with writing(self.path):
+        with writing(str(self.path), kind=DataError):
             for array, offset, block, (low, high) in zip(self._arrays, self._offsets, blocks, self._rows(self.done)):
                 data = np.ascontiguousarray(block[: high - low], array.dtype).reshape(-1).view(np.uint8).data
                 position = offset + low * array.row
@@ -299,7 +299,7 @@ class PartFile:
         """
         if self.done == self._recorded:
             return
-        with writing(self.path):
+        with writing(str(self.path), kind=DataError):
             os.fsync(self._file)
             if not os.path.samestat(os.fstat(self._file), os.lstat(self.path)):
                 raise DataError(
@@ -333,14 +333,3 @@ def part_path(folder: Path, rank: int) -> Path:
     'out.h5.parts/3f2a90c1/rank-00003.h5'
     """
     return folder / f"rank-{rank:05d}.h5"
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into a DataError about the file. Local."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename if isinstance(error.filename, str | os.PathLike) else path
-        reason = os_reason(error) or f"{(error.strerror or str(error)).lower()}; remove it, or give another path"
-        raise DataError(f"cannot write {os.fspath(where)}: {reason}") from error

@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from halograd.documents import bytes_text, os_reason
+from halograd.documents import bytes_text, writing
 from halograd.errors import UserError
 
 from ..comm import Communicator, boot
@@ -106,7 +106,7 @@ def train(
         TRANSPORTS.make(config.backend.transport)  # its error names the key
         ranks = stack.enter_context(Communicator(world, config.backend.transport))
         lock = stack.enter_context(RunLock(directory))
-        on_root(ranks.mpi, _writing(directory)(lock.acquire))
+        on_root(ranks.mpi, writing(f"output.directory {directory}")(lock.acquire))
         folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
         on_root(ranks.mpi, folder.check_writable)  # check before hours of training, not after them
         if config.output.rank_logs:
@@ -120,7 +120,7 @@ def train(
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None
         session = Session.open(config, ranks, stack, True, progress, None if plan is None else plan.strategy)
-        with ranks.agreement(), _writing(directory):
+        with ranks.agreement(), writing(f"output.directory {directory}"):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step)
                 if session.small is not None:
@@ -157,23 +157,12 @@ def train(
     return {**result, "directory": str(directory)}
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a UserError about the directory of the run."""
-    try:
-        yield
-    except OSError as error:
-        path = error.filename if isinstance(error.filename, str | Path) else folder  # not a descriptor
-        reason = os_reason(error) or error.strerror or error
-        raise UserError(f"output.directory: expected files that can be written, got {path}: {reason}") from error
-
-
 def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
     """Open a log on every rank, in a folder that rank 0 makes. Collective."""
     with ranks.agreement():
         if ranks.rank == 0:
             make_folder(folder)
-    with ranks.agreement(), _writing(folder):
+    with ranks.agreement(), writing(f"output.directory {folder}"):
         stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
 
 
@@ -655,5 +644,3 @@ class TrainingRun:
             where = f" (on rank {diverged[0][0]} of {comm.size} on {diverged[0][1]}{others})"
         self.log.write("stopped", step=self.optimizer.step, reason=str(error))
         return Diverged(f"{error}{where}; {self.checkpoints.last()}")
-
-

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..data import DataError, Hdf5Dataset, generate
 from ..data.disk import atomic_path, open_to_read
 from ..data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
+from ..documents import writing
 from ..errors import UserError
 from ..training.directory import RunLock
 
@@ -123,10 +124,8 @@ def prepare(files: Files) -> None:
     UserError
         `out` is not a writable folder, or another demonstration trains there.
     """
-    try:
+    with writing(f"--out {files.out}"):
         files.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: expected a folder that can be made, got {files.out}: {error.strerror}") from error
     if not os.access(files.out, os.W_OK):
         raise UserError(f"--out: expected a folder that can be written to, got {files.out}; choose another one")
     if files.new_run.exists():
