@@ -116,7 +116,7 @@ def cause_of(text: str, out_of_memory: bool, other_nodes: bool) -> str:
             return "no progress for run.stall_minutes, and no other rank could report it"
     cause = "its process was killed, or ended without a message"
     if not out_of_memory:
-        # MPICH aborts ranks whose connection breaks, whatever their error handler, and does not name the other rank.
+        # MPICH was seen to abort a rank whose connection broke, and it does not name the other rank.
         hint = "; or MPI ended it, with a message of its own, because a rank on another node is gone"
         return cause + hint * other_nodes
     return f"{cause}; the node is out of memory, so the kernel kills processes: use more nodes, or smaller batches"
