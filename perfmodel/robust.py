@@ -40,6 +40,8 @@ from .planners import NoneFits
 from .plans import Plan
 from .predict import EXPOSED, Planning, StrategySearch, quick_pricing, uncollected
 
+Cuts = tuple[str, str]
+
 __all__ = ["FACTOR", "RobustPlan", "VariedMachine", "VariedTimes", "plan_robust", "variations"]
 
 #: Factor by which a quantity may differ, in both directions.
@@ -120,8 +122,8 @@ def _with_latency(machine: Machine, scale: float) -> Machine:
 
     sums: Any = {key: scaled(getattr(machine.runtime, key)) for key in SUMS}
     collectives = {
-        name: replace(one, start=one.start * scale, node=one.node * scale, network=one.network * scale)
-        for name, one in machine.collectives.items()
+        name: replace(protocol, **{key: getattr(protocol, key) * scale for key in ("start", "node", "network")})
+        for name, protocol in machine.collectives.items()
     }
     links, runtime = scaled(machine.links), replace(machine.runtime, **sums)
     return replace(machine, links=links, runtime=runtime, collectives=collectives)
@@ -191,20 +193,25 @@ def plan_robust(
                 f"robust: expected a planner that chooses among strategies, such as elimination, got "
                 f"{planning.planner!r}; leave one of both out"
             )
-        others = list(variations(machine, times, factor))[1:]
-        first.also = [quick_pricing(one.machine, one.times, planning.training.dtype) for one in others]
+        varied_machines = list(variations(machine, times, factor))[1:]
+        # One search lowers the candidates for all machines: lowering takes longer than pricing.
+        first.also = [
+            quick_pricing(varied.machine, varied.times, planning.training.dtype) for varied in varied_machines
+        ]
         fastest = first.best()
         free = first.plan_candidates.fastest()
-        limit = math.inf if free is not None and free.fits(first.limit) else first.limit
+        # If the fastest strategy fits, the searches ignore the limit: memory takes as long as the rest of a simulation.
+        # A more robust strategy may need more memory than the fastest, so the table checks each one that it takes.
+        binds = free is None or not free.fits(first.limit)
         # The halo algorithms of a plan do not change with the machine.
-        costs = [first.costs, *(replace(own, halos=first.costs.halos) for own in first.varied)]
+        costs = [first.costs, *(replace(varied, halos=first.costs.halos) for varied in first.varied)]
         searches = [first]
-        for one, own in zip(others, costs[1:]):
-            search = StrategySearch(network, batch, ranks, one.machine, one.times, planning)
-            search.vary(first, own, binds=limit < math.inf)
+        for varied, costs_there in zip(varied_machines, costs[1:]):
+            search = StrategySearch(network, batch, ranks, varied.machine, varied.times, planning)
+            search.vary(first, costs_there, binds)
             searches.append(search)
-        table = _StepTable(searches, costs, limit)
-        for plan_candidates in ([fastest], *(search.plan_candidates.few(limit, FEW) for search in searches)):
+        table = _StepTable(searches, costs, first.limit)
+        for plan_candidates in ([fastest], *(search.plan_candidates.few(first.limit, FEW) for search in searches)):
             for plan_candidate in plan_candidates:
                 table.add(plan_candidate)
         table.add_between()
@@ -212,10 +219,10 @@ def plan_robust(
         table.descend()
         chosen = table.choose()
         plan = first.result(table.plan_candidate(chosen), began)
-        names = ["", *(one.name for one in others)]
-        regrets, before = (dict(zip(names, table.regrets(i))) for i in (chosen, 0))
-        rivals = {name: table.best(machine) for machine, name in enumerate(names)}
-    return RobustPlan(plan, regrets, before, rivals, factor)
+        names = ["", *(varied.name for varied in varied_machines)]
+        regrets, fastest_regrets = (dict(zip(names, table.regrets(i))) for i in (chosen, 0))
+        others = {name: table.best(number) for number, name in enumerate(names)}
+    return RobustPlan(plan, regrets, fastest_regrets, others, factor)
 
 
 class _StepTable:
@@ -224,7 +231,7 @@ class _StepTable:
     def __init__(self, searches: Sequence[StrategySearch], costs: Sequence[NetworkCosts], limit: float) -> None:
         self._searches, self._costs, self._limit = searches, costs, limit
         self._machines = range(len(searches))
-        self._found: list[PlanCandidate] = []
+        self._candidates: list[PlanCandidate] = []
         self._keys: list[tuple[Cuts, object]] = []
         self._numbers: dict[tuple[Cuts, object], int] = {}
         self._seconds: dict[tuple[int, int], float] = {}
@@ -234,17 +241,18 @@ class _StepTable:
         #: Shortest known step on each machine [s], and its strategy.
         self._best = [(math.inf, 0)] * len(searches)
 
-    def add(self, one: PlanCandidate) -> int:
+    def add(self, candidate: PlanCandidate) -> int:
         """Add a strategy if it is new; return its number."""
-        key = _key(one.strategy)
-        number = self._numbers.setdefault(key, len(self._found))
-        if number == len(self._found):
-            self._found.append(one)
+        key = _key(candidate.strategy)
+        number = self._numbers.setdefault(key, len(self._candidates))
+        if number == len(self._candidates):
+            self._candidates.append(candidate)
             self._keys.append(key)
         known = self._simulations.setdefault(key[0], {})
         for machine, search in enumerate(self._searches):
-            if one.simulation.pricing is search.pricing:
-                known.setdefault(machine, one.simulation)
+            # The step on this machine is known already, so it may shorten the best one there at no cost.
+            if candidate.simulation.pricing is search.pricing:
+                known.setdefault(machine, candidate.simulation)
                 self.seconds(number, machine)
         return number
 
@@ -254,6 +262,7 @@ class _StepTable:
         for _ in range(ROUNDS):
             regrets = np.array(self.regrets(self.choose()))
             weights = weights * np.exp(STEEP * regrets / max(regrets.max(), ROUNDING))
+            # Costs are additive, so the planner solves their weighted sum exactly.
             between = self._between(weights)
             limit = None if self._limit == math.inf else self._limit
             for exposed in EXPOSED:
@@ -267,9 +276,11 @@ class _StepTable:
         """Add the schemes of gradient reduction for the cuts of the best strategies."""
         first = self._searches[0]
         for i in self._few():
-            one = self._found[i]
-            for variant in first.plan_candidates.variants(first.plan_candidates.find(one.strategy) or one):
-                if variant.strategy.layers == one.strategy.layers and variant.fits(self._limit):
+            candidate = self._candidates[i]
+            stored = first.plan_candidates.find(candidate.strategy) or candidate
+            for variant in first.plan_candidates.variants(stored):
+                # Variants also include those that compute outputs again.
+                if variant.strategy.layers == candidate.strategy.layers and variant.fits(self._limit):
                     self.add(variant)
 
     def descend(self) -> None:
@@ -282,31 +293,32 @@ class _StepTable:
 
     def _few(self) -> list[int]:
         """Return the strategies with the smallest regrets."""
-        known = [i for i in range(len(self._found)) if self._below(i, math.inf)]
+        known = [i for i in range(len(self._candidates)) if self._below(i, math.inf)]
         return sorted(known, key=self.objective)[:FEW]
 
     def _changed(self, i: int, left: int, tried: set[tuple[int, ...]]) -> tuple[int, int | None]:
         """Return how many changes of a strategy are left to try, and the changed strategy; None: nothing is better."""
-        first, strategy, regrets = self._searches[0], self._found[i].strategy, self.regrets(i)
+        first, strategy, regrets = self._searches[0], self._candidates[i].strategy, self.regrets(i)
         indices = first.costs.indices(strategy)
         least = self.objective(i) - ROUNDING
         if indices is None:
             return left, None
         order = sorted(self._machines, key=lambda machine: -regrets[machine])
-        for new in self._changes(indices, regrets, order):
-            if new in tried or new == tuple(indices):
+        for changed_indices in self._changes(indices, regrets, order):
+            if changed_indices in tried or changed_indices == tuple(indices):
                 continue
             if not left:
                 break
-            tried.add(new)
+            tried.add(changed_indices)
             left -= 1
-            changed = first.costs.strategy(new, strategy.bucket_bytes)
+            changed = first.costs.strategy(changed_indices, strategy.bucket_bytes)
             if not first.plan_candidates.allows(changed, strategy.reduction):
                 continue
+            # The machine with the largest regret comes first: most changes are rejected there.
             search = self._searches[order[0]]
             arguments = (search.network, changed, search.batch, search.pricing, search.training, search.ranks)
             simulation = Simulation(*arguments).with_reduction(strategy.reduction, strategy.bucket_bytes)
-            number = self.add(PlanCandidate(first.chooser.name, simulation, indices=new))
+            number = self.add(PlanCandidate(first.chooser.name, simulation, indices=changed_indices))
             if self._below(number, least, order) and self.objective(number) < least and self._fits(number):
                 return left, number
         return left, None
@@ -326,18 +338,18 @@ class _StepTable:
 
     def plan_candidate(self, i: int) -> PlanCandidate:
         """Return a strategy, simulated on the first machine."""
-        one = self._found[i]
-        return PlanCandidate(one.name, self._simulated(i, 0), one.optimal)
+        candidate = self._candidates[i]
+        return PlanCandidate(candidate.name, self._simulated(i, 0), candidate.optimal)
 
     def _fits(self, i: int) -> bool:
         return self.plan_candidate(i).fits(self._limit)
 
     def best(self, machine: int) -> Strategy:
         """Return the strategy with the shortest known step on a machine."""
-        return self._found[self._best[machine][1]].strategy
+        return self._candidates[self._best[machine][1]].strategy
 
     def _simulated(self, i: int, machine: int) -> Simulation:
-        known, strategy = self._simulations[self._keys[i][0]], self._found[i].strategy
+        known, strategy = self._simulations[self._keys[i][0]], self._candidates[i].strategy
         if machine not in known:
             known[machine] = next(iter(known.values())).on(self._searches[machine].pricing)
         return known[machine].with_reduction(strategy.reduction, strategy.bucket_bytes)
@@ -353,7 +365,7 @@ class _StepTable:
     def regrets(self, i: int) -> list[float]:
         """Return the regrets of a strategy on all machines."""
         seconds = [self.seconds(i, machine) for machine in self._machines]
-        return [own / best - 1 for own, (best, _) in zip(seconds, self._best)]
+        return [step / best - 1 for step, (best, _) in zip(seconds, self._best)]
 
     def objective(self, i: int) -> float:
         """Return the largest regret of a strategy, and a small part of the mean one."""
@@ -362,7 +374,7 @@ class _StepTable:
 
     def choose(self) -> int:
         """Return the strategy with the smallest regrets; among equal ones, the fastest on the first machine."""
-        order = sorted(range(len(self._found)), key=lambda i: (i > 0, self.seconds(i, 0)))
+        order = sorted(range(len(self._candidates)), key=lambda i: (i > 0, self.seconds(i, 0)))
         chosen, before = -1, -2
         while chosen != before:  # a strategy of another machine may turn out to be the best of this one
             before, least = chosen, math.inf
@@ -389,9 +401,6 @@ def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int
     ends = {len(differ) * i // PARTS for i in range(1, PARTS)}
     for layers in (*runs, *(differ[:end] for end in sorted(ends)), *(differ[end:] for end in sorted(ends))):
         yield tuple(target[v] if v in set(layers) else a for v, a in enumerate(indices))
-
-
-Cuts = tuple[str, str]
 
 
 def _key(strategy: Strategy) -> tuple[Cuts, object]:

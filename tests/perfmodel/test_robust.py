@@ -15,7 +15,7 @@ from halograd.perfmodel.cost.network_costs import mean_costs, network_costs, var
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.predict import Planning, quick_pricing
+from halograd.perfmodel.predict import Planning, plan_network, quick_pricing
 from halograd.perfmodel.robust import VariedTimes, plan_robust, variations
 
 LASSEN = Machine.load("lassen")
@@ -89,6 +89,10 @@ def test_the_largest_regret_is_smaller_than_that_of_the_fastest_plan():
     machine = Machine.load("dgx-h100")
     times = RooflineTimes(machine)
     found = plan_robust(network, batch, ranks, machine, times)
+    fastest = plan_network(network, batch, ranks, machine, times).prediction.memory_bytes
+    assert found.plan.prediction.memory_bytes > fastest  # so a limit may bind although the fastest plan fits
+    lean = plan_robust(network, batch, ranks, machine, times, Planning(limit=fastest))
+    assert lean.plan.prediction.memory_bytes <= fastest
     largest = max(found.regrets.values())
     assert found.worst and largest == found.regrets[found.worst] < 0.8 * max(found.fastest.values())
     for one in variations(machine, times):
