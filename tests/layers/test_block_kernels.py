@@ -17,6 +17,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
+from halograd.kernels.onednn.conv import ConvChoice
 from halograd.kernels.onednn.program import ReferenceOnly
 from halograd.layers import Conv, ConvTranspose, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
@@ -130,17 +131,15 @@ def test_cut_layers_that_some_ranks_have_no_kernel_for(comm, name, halo):
 def test_ranks_without_a_kernel_are_named_once(comm, monkeypatch, caplog):
     """One warning names the ranks and the layer for which a fast kernel is missing."""
     if comm.rank == comm.size - 1:
-        has = OnednnBackend._convolution
+        has = ConvChoice.kernel
 
-        def refuse(self, what, key, candidates, plain):
-            if key[2][0] == 3:  # filters
-                candidates = {"packed": none}
-            return has(self, what, key, candidates, plain)
+        def refuse(self, key, candidates):
+            return has(self, key, {"packed": none} if key[2][0] == 3 else candidates)  # filters
 
         def none():
             raise ReferenceOnly("there is none")
 
-        monkeypatch.setattr(OnednnBackend, "_convolution", refuse)
+        monkeypatch.setattr(ConvChoice, "kernel", refuse)
     x = Input((8, 8, 2), "x")
     y = Conv(3, 3, padding=1, name="second")(Conv(2, 3, padding=1, name="first")(x))
     network = Network({"loss": MeanSquaredError(name="loss")(y, Input((8, 8, 3), "target"))})

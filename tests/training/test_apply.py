@@ -297,7 +297,7 @@ def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
         with monkeypatch.context() as patched:
             for name in ("pwrite", "fsync", "replace", "open"):
                 patched.setattr(os, name, partial(called, calls, name, getattr(os, name), name == fails))
-            with pytest.raises(DataError, match=r"rank-00000.*input/output error; the disk or its connection fails"):
+            with pytest.raises(DataError, match=r"rank-00000.*Input/output error\); the disk or its connection fails"):
                 part.write([np.full((2, 3), 2.0)])
     order = ["pwrite", "fsync", "open", "fsync", "replace"]
     assert calls == order[: order.index(fails) + 1] and not list(path.parent.glob(".*"))
