@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "error": lambda: 1 // 0,
 }
 LOST = "lost"  # all processes of the rank's node are killed, its daemon of Slurm too
-PLACES = ("forward", "backward", "write")
+PHASES = ("forward", "backward", "write")
 MARGIN = 10.0  # [s]
 
 
@@ -90,7 +90,7 @@ class Job:
     ranks: int
     fault: str
     victim: int
-    place: str
+    phase: str
     step: int
 
 
@@ -101,9 +101,9 @@ def draw(launches: Sequence[str], jobs: int, seed: int) -> list[Job]:
     drawn = list[Job]()
     for number in range(jobs):
         launch, fault = faults[number % len(faults)]
-        ranks, place = rng.randint(2, 4), rng.choice(PLACES)
-        victim = 0 if place == "write" else rng.randrange(ranks)  # rank 0 writes
-        drawn.append(Job(launch, ranks, fault, victim, place, rng.randrange(3, STEPS - 1)))
+        ranks, phase = rng.randint(2, 4), rng.choice(PHASES)
+        victim = 0 if phase == "write" else rng.randrange(ranks)  # rank 0 writes
+        drawn.append(Job(launch, ranks, fault, victim, phase, rng.randrange(3, STEPS - 1)))
     return drawn
 
 
@@ -129,7 +129,7 @@ def run_rank(folder: Path, job: Job, command: Sequence[str]) -> None:
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
             if isinstance(self, Executor):
                 steps[0] = self.heartbeat.step
-            if steps[0] >= job.step and name == job.place:
+            if steps[0] >= job.step and name == job.phase:
                 note(listening() - by_mpi)
                 if rank == job.victim:
                     (folder / "fault.new").write_text(repr(time.time()))
@@ -285,20 +285,20 @@ def main() -> None:
     launches = arguments.launch or [f"{Path(sys.executable).with_name('mpiexec')} -n {{ranks}}"]
     good, whole = 0, dict[tuple[str, int], dict[int, float]]()
     slowest = dict[str, list[float]]()
-    with tempfile.TemporaryDirectory() as place, slurm_for(launches) as slurm:
-        data = Path(place) / "mesh.h5"
+    with tempfile.TemporaryDirectory() as folder, slurm_for(launches) as slurm:
+        data = Path(folder) / "mesh.h5"
         data.with_name("mesh.toml").write_text(CONFIG)
         generate(data, 32, 16, 1)
         drawn = draw(launches, arguments.jobs, arguments.seed)[arguments.first : arguments.last]
         for number, job in enumerate(drawn, arguments.first):
             key, undisturbed = (job.launch, job.ranks), replace(job, victim=-1)
             if key not in whole:
-                run = Path(place) / f"whole-{len(whole)}"
+                run = Path(folder) / f"whole-{len(whole)}"
                 run.mkdir()
                 code = launch(undisturbed, run, *settings(job, run, data)).wait(300)
                 assert code == 0, (run / "output.txt").read_text()
                 whole[key] = losses(run)
-            run = Path(place) / f"job-{number}"
+            run = Path(folder) / f"job-{number}"
             end = disturb(job, run, data, arguments.minutes, slurm)
             resumed = launch(undisturbed, run, *settings(job, run, data)).wait(300)
             exact = resumed == 0 and losses(run) == whole[key] and len(whole[key]) == STEPS
@@ -308,7 +308,7 @@ def main() -> None:
             slowest.setdefault(job.launch, []).append(end["seconds"])
             print(
                 f"{number:3d} {Path(job.launch.split()[0]).name:14s} {job.ranks} ranks, rank {job.victim} "
-                f"{job.fault:7s} in {job.place:8s} of step {job.step + 1:2d}: {end['seconds']:5.1f} s of {limit:g}, "
+                f"{job.fault:7s} in {job.phase:8s} of step {job.step + 1:2d}: {end['seconds']:5.1f} s of {limit:g}, "
                 f"{end['left']} left, {end['sockets']} sockets, code {end['code']}, "
                 f"resumed {'exactly' if exact else 'OTHERWISE'}; {'good' if fine else 'BAD'}\n"
                 f"      {end['line'][:150]}\n      {end['status'][:150]}",

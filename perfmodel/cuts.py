@@ -49,7 +49,7 @@ __all__ = [
     "fits",
     "grids",
     "is_step",
-    "shared_alike",
+    "shared_candidates",
     "strategy_of",
 ]
 
@@ -219,7 +219,7 @@ def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
     return [parts for parts in _factorizations(there, ranks) if _fits(extents, parts, balanced=False)]
 
 
-def shared_alike(network: Network, candidates: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
+def shared_candidates(network: Network, candidates: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
     """Return candidates by layer such that all calls of a layer can hold the same blocks of its parameters.
 
     The candidates of shared layers do not cut channels, nor space if their parameters have spatial extents, and use the

@@ -349,8 +349,8 @@ class StrategySearch:
 
         def seconds(parts: Parts) -> float:
             if parts not in by_grid:
-                alike = strategy_of(self.network, dict.fromkeys(self.network.layers, parts), self.middle)
-                by_grid[parts] = self._try(GRID, alike)
+                uniform = strategy_of(self.network, dict.fromkeys(self.network.layers, parts), self.middle)
+                by_grid[parts] = self._try(GRID, uniform)
             return by_grid[parts].seconds
 
         choices = grids(self.network, self.batch, self.ranks)

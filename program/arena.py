@@ -176,11 +176,11 @@ def _in_order(order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int
     placed, number = np.zeros((4, count), np.int64), 0  # first and last operation, start and stop in memory
     for buffer in order:
         first, last, starts, stops = placed[:, :number]
-        meets = np.zeros(number, bool)
+        at_once = np.zeros(number, bool)
         for begins, ends in spans[buffer]:
-            meets |= (first <= ends) & (last >= begins)
+            at_once |= (first <= ends) & (last >= begins)
         size, at, offset, gap = aligned(buffer.nbytes), begin, None, 0
-        for start, stop in sorted(zip(starts[meets].tolist(), stops[meets].tolist())):
+        for start, stop in sorted(zip(starts[at_once].tolist(), stops[at_once].tolist())):
             if start - at >= size and (offset is None or start - at < gap):
                 offset, gap = at, start - at
             at = max(at, stop)

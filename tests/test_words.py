@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Folders that have none of our own words; "" are the pages of the top folder.
 FOLDERS = (
     "",
+    "benchmarks",
     "comm",
     "data",
     "device",
@@ -27,7 +28,11 @@ FOLDERS = (
     "jobs",
     "kernels",
     "layers",
+    "lowering",
     "models",
+    "perfmodel",
+    "program",
+    "training",
 )
 
 #: Words of our own, with the field's; inflected forms included.
@@ -64,6 +69,7 @@ PUBLIC = {
     "docs": {"wire"},
     "kernels": {"lane", "lanes"},  # of a vector access or a warp
     "data": {"place", "turns"},  # `Dataset.place`, the key `augment.turns`
+    "perfmodel": {"behind"},  # `reduction_behind`, a key of profiles
     "training": {"place"},  # the same, and a key of the file of a run's lock
 }
 

@@ -91,7 +91,7 @@ class GraphedPass:
         self.measures, self._may_fail = measures, measures and comm.size == 1
         self._captured_at = self.DECIDES if measures else self.WARM
         self._measured: Any = None
-        self.sections = sections(items, _apart_anywhere(comm, items))
+        self.sections = sections(items, _separate_anywhere(comm, items))
         self._launches: list[Callable[[], object]] = []
         self._recordings: list[DeviceGraph] = []
         self._launched = comm.devices.launched("a graph with messages")
@@ -165,16 +165,16 @@ def _each_of(*calls: Callable[[], object]) -> None:
         call()
 
 
-def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
+def _separate_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
     """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
     comm.agree(None)  # a rank with a fault in the set-up does not come here
     separate = separate_pairs(items)
     while True:
         everyone = set().union(*comm.allgather_objects(sorted(separate)))
         more = separate_pairs(items, everyone)
-        settled = comm.allgather_objects(more == everyone)
+        unchanged = comm.allgather_objects(more == everyone)
         separate = more
-        if all(settled):
+        if all(unchanged):
             return separate
 
 

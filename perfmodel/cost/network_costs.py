@@ -36,7 +36,7 @@ from ...layers.strategy import AXES, layout_of
 from ...lowering.views import Value
 from ...program.compiler import Alone, compile_program
 from ...program.program import Step, Target
-from ..cuts import Parts, candidates, grids, shared_alike
+from ..cuts import Parts, candidates, grids, shared_candidates
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
 from ..planners import Problem
@@ -409,7 +409,7 @@ class _Maker:
                 node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full
             )
             by_layer[name] = tuple(dict.fromkeys([*parts, *self.grids]))
-        return shared_alike(self.network, by_layer)
+        return shared_candidates(self.network, by_layer)
 
     # -- layers --------------------------------------------------------------------------------
 

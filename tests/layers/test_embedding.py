@@ -16,7 +16,7 @@ from halograd.layers import Network, Strategy
 from halograd.layers.parameter import Parameter
 from halograd.layers.resized import resized
 from halograd.layers.strategy import layout_of, parameter_blocks
-from halograd.perfmodel.cuts import baseline, shared_alike
+from halograd.perfmodel.cuts import baseline, shared_candidates
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.norms import executing, step
@@ -132,7 +132,7 @@ def test_calls_of_one_layer_have_one_cut():
     Strategy({"sample": 2}, {"l": {"height": 2}, "l#2": {"height": 2}}).validate(net, 2)
     Strategy({"sample": 2}, cuts).validate(shared(hg.Scale(name="l")), 2)  # which every rank holds whole
     every = [(1, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1), (1, 1, 2, 1, 1, 1)]
-    assert shared_alike(net, dict.fromkeys(net.layers, tuple(every)))["l#2"] == (every[1],)
+    assert shared_candidates(net, dict.fromkeys(net.layers, tuple(every)))["l#2"] == (every[1],)
     assert len({tuple(baseline("spatial", net, 2, 2).cuts_of(one).items()) for one in ("l", "l#2")}) == 1
 
 
