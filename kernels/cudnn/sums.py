@@ -219,7 +219,12 @@ def faster(engine: ConvSettings, separate: Kernel, key: SumsKey, fused: Callable
     except KernelError as error:
         _log.debug("kernels: sums in kernels of their own: %s", one_line(error))
         return separate
-    slower = engine.plans.faster([key], kernel, separate)
+    try:
+        slower = engine.plans.faster([key], kernel, separate)
+    except KernelError as error:
+        _log.debug("kernels: sums in kernels of their own: %s", one_line(error))
+        kernel.close()
+        return separate
     other = kernel if slower else separate
     other.close()
     return separate if slower else kernel

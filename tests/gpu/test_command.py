@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -240,3 +241,11 @@ def test_every_job_selects_checks_and_every_check_has_a_job(collected):
                 reached |= {(job.ranks, name) for name in found}
     everything = {(ranks, name) for ranks, names in collected.items() for name in names}
     assert everything == reached, f"without a job: {sorted(everything - reached)[:10]}"
+
+
+def test_paths_of_the_jobs_exist():
+    for p in PARTS:
+        for job in p.jobs:
+            for argument in job.arguments:
+                assert not argument.endswith(".py") or (ROOT / argument).exists()
+                assert not Path(argument).is_absolute()
