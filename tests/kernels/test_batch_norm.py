@@ -333,3 +333,26 @@ def test_wrong_arrays_of_training_are_refused(arrays):
     training = BatchNormTraining(10, True, 0.1, running_mean=arrays.draw(3), running_var=arrays.draw(4))
     with pytest.raises(KernelError, match=r"batch_norm: expected running_mean of shape \(4,\), got \(3,\)"):
         arrays.backend.batch_norm(BatchNormArrays(x, x, None, None, *c, sums, sums, BN_EPS, None, False, training))
+
+
+@pytest.mark.parametrize("f", FUSED, ids=str)
+def test_statistics_of_others(typed, f):
+    """Kernels accept mean, variance and gradient correction from more elements than this process has."""
+    p = Problem(typed, (2, 5, 6, 18), f, local=False)
+    c = 18
+    p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)
+    p.means[...] = np.random.default_rng(3).standard_normal((2, c))
+    p.k.forward()
+    outputs = p.y.copy()
+    p.lose_output()
+    p.k.backward_sums()
+    p.k.backward_data()
+    inverse = 1 / np.sqrt(p.var.astype(np.float64) + BN_EPS)
+    xhat = (p.x - p.mean.astype(np.float64)) * inverse
+    y, slope = reference.activated(f, p.gamma * xhat + p.beta)
+    dy = slope * p.dy
+    assert_close(outputs, y, 4, "y", scale=8)
+    want = p.gamma * inverse * (dy - p.means[0] - xhat * p.means[1])
+    assert_close(p.dx, want, 16, "dx", scale=16)
+    sums = np.stack([dy.sum(axis=(0, 1, 2)), (dy * xhat).sum(axis=(0, 1, 2))])
+    assert np.abs(p.sums - sums).max() <= 16 * EPS[p.x.dtype] * p.count * 8

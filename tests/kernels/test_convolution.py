@@ -105,3 +105,18 @@ def test_weights_may_change_between_calls(arrays):
     x *= 3
     kernel()
     assert_close(y, reference.conv(x, w, None, g, ys), 6 * math.prod(ws[1:]), "y")
+
+
+@pytest.mark.parametrize("case", CASES[:8], ids=str)
+def test_forward_and_gradients_are_adjoint(typed, case):
+    """Convolution and its gradients are adjoint: <conv(x, w), dy> = <x, data(dy, w)> = <w, filter(x, dy)>."""
+    a, g, (xs, ws, _, ys) = typed, case.geometry, case.shapes
+    x, w, dy = a.draw(*xs), a.draw(*ws), a.draw(*ys)
+    y, dx, dw = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws)
+    a.backend.conv_forward(x, w, None, y, g)()
+    a.backend.conv_backward_data(dy, w, dx, g)()
+    a.backend.conv_backward_filter(x, dy, dw, None, g)()
+    products = [float(np.vdot(p.astype(np.float64), q.astype(np.float64))) for p, q in ((y, dy), (x, dx), (w, dw))]
+    terms = math.prod(ws) * math.prod(ys[:-1])
+    bound = 4 * np.finfo(a.dtype).eps * math.sqrt(terms) * math.prod(ws[1:])
+    assert max(products) - min(products) <= bound

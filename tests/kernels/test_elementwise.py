@@ -117,3 +117,29 @@ def test_dense(typed, n, f, k, bias):
         assert_close(db, dy.sum(axis=0), n, "db")
     for kernel in kernels:
         kernel.close()
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_of_large_values(typed, kind):
+    """Activations of large values reach their limits, without overflow or NaN."""
+    x = typed.draw(1, 4)
+    x[...] = [-300, -50, 50, 300]
+    dy, y, dx = typed.draw(1, 4), typed.poisoned(1, 4), typed.poisoned(1, 4)
+    dy.fill(1)
+    forward, backward = typed.backend.activation(kind, x, y, dy, dx, 0.5)
+    forward()
+    backward()
+    ends = {key: [1, 1] for key in ("sigmoid", "tanh", "hard_sigmoid")}
+    positive = ends.get(kind, [50, 300])
+    negative = {"tanh": [-1, -1], "leaky_relu": [-150, -25], "elu": [-0.5, -0.5]}.get(kind, [0, 0])
+    assert_close(y[0], np.array([*negative, *positive], np.float64), 4, "y")
+    slopes = {**{key: [0, 0, 0, 0] for key in ends}, "leaky_relu": [0.5, 0.5, 1, 1]}
+    assert_close(dx[0], np.array(slopes.get(kind, [0, 0, 1, 1]), np.float64), 4, "dx")
+
+
+def test_activation_forward_only(arrays):
+    x, y = arrays.draw(3, 4), arrays.poisoned(3, 4)
+    forward, backward = arrays.backend.activation("tanh", x, y, None, None)
+    assert backward is None
+    forward()
+    assert_close(y, np.tanh(x.astype(np.float64)), 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -118,3 +120,12 @@ def test_remembered_positions_survive_other_kernels(arrays):
     backward()
     _, gradient = reference.max_pool(x, dy, geometry, y.shape)
     assert_close(dx, gradient, geometry.taps)
+
+
+def test_max_of_negative_values_ignores_padding(arrays):
+    geometry, spatial = CASES["3/1/1"]
+    x, y, _, _ = make(arrays, geometry, spatial)
+    np.negative(np.abs(x) + 1, out=x)
+    forward, _ = arrays.backend.max_pool(x, y, None, None, geometry)
+    forward()
+    assert y.max() <= -1 and math.isfinite(y.min())

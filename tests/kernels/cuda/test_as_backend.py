@@ -19,6 +19,7 @@ from ..test_batch_norm import (  # noqa: F401
     test_gradient_belongs_to_the_last_forward,
     test_no_gradient_passes_where_the_relu_is_flat,
     test_on_its_statistics,
+    test_statistics_of_others,
     test_training,
     test_training_of_a_rank_with_nothing,
     test_variance_of_data_far_from_zero,
@@ -31,7 +32,9 @@ from ..test_dropout import (  # noqa: F401
 )
 from ..test_elementwise import (  # noqa: F401
     test_activation,
+    test_activation_forward_only,
     test_activation_in_place,
+    test_activation_of_large_values,
     test_add,
     test_bias_and_its_gradient,
 )

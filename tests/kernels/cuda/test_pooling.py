@@ -6,6 +6,7 @@ import pytest
 from ..conftest import Arrays
 from ..test_pooling import (  # noqa: F401
     test_drawn_geometries,
+    test_max_of_negative_values_ignores_padding,
     test_pools,
     test_remembered_positions_survive_other_kernels,
 )
