@@ -231,7 +231,7 @@ def chain(*kernels: Kernel) -> Kernel:
 def _combined(run: Callable[[], Any], impl: str, parts: Sequence[Kernel]) -> Kernel:
     """Return a kernel that calls `run`, with the memory of `parts`, and closes them."""
     whole = Kernel(run, impl, sum(k.workspace_bytes for k in parts), run_all([k.close for k in parts]))
-    whole.scratch_bytes = max(k.scratch_bytes for k in parts)  # of memory that all kernels share
+    whole.scratch_bytes = max((k.scratch_bytes for k in parts), default=0)  # of memory that all kernels share
     return whole
 
 

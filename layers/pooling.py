@@ -410,7 +410,7 @@ class Search:
         `work` has the dtype of `number` and the shape of x, or the length of the longest window along the axis.
         """
         # With a dtype other than that of `work`, NumPy would allocate buffers for casts at every step.
-        numbers = self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64)
+        numbers = -(self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64))
         ramp = environment.kernels.device.array(numbers.reshape(-1, *(1 for _ in x.shape[self.axis + 1 :])), work.dtype)
         beyond = _beyond(work)
         steps = []
@@ -422,13 +422,15 @@ class Search:
         def run() -> None:
             for values, others, best, lowest, own, worse in steps:
                 # Elements below the maximum get numbers beyond all others: the smallest is that of the first maximum.
+                # Of negative numbers that is the largest: CuPy's minimum takes no `out` (amin, 14.2).
                 np.amax(values, axis=self.axis, out=best, keepdims=True)
                 np.not_equal(values, best, out=worse)
-                np.multiply(worse, beyond, out=worse)
+                np.multiply(worse, -beyond, out=worse)
                 np.add(worse, own, out=worse)
                 if others is not None:
-                    np.add(worse, others, out=worse)
-                np.amin(worse, axis=self.axis, out=lowest, keepdims=True)
+                    np.subtract(worse, others, out=worse)
+                np.amax(worse, axis=self.axis, out=lowest, keepdims=True)
+                np.negative(lowest, out=lowest)
 
         return run
 
@@ -459,9 +461,10 @@ def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) 
         best, numbers = chosen[:, :1], chosen[:, 1:]
         np.amax(candidates[:, :, 0], axis=1, out=best, keepdims=True)
         np.not_equal(candidates[:, :, 0], best, out=worse)
-        np.multiply(worse, beyond, out=worse)
-        np.add(worse, candidates[:, :, 1], out=worse)
-        np.amin(worse, axis=1, out=numbers, keepdims=True)
+        np.multiply(worse, -beyond, out=worse)
+        np.subtract(worse, candidates[:, :, 1], out=worse)
+        np.amax(worse, axis=1, out=numbers, keepdims=True)
+        np.negative(numbers, out=numbers)
         np.copyto(y, best[:, 0], casting="same_kind")
 
     return run

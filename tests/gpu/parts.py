@@ -81,11 +81,13 @@ PARTS: tuple[Part, ...] = (
             Job("libraries", ("tests/gpu/test_environment.py",), seconds=60),
             Job("2 ranks", ("tests/gpu/test_environment.py",), 2, 40, SHARING),
         ),
+        together=2,
     ),
     Part(
         "convolutions",
         "do plans of cuDNN execute, and are all kernels right in all precisions?",
         tuple(_convolutions()),
+        together=8,
     ),
     Part(
         "capture",
@@ -94,6 +96,7 @@ PARTS: tuple[Part, ...] = (
             Job("graphs", ("tests/gpu/test_capture.py",), seconds=80),
             Job("streams and plans", (CUDNN, "-k", "streams or kept or deterministic"), seconds=60),
         ),
+        together=2,
     ),
     Part("host", "what does the host take per launch?", (_timing("host", seconds=40),)),
     Part(
@@ -110,7 +113,7 @@ PARTS: tuple[Part, ...] = (
             *_steps(("mesh-2K", "resnet50"), ("bf16",), 140),
         ),
     ),
-    Part("own", "are our own kernels right on the device, each alone?", tuple(_own())),
+    Part("own", "are our own kernels right on the device, each alone?", tuple(_own()), together=6),
     Part(
         "cutting",
         "what do copies, halos and cutting cost, without the wires?",
@@ -118,20 +121,26 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "attention",
-        "is cuDNN's attention right, and ours; how long does it take beside torch's?",
+        "is cuDNN's attention right, and ours?",
         (
             Job("bfloat16", (CUDNN, "-k", "attention and bfloat16"), seconds=80),
-            _timing("attention", seconds=90),
             Job("float16", (CUDNN, "-k", "attention and float16 and not bfloat16"), seconds=80),
             Job("strict", (CUDNN, "-k", "attention and strict"), seconds=60),
         ),
+        together=3,
+    ),
+    Part(
+        "attention-times",
+        "how long does attention take beside torch's?",
+        (_timing("attention", seconds=90),),
     ),
     Part(
         "staged",
         "are layers and training right with 1, 2 and 4 ranks on one GPU, by staged messages?",
         tuple(_staged()),
+        together=4,
     ),
-    Part("transports", "do NCCL and a CUDA-aware MPI carry messages and sums?", tuple(_transports())),
+    Part("transports", "do NCCL and a CUDA-aware MPI carry messages and sums?", tuple(_transports()), together=3),
     Part(
         "large",
         "are arrays of more than 2^31 elements right, and is memory what was predicted?",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ class Result:
 
 
 class Results:
-    """A file of results, which is read once and appended to. Local.
+    """A file of results, which is read once and appended to. Local; threads may share it.
 
     Attributes
     ----------
@@ -84,24 +85,25 @@ class Results:
         self._begun: dict[tuple[str, str, str], int] = {}
         self._done: set[Key] = set()
         self._read = 0
+        self._lock = threading.RLock()
         self.refresh()
 
     def refresh(self) -> None:
         """Read the events that were appended since the last call."""
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with self._lock, self.path.open("rb") as file:
             file.seek(self._read)
             added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:  # the process was killed while writing it
-                continue
-            if isinstance(event, dict):
-                self._take(event)
+            whole = added[: added.rfind(b"\n") + 1]
+            self._read += len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:  # the process was killed while writing it
+                    continue
+                if isinstance(event, dict):
+                    self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         if "facts" in event:
@@ -134,11 +136,12 @@ class Results:
     # ------------------------------------------------------------------ what is known
     def all(self) -> Iterator[Result]:
         """Return the last result of every check, in the order in which the checks were first made."""
-        yield from self._found.values()
+        with self._lock:
+            return iter(list(self._found.values()))
 
     def of(self, key: Key) -> list[Result]:
         """Return the results of a job."""
-        return [result for result in self._found.values() if (result.part, result.job) == key]
+        return [result for result in self.all() if (result.part, result.job) == key]
 
     def done(self, key: Key) -> bool:
         """Return whether a job is complete."""
@@ -146,7 +149,8 @@ class Results:
 
     def unfinished(self, key: Key) -> dict[str, int]:
         """Return the checks of a job that were begun and have no result, with the number of attempts."""
-        return {check: n for (part, job, check), n in self._begun.items() if (part, job) == key}
+        with self._lock:
+            return {check: n for (part, job, check), n in self._begun.items() if (part, job) == key}
 
     # ------------------------------------------------------------------ writing
     def write(self, **event: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: A job that has died so often is left alone; a check in which whole runs were ended so often is, too.
 MOST_CRASHES, MOST_INTERRUPTIONS = 5, 3
 MOST_LINES = 5
+PROCESSORS = os.cpu_count() or 1
 LEAST_SECONDS = 5.0  # left of a call for a job to be begun [s]
 
 
@@ -76,11 +79,19 @@ _PYTEST = ("pytest", "-q", "--no-header", "--tb=short", *(f"-p{name}" for name i
 
 @dataclass(frozen=True)
 class Part:
-    """Jobs that answer one question, in their order."""
+    """Jobs that answer one question, in their order.
+
+    Parameters
+    ----------
+    together
+        Number of jobs that may run at the same time, if there are two processors for each: 1 for jobs that measure
+        time, or need most of the device's memory.
+    """
 
     name: str
     question: str
     jobs: tuple[Job, ...]
+    together: int = 1
 
 
 class Runner:
@@ -137,9 +148,9 @@ class Runner:
     def _run(self, part: Part) -> bool:
         """Run the jobs of a part that are incomplete; return whether the part is complete."""
         self._say(f"== {part.name}: {part.question}")
-        complete = True
-        for job in part.jobs:
-            complete &= self._complete(part.name, job)
+        workers = max(1, min(part.together, PROCESSORS // 2))
+        with ThreadPoolExecutor(workers) as pool:
+            complete = all(list(pool.map(lambda job: self._complete(part.name, job), part.jobs)))
         found = [result for result in self.results.all() if result.part == part.name]
         counts = {state: sum(r.status == state for r in found) for state in dict.fromkeys(r.status for r in found)}
         counted = ", ".join(f"{n} {state}" for state, n in counts.items()) or "nothing"

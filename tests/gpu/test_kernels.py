@@ -87,16 +87,20 @@ def _convolution(p: Pair, case: Case, gradients: str | None = None) -> None:
     for name, like in (("dw", "w"), ("db", "b")):
         p.room(name, p.here[like].shape, gradients if is_low(p.dtype) else None)
 
+    only_forward = p.backend.name == "cudnn" and p.dtype == np.float64  # its gradients are refused
+
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
-        return [
+        kernels = [
             k.conv_forward(a["x"], a["w"], None, a["y"], geometry),
             k.conv_forward(a["x"], a["w"], a["b"], a["relu"], geometry, FUSED[1]),
-            k.conv_backward_data(a["dy"], a["w"], a["dx"], geometry),
-            k.conv_backward_filter(a["x"], a["dy"], a["dw"], a["db"], geometry),
         ]
+        if not only_forward:
+            kernels.append(k.conv_backward_data(a["dy"], a["w"], a["dx"], geometry))
+            kernels.append(k.conv_backward_filter(a["x"], a["dy"], a["dw"], a["db"], geometry))
+        return kernels
 
     p.run(build)
-    p.compare("y", "relu", "dx", "dw", "db")
+    p.compare("y", "relu", *([] if only_forward else ["dx", "dw", "db"]))
 
 
 def _pool(p: Pair, geometry: Geometry, spatial: tuple[int, ...], kind: str) -> None:
@@ -116,13 +120,14 @@ def _pool(p: Pair, geometry: Geometry, spatial: tuple[int, ...], kind: str) -> N
 
 def _batch_norm(p: Pair, channels: int, local: bool, f: FusedActivation | None) -> None:
     shape, count = (SAMPLES, 9, 7, channels), SAMPLES * 63
+    wide = "float64" if p.dtype == np.float64 else "float32"
     for name in ("x", "dy"):
         p.draw(name, shape)
     for name in ("gamma", "beta"):
-        p.draw(name, (channels,), "float32", low=0.5)
+        p.draw(name, (channels,), wide, low=0.5)
     # As they would be: near those of x.
-    p.draw("mean", (channels,), "float32", low=-0.5)
-    p.draw("var", (channels,), "float32", low=0.5)
+    p.draw("mean", (channels,), wide, low=-0.5)
+    p.draw("var", (channels,), wide, low=0.5)
     p.draw("means", (2, channels), "float64", low=-0.5)
     for name in ("y", "dx"):
         p.room(name, shape)

@@ -22,8 +22,9 @@ _CUBIC = _LINEAR * (Long(44715) / 1000000)
 
 #: Largest permitted error.
 ROUNDINGS = 8
-#: Results below this multiple of the smallest normal number are not compared: the exponential alone is subnormal.
-SMALL = 128
+#: Results below this multiple of the smallest normal number are not compared: the exponential alone is subnormal, and
+#: the slope of a GELU is up to 2,000 times as large.
+SMALL = 4096
 
 
 def _sigmoid(w: Any) -> tuple[Any, Any]:

@@ -209,10 +209,10 @@ class FakeDevice(Device):
         self.synchronized("synchronize()")
 
     def copies(self, pairs: Any) -> Any:
-        return self.fused_copies(pairs) if self.fused_copies and pairs else super().copies(pairs)
+        return self.fused_copies(pairs) if self.fused_copies else super().copies(pairs)
 
     def sums(self, pairs: Any) -> Any:
-        return self.fused_sums(pairs) if self.fused_sums and pairs else super().sums(pairs)
+        return self.fused_sums(pairs) if self.fused_sums else super().sums(pairs)
 
     def timestamp(self) -> Any:
         return _Stamp(self.number)

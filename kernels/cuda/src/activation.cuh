@@ -51,11 +51,8 @@ DEVICE A gaussian(A x) {
     return exp(A(-0.5) * square) * (A(1) - A(0.5) * fma(a, a, -square));
 }
 
-// The normal distribution, of its density's exponential: 1 - tail, or the tail.
-DEVICE A normal(A x, A gauss) {
-    const A tail = A(0.5) * gauss * erfcx(magnitude(x) * A(0.70710678118654752440));
-    return x < A(0) ? tail : A(1) - tail;
-}
+// The tail of the normal distribution beyond |x|, divided by gaussian(x).
+DEVICE A scaled_tail(A x) { return A(0.5) * erfcx(magnitude(x) * A(0.70710678118654752440)); }
 
 #define GELU_LINEAR 1.5957691216057308
 #define GELU_CUBIC 0.07135481627260025
@@ -68,8 +65,9 @@ DEVICE A cubic_decay(A x) {
     const A square = a * a, square_rest = fma(a, a, -square);
     const A product = cubic * square;
     const A product_rest = fma(cubic, square, -product) + cubic * square_rest + cubic_rest * square;
-    const A sum = linear + product, part = sum - linear;
-    const A sum_rest = (linear - (sum - part)) + (product - part) + linear_rest + product_rest;
+    // Rounded once each: a fused multiplication and addition would count the product's second part twice.
+    const A sum = plus(linear, product), part = plus(sum, -linear);
+    const A sum_rest = (linear - (sum - part)) + plus(product, -part) + linear_rest + product_rest;
     const A w = a * sum;
     return exp(-w) * (A(1) - (fma(a, sum, -w) + a * sum_rest));
 }
@@ -89,7 +87,10 @@ DEVICE A activated(Kind kind, A x, A alpha) {
         case LEAKY_RELU: return x > A(0) ? x : alpha * x;
         case SIGMOID: return sigmoid(x, decay(x));
         case TANH: return tanh(x);
-        case GELU: return x * normal(x, gaussian(x));
+        case GELU: {
+            const A tail = gaussian(x) * scaled_tail(x);
+            return x * (x < A(0) ? tail : A(1) - tail);
+        }
         case SILU: return x * sigmoid(x, decay(x));
         case ELU: return x > A(0) ? x : alpha * expm1(x);
         case HARD_SIGMOID: return hard_sigmoid(x);
@@ -113,8 +114,9 @@ DEVICE A slope(Kind kind, A from, A alpha) {
         case SIGMOID: return bell(decay(x));
         case TANH: return A(4) * bell(decay(A(2) * x));
         case GELU: {
-            const A gauss = gaussian(x);
-            return normal(x, gauss) + x * (A(0.39894228040143267794) * gauss);
+            // The exponential outside: the tail alone may be so small that it is flushed to 0.
+            const A tail = scaled_tail(x), density = A(0.39894228040143267794);
+            return x < A(0) ? gaussian(x) * (tail + x * density) : A(1) - gaussian(x) * (tail - x * density);
         }
         case SILU: {
             const A e = decay(x);

@@ -359,6 +359,9 @@ def test_the_device_copies_and_adds_by_our_own_kernels(monkeypatch, machine):
     assert target.tolist() == [0, 1, 2, 10, 10]
     machine.device.fused_sums([(target[:3], b), (target[2:4], c)])()
     assert target.tolist() == [10, 11, 112, 110, 10]
+    for nothing in (machine.device.fused_copies([]), machine.device.fused_sums([])):  # a rank without neighbors
+        nothing()
+    assert target.tolist() == [10, 11, 112, 110, 10]
 
 
 def test_the_device_is_given_back_if_its_kernels_fail(monkeypatch, machine):

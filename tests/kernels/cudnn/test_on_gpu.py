@@ -92,7 +92,7 @@ def test_attention(opened, name, dtype):
     assert max(found.values()) <= BOUNDS[dtype], (found, impls)
     ours = dtype == "strict" or name == "narrow"
     refused = [s.reason for s in backend.take_substitutes()]
-    assert all(impl.startswith("cuda:" if ours else "cudnn:") for impl in impls), (impls, refused)
+    assert all(("cuda:" if ours else "cudnn:") in impl for impl in impls), (impls, refused)
 
 
 def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
