@@ -30,7 +30,7 @@ RUN_BY = {
     "machines.md": "tests/perfmodel/test_machine.py",
     "planners.md": "tests/perfmodel/planners/test_planners_interface.py",
     "first_day.md": "tests/docs/test_first_day.py",
-    "extending.md": "tests/training/test_own_optimizer.py",
+    "extending.md": "tests/training/test_extensions.py",
     "data.md": "test_data_sets_of_other_formats",
     "performance_model.md": "test_a_plan_is_made_and_saved",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+from halograd import Callback
 from halograd.training import evaluate, train
 from halograd.training.log import read_log
 
@@ -21,6 +24,17 @@ CUTS: dict[int, list[dict[str, int]]] = {
 }
 
 
+class Stop(Callback):
+    """Callback that signals some ranks, by default all, to stop after an update."""
+
+    def __init__(self, step: int, here: bool = True) -> None:
+        self.step, self.here = step, here
+
+    def on_step(self, step: int, loss: float, learning_rate: float) -> None:
+        if step == self.step and self.here:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def overrides_of(cut: Mapping[str, int]) -> list[str]:
     """Return the overrides of a configuration for a cut."""
     return [f"strategy.{axis}={n}" for axis, n in cut.items()]
@@ -29,6 +43,11 @@ def overrides_of(cut: Mapping[str, int]) -> list[str]:
 def logged_losses(folder: Path) -> list[float]:
     """Return the losses in a run's log, step by step."""
     return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
+
+
+def logged_rates(folder: Path) -> list[float]:
+    """Return the learning rates in a run's log, step by step."""
+    return [entry["learning_rate"] for entry in read_log(folder / "log.jsonl", "step")]
 
 
 def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
@@ -59,8 +78,15 @@ def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
     return want
 
 
-def check_resumed(comm: MPI.Comm, config: Path, common: Sequence[str], cuts: Sequence[Sequence[str]]) -> None:
-    """Assert that runs resumed after an epoch have the losses of one process without a stop. Collective over `comm`.
+def check_resumed(
+    comm: MPI.Comm,
+    config: Path,
+    common: Sequence[str],
+    cuts: Sequence[Sequence[str]],
+    parts: Sequence[int] = (1, 2),
+    stop: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Assert that stopped and resumed runs log the curves of one process without a stop. Collective over `comm`.
 
     Parameters
     ----------
@@ -70,22 +96,36 @@ def check_resumed(comm: MPI.Comm, config: Path, common: Sequence[str], cuts: Seq
         Overrides of all runs.
     cuts
         Further overrides of each run by all ranks.
+    parts
+        Epochs after which a run ends, one for each job of the run.
+    stop
+        Update after which a signal stops the first job.
+
+    Returns
+    -------
+    dict
+        The result of the last job of each run by its folder; that of ``alone`` only on rank 0.
     """
+    scores = {}
 
-    def run(out: str, sets: Sequence[str], comm: MPI.Comm, parts: Sequence[int] = (1, 2)) -> dict[str, Any]:
-        sets = [*common, *sets, f"output.directory={config.parent / out}", 'schedule.kind="constant"']
-        for epochs in parts:
-            train(config, [*sets, f"training.epochs={epochs}"], epochs > 1, comm=comm)
-        return evaluate(config, sets, "all", comm=comm)
+    def run(out: str, sets: Sequence[str], comm: MPI.Comm, parts: Sequence[int]) -> dict[str, Any]:
+        sets = ['schedule.kind="constant"', *common, *sets, f"output.directory={config.parent / out}"]
+        for number, epochs in enumerate(parts):
+            callbacks = [Stop(stop)] if stop is not None and len(parts) > 1 and not number else []
+            result = train(config, [*sets, f"training.epochs={epochs}"], number > 0, comm=comm, callbacks=callbacks)
+            # The ranks agree a step after the signal.
+            assert not callbacks or (result["stopped"] and stop <= result["steps"] <= stop + 1)
+        scores[out] = evaluate(config, sets, "all", comm=comm)["loss"]
+        return result
 
-    found = [run(f"cut{number}", sets, comm) for number, sets in enumerate(cuts)]
-    if comm.rank:
-        return
-    want, curve = run("alone", [], MPI.COMM_SELF, parts=(2,)), logged_losses(config.parent / "alone")
-    for number, one in enumerate(found):
-        mine = logged_losses(config.parent / f"cut{number}")
-        assert mine == pytest.approx(curve, rel=1e-9), f"cut {number}: expected losses {curve}, got {mine}"
-        assert one["loss"] == pytest.approx(want["loss"], rel=1e-9), f"cut {number}: {one['loss']}, {want['loss']}"
+    results = {f"cut{number}": run(f"cut{number}", sets, comm, parts) for number, sets in enumerate(cuts)}
+    if comm.rank == 0:
+        results["alone"] = run("alone", [], MPI.COMM_SELF, parts[-1:])
+        for out in results:
+            assert_same(curve(config.parent / out), curve(config.parent / "alone"))
+            assert logged_rates(config.parent / out) == pytest.approx(logged_rates(config.parent / "alone"), rel=1e-12)
+            assert scores[out] == pytest.approx(scores["alone"], rel=1e-9), out
+    return results
 
 
 TOLERANCE = 1e-9
