@@ -160,7 +160,7 @@ def test_stores_of_other_parts_are_refused(parts):
         Communicator(MPI.COMM_WORLD) as comm,
         Executor(network(), comm, get_backend("numpy"), 4, parts=parts[0]) as first,
     ):
-        with pytest.raises(ValueError, match=f"expected one for {parts[1]} parts of a batch, got one for {parts[0]}"):
+        with pytest.raises(ValueError, match=f"{parts[1]} parts .*, got .* {parts[0]}"):
             Executor(network(), comm, get_backend("numpy"), 4, store=first.store, parts=parts[1])
         Executor(network(), comm, get_backend("numpy"), 4, store=first.store, trainable=False).close()
 
@@ -201,10 +201,10 @@ def test_calls_in_another_order():
     ):
         trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
         fill(executor, 0, 0)
-        with pytest.raises(ValueError, match=r"expected 1 calls of add\(\) before it, for .* 2 parts, got 0"):
+        with pytest.raises(ValueError, match=r"1 calls of add\(\) .* 2 parts, got 0"):
             trainer.step()
         trainer.add()
-        with pytest.raises(ValueError, match=r"add\(\): expected 1 calls before step\(\)"):
+        with pytest.raises(ValueError, match=r"add\(\): .*1 calls .*step\(\)"):
             trainer.add()
         trainer.step()
 
@@ -273,7 +273,7 @@ def test_a_run_in_parts_is_that_of_whole_batches(comm, config, loss):
 @pytest.mark.ranks(1)
 def test_what_is_said_and_refused(comm, shared, caplog):
     config = write_config(shared)  # with batch norm
-    with pytest.raises(UserError, match=r"training\.accumulate: expected a divisor of batch, 4, got 3"):
+    with pytest.raises(UserError, match=r"training\.accumulate: .* 4, got 3"):
         train(config, ["training.accumulate=3"], comm=comm)
     train(config, ["training.accumulate=2", "training.epochs=1"], comm=comm)
     (said,) = [r.getMessage() for r in caplog.records if "training.accumulate" in r.getMessage()]
@@ -393,6 +393,6 @@ def test_parts_that_are_not_counted_are_refused():
         trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
         unequal(executor, 0, 0)
         executor.count()
-        with pytest.raises(ValueError, match=r"forward\(\): expected 2 calls of count\(\) .*, got 1"):
+        with pytest.raises(ValueError, match=r"forward\(\): .*2 .*count\(\) .*, got 1"):
             trainer.add()
         executor.forward(training=False)  # an evaluation is of one part

@@ -85,7 +85,7 @@ def test_evaluates_what_it_predicts(comm, trained):
     with h5py.File("judged.h5") as file:
         np.testing.assert_array_equal(file["prediction"][()], read("out.h5")[file["sample"][()]])
         assert file["prediction"].shape == (5, LARGE, LARGE, 1)
-    with pytest.raises(UserError, match="is of another network: expected 'conv1_1/w: parameter"):
+    with pytest.raises(UserError, match=r"another network: .*'conv1_1/w: parameter"):
         evaluate("four.toml", ["data.path=large.h5", "model.widths=[5, 6]"], "all", comm=comm)
 
 
@@ -127,10 +127,10 @@ def test_order_of_axes(trained):
         assert settings[0] == f'data.layout="{layout}"'
     np.testing.assert_array_equal(read("p-last.h5"), read("p-first.h5"))
     write_samples(Path("open.h5"), (1, 3, EDGE, 3), None)
-    with pytest.raises(UserError, match=r"open.h5: '/inputs' has no attribute 'layout'; set data.layout"):
+    with pytest.raises(UserError, match=r"open.h5: '/inputs' .*'layout'; set data.layout"):
         apply("out", ["open.h5"], "p.h5", comm=MPI.COMM_SELF)
     write_samples(Path("bare.h5"), (EDGE, EDGE, 3))
-    with pytest.raises(UserError, match=r"got \(16, 3\) in bare.h5; give 'inputs' an axis of samples before"):
+    with pytest.raises(UserError, match=r"got \(16, 3\) in bare.h5; .*'inputs'"):
         apply("out", ["bare.h5"], "p.h5", comm=MPI.COMM_SELF)
     for name, message in (("none", "none.h5: no such file"), ("text", "text.h5: expected an HDF5 file")):
         Path("text.h5").write_text("mine")

@@ -123,7 +123,7 @@ def test_samples_of_another_size(comm, trained):
     sets = [f"model.resolution={2 * EDGE}", f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
     found = apply(trained / "out", [str(trained / "large")], trained / "large.h5", sets, comm=comm)
     assert read(trained / "large.h5").shape == (found["samples"], 2 * EDGE, 2 * EDGE, 1)
-    with pytest.raises(UserError, match="is of another network: expected 'conv1_1/w: parameter"):
+    with pytest.raises(UserError, match=r"another network: .*'conv1_1/w: parameter"):
         apply(trained / "out", [str(trained / "new")], trained / "x.h5", ["model.widths=[5, 6]", *sets[1:]], comm=comm)
 
 
@@ -203,7 +203,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
         assert gone(file["prediction"][()]).all() and gone(file["prediction"].fillvalue)
     assert needs == [path.relative_to(trained).as_posix() for path in sorted(trained.glob("p.h5.parts/*/*.h5"))]
     assert len(needs) == comm.size
-    with pytest.raises(DataError, match=r"takes numbers from p\.h5\.parts.* cannot be read"):
+    with pytest.raises(DataError, match=r" p\.h5\.parts.* cannot be read"):
         open_dataset(away / "p.h5", "prediction", None)
     rows = EDGE // comm.size + (EDGE % comm.size > 0)
     for name in needs:
@@ -297,7 +297,7 @@ def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
         with monkeypatch.context() as patched:
             for name in ("pwrite", "fsync", "replace", "open"):
                 patched.setattr(os, name, partial(called, calls, name, getattr(os, name), name == fails))
-            with pytest.raises(DataError, match=r"rank-00000.*Input/output error\); the disk or its connection fails"):
+            with pytest.raises(DataError, match=r"rank-00000.*Input/output error"):
                 part.write([np.full((2, 3), 2.0)])
     order = ["pwrite", "fsync", "open", "fsync", "replace"]
     assert calls == order[: order.index(fails) + 1] and not list(path.parent.glob(".*"))
@@ -314,7 +314,7 @@ def test_two_jobs_do_not_share_a_part(tmp_path):
         with PartFile(path, 0, [array], 4, 2, "job") as second:
             assert second.fault == "there is no record of its progress"
             second.write([np.ones((2, 3))])
-            with pytest.raises(DataError, match=r"rank-00000.h5: expected the file of this job, got that of"):
+            with pytest.raises(DataError, match=r"rank-00000.h5: .*the file of this job"):
                 first.record()
             assert not path.with_suffix(".progress").exists()
             second.record()
@@ -343,10 +343,10 @@ def test_of_probabilities_they_are_what_it_computes(working):
     for name in ("0.h5", "1.h5"):
         with h5py.File(working / "new" / name, "a") as file:
             file["simulation"] = np.arange(len(file["inputs"]))
-    with pytest.raises(UserError, match="output 'simulation': expected another name"):
+    with pytest.raises(UserError, match=r"output 'simulation': .*another name"):
         apply(working / "out", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
     train(write_own(working, NET.replace("simulation", "source_file")), ["output.directory=o"], comm=MPI.COMM_SELF)
-    with pytest.raises(UserError, match=r"output 'source_file': expected another name, .* the sample of each"):
+    with pytest.raises(UserError, match=r"output 'source_file': .*another name"):
         apply(working / "o", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
 
 
@@ -365,10 +365,10 @@ def test_refusals(comm, trained):
     out = trained / "missing/folder/out.h5"
     with pytest.raises(DataError, match="no such file"):
         apply(trained / "out", [str(trained / "none.h5")], out, sets, comm=comm)
-    with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
+    with pytest.raises(UserError, match=r"training.batch: .* 3, .*0.h5, got 4"):
         apply(trained / "out", [str(trained / "new/0.h5")], out, [*sets, "training.batch=4"], comm=comm)
     for data in (np.ones((2, EDGE, EDGE, 3)), [trained / "new", 3]):
-        with pytest.raises(UserError, match=r"data: expected files, patterns or folders, got (ndarray|list); for arr"):
+        with pytest.raises(UserError, match=r"data: .*, got (ndarray|list)"):
             apply(trained / "out", data, out, sets, comm=comm)
     assert not (trained / "missing").exists()
     apply(trained / "out", trained / "new", out, sets, comm=comm)

@@ -61,7 +61,7 @@ def test_evaluation_and_predictions(comm, config):
         np.testing.assert_allclose(judged["prediction"][()][order], applied["prediction"][()], rtol=1e-9)
     with h5py.File(config.parent / "p.h5") as file:
         assert file["prediction"].shape[1:3] == (EDGE, EDGE)
-    with pytest.raises(UserError, match=r"data.augment.crop: expected samples of at least 20x20 elements"):
+    with pytest.raises(UserError, match=r"data.augment.crop: .* 20x20"):
         train(config, [*sets, "model.resolution=20", f"output.directory={config.parent / 'x'}"], comm=comm)
-    with pytest.raises(DataError, match=r"data\.augment\.flips: expected axes of height, width, got 'depth'"):
+    with pytest.raises(DataError, match=r"data\.augment\.flips: .*got 'depth'"):
         train(config, ["data.augment={flips = ['depth']}", f"output.directory={config.parent / 'x'}"], comm=comm)

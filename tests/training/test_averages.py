@@ -124,7 +124,7 @@ def test_refused():
         for factors, words in (({"cnov1": 0.1}, "got 'cnov1'"), ({"conv1": -1}, "expected a finite number >= 0")):
             with pytest.raises(ValueError, match=words):
                 SGD(executor.store, factors=factors)
-        with pytest.raises(ValueError, match=r"average: expected a number in \[0, 1\), got 1"):
+        with pytest.raises(ValueError, match=r"average: .*\[0, 1\), got 1"):
             SGD(executor.store, average=1)
 
 
@@ -190,5 +190,5 @@ def test_exported_are_the_averages(comm, shared, config, tmp_path):
 
 @pytest.mark.ranks(1)
 def test_refused_by_a_run(comm, shared, config):
-    with pytest.raises(UserError, match=r"schedule\.factors: .* expected names or patterns of layers .* got 'up9'"):
+    with pytest.raises(UserError, match=r"schedule\.factors: .* got 'up9'"):
         train(config, ["schedule.factors={up9 = 0.1}", f"output.directory={shared / 'x'}"], comm=comm)

@@ -218,20 +218,20 @@ def test_a_network_that_was_not_balanced_says_so():
         return hg.Network({"loss": loss}, name="net")
 
     with Communicator(MPI.COMM_SELF) as alone:
-        with pytest.raises(ValueError, match=r'expected the counts of 3 classes for "balanced", got 0; train by the'):
+        with pytest.raises(ValueError, match=r'3 classes for "balanced", got 0'):
             Executor(network(), alone, get_backend("numpy"), 2)
         made = network()
         assert made.counted == {"t": 3}
-        with pytest.raises(ValueError, match="expected counts of 3 classes of input 't', got 2"):
+        with pytest.raises(ValueError, match="3 classes of input 't', got 2"):
             made.balance({"t": [1, 2]})
         made.balance({"t": [1, 2, 1]})
         Executor(made, alone, get_backend("numpy"), 2).close()
         loss = hg.BinaryCrossEntropyWithLogits("balanced")(hg.Input((4, 1), "x"), hg.Input((4, 1), "t"))
-        with pytest.raises(ValueError, match='expected the counts of 2 classes for "balanced", got none; train by'):
+        with pytest.raises(ValueError, match='2 classes for "balanced", got none'):
             Executor(hg.Network({"loss": loss}), alone, get_backend("numpy"), 2)
     both = hg.Input((4, 1), "a", "int32"), hg.Input((4, 1), "b", "int32")
     loss = hg.SoftmaxCrossEntropy("balanced")(hg.Input((4, 3), "x"), hg.Add()(*both))
-    with pytest.raises(ValueError, match="expected classes that are counted in one Input, got a target made of a, b"):
+    with pytest.raises(ValueError, match=r"counted in one Input, got .* a, b"):
         hg.Network({"loss": loss}).balance()
 
 

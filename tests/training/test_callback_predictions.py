@@ -55,7 +55,7 @@ def test_other_samples_are_refused(comm, shared, samples, every):
     if comm.rank == 0:
         write_data(shared / "data.h5")
     comm.barrier()
-    with pytest.raises(UserError, match=r"callbacks: expected samples from 0 to 18 and every >= 1, got"):
+    with pytest.raises(UserError, match=r"callbacks: .* 0 to 18 and every >= 1"):
         hg.fit(unet(), str(shared / "data.h5"), shared / "out", comm=comm, callbacks=[Shown(samples, every)], **OPTIONS)
 
 
@@ -64,5 +64,5 @@ def test_ranks_that_differ_are_refused(comm, shared):
     if comm.rank == 0:
         write_data(shared / "data.h5")
     comm.barrier()
-    with pytest.raises(UserError, match=r"callbacks: expected the same samples on all ranks, got .* and"):
+    with pytest.raises(UserError, match=r"callbacks: .*on all ranks, got .* and"):
         hg.fit(unet(), str(shared / "data.h5"), shared / "out", comm=comm, callbacks=[Shown((comm.rank,))], **OPTIONS)

@@ -166,7 +166,7 @@ def test_format_1(make_store, tmp_path):
         file.attrs["format"] = 1
     want = "expected a checkpoint of format 2, got an HDF5 file without checksums (format 1, or no checkpoint at all)"
     refused(tmp_path / "step-00000005.h5", make_store(), want)
-    with pytest.raises(UserError, match=r"can be read, there is none: .* format 2, got an HDF5 file"):
+    with pytest.raises(UserError, match=r"there is none: .* format 2, got"):
         CheckpointFolder(tmp_path).newest_whole()
     assert (tmp_path / "step-00000005.h5").exists()
 
@@ -223,7 +223,7 @@ def test_no_space(saved, make_store, limit):
 def test_disk_full_at_once(saved, monkeypatch):
     path, store, _ = saved
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DataError, match=r"expected [\d.]+ KiB of free disk, got 1000 B; free"):
+    with pytest.raises(DataError, match=r"[\d.]+ KiB of free disk, got 1000 B"):
         write_checkpoint(path, Snapshot.of(store))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 

@@ -168,12 +168,12 @@ def test_message_of_override(override, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(UserError, match=r"none.toml: expected a TOML file to read, got an error \(No such file"):
+    with pytest.raises(UserError, match=r"none.toml: .*\(No such file"):
         load_config(tmp_path / "none.toml")
 
 
 def test_binary_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"run.toml: expected a TOML file to read, got one that is not UTF-8"):
+    with pytest.raises(UserError, match=r"run.toml: .* not UTF-8"):
         load_config(path)

@@ -112,7 +112,7 @@ def test_a_snapshot_of_blocks_needs_the_communicator():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         Executor(network(), comm, get_backend("numpy"), 4, cut(comm.size), "float64") as executor,
-        pytest.raises(ValueError, match="expected the communicator of the ranks that share the parameters"),
+        pytest.raises(ValueError, match="communicator of the ranks that share"),
     ):
         Snapshot.of(executor.store)
 
@@ -142,7 +142,7 @@ def test_lars_refuses_cut_parameters():
         for strategy in (cut(comm.size), fewer):
             with (
                 Executor(network(), comm, get_backend("numpy"), 4, strategy) as executor,
-                pytest.raises(UserError, match=r"LARS needs the norm of whole parameters: .*; choose sgd, adam, ad"),
+                pytest.raises(UserError, match=r"LARS .* whole parameters: .*; choose sgd"),
             ):
                 LARS(executor.store)
         with Executor(network(), comm, get_backend("numpy"), 4) as executor:
@@ -159,7 +159,7 @@ def test_a_bad_block_on_one_rank_is_seen_by_all(name):
             holders = [rank for rank, size in enumerate(comm.allgather_objects(array.size)) if size]
             if comm.rank == holders[-1]:
                 array.reshape(-1)[-1] = math.nan
-            with pytest.raises(Diverged, match=f"parameter {name} is no longer finite; lower schedule"):
+            with pytest.raises(Diverged, match=f"parameter {name} .*; lower schedule"):
                 trainer.synchronize()
 
         run(comm, cut(comm.size), spoil)

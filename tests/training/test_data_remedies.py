@@ -96,8 +96,6 @@ def test_one_sample(comm, config):
         file["inputs"], file["mask"] = x, t
         file["inputs"].attrs["layout"] = "NHWC"
     sets = ["model.resolution=16", "training.epochs=1", "training.batch=1"]
-    with pytest.raises(
-        UserError, match=r"data.validation: expected two or more.*got one sample; set data.validation = 0"
-    ):
+    with pytest.raises(UserError, match=r"data.validation: .*set data.validation = 0"):
         train(config, sets, comm=comm)
     assert np.isfinite(train(config, [*sets, "data.validation=0"], comm=comm)["loss"])

@@ -262,10 +262,10 @@ def test_a_graph_writes_its_loss_where_it_is_read_also_after_a_validation(kernel
 def test_what_cannot_be_in_a_graph_is_refused(kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
         strategy = Strategy({"sample": comm.size})
-        with pytest.raises(UserError, match=r"backend.graph: expected kernels = .cudnn. with it"):
+        with pytest.raises(UserError, match=r"backend.graph: .*kernels = .cudnn."):
             Executor(NETWORKS["lenet"](), comm, NumpyBackend(), 4, strategy, graph=True)
         comm.instruments.recorder = Timeline(comm.rank)
-        with pytest.raises(UserError, match=r"backend.graph: expected no timeline, whose events cannot be read"):
+        with pytest.raises(UserError, match=r"backend.graph: .*timeline"):
             Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
 
 
@@ -296,5 +296,5 @@ def test_a_short_batch_is_refused_where_graphs_count_a_full_one(kernels):
         fill(executor, 0)
         executor.mode.valid = 3
         executor.forward(training=False)
-        with pytest.raises(ValueError, match=r"^mode.valid: expected 4 samples, .* graph=True, got 3; leave out"):
+        with pytest.raises(ValueError, match=r"^mode.valid: .*4 .* graph=True, got 3"):
             executor.forward(training=True)

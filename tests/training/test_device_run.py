@@ -116,7 +116,7 @@ def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
 
 def test_bfloat16_on_the_cpu_is_refused_in_one_line(tmp_path):
     path = write_config(tmp_path)
-    with pytest.raises(UserError, match=r'training.dtype: .* kernels = "numpy" compute, got "bfloat16": NumPy has'):
+    with pytest.raises(UserError, match=r'training.dtype: .*"numpy".*, got "bfloat16"'):
         run(path, tmp_path / "out", 1, more=['training.dtype="bfloat16"'])
     emulated = ['training.dtype="bfloat16"', "backend.emulate=true"]
     found = run(path, tmp_path / "emulated", 1, more=emulated)

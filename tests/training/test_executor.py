@@ -92,12 +92,12 @@ def test_refusals_name_what_is_missing():
         with executing(comm, loss=False) as executor:
             executor.forward()
             for call, what in ((executor.backward, r"backward\(\)"), (executor.loss_value, r"loss_value\(\)")):
-                with pytest.raises(ValueError, match=f"{what}: network 'bare' has no output named 'loss'.*aside"):
+                with pytest.raises(ValueError, match=f"{what}: .*'bare' .*'loss'.*aside"):
                     call()
         with executing(comm, probed=["x"]) as executor:
             gradients(executor)
             executor.gather("x", gradient=True)
-            with pytest.raises(ValueError, match=r"gradient of 'conv' is not kept; .*it has \['x'\]"):
+            with pytest.raises(ValueError, match=r"gradient of 'conv' .* \['x'\]"):
                 executor.gather("conv", gradient=True)
 
 
@@ -113,13 +113,13 @@ def test_outputs_have_names_of_their_own():
             for gradient in (False, True):
                 with pytest.raises(UserError, match=known + "'asid'; did you mean aside"):
                     executor.gather("asid", gradient)
-            with pytest.raises(UserError, match="'loss' is the loss, a number and no array; call loss_value"):
+            with pytest.raises(UserError, match=r"'loss' is .* number.*; call loss_value"):
                 executor.gather("loss")
-            with pytest.raises(ValueError, match=r"gradient of 'aside' is not kept; .*it has \['x'\]"):
+            with pytest.raises(ValueError, match=r"gradient of 'aside' .* \['x'\]"):
                 executor.gather("aside", gradient=True)
         with pytest.raises(UserError, match=known + "'cnv'; did you mean conv"):
             executing(comm, kept=["cnv"]).__enter__()
-        with pytest.raises(UserError, match="input: expected one of 'x', 'target', got 'y'"):
+        with pytest.raises(UserError, match=r"input: .*'x', 'target', got 'y'"):
             executing(comm, probed=["y"]).__enter__()
 
 
@@ -215,7 +215,7 @@ def test_ranks_without_samples_are_told_of_on_rank_0(caplog):
 def test_a_cut_that_the_network_cannot_have_is_refused_on_all_ranks():
     with Communicator(MPI.COMM_WORLD) as comm:
         strategy = Strategy({"depth": comm.size})
-        with pytest.raises(UserError, match=r"layer 'conv' \(Conv\) cannot be cut along 'depth'; use sample or height"):
+        with pytest.raises(UserError, match=r"'conv' \(Conv\) .*'depth'; use sample or h"):
             Executor(network(), comm, get_backend("numpy"), 1, strategy)
 
 
@@ -259,6 +259,6 @@ def test_an_executor_that_is_refused_keeps_no_channels():
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         refused = Strategy({"height": comm.size}, reduction=Scheme("host_accumulate"))
         for _ in range(2):
-            with pytest.raises(UserError, match="expected a transport by which ranks share memory"):
+            with pytest.raises(UserError, match="transport by which ranks share memory"):
                 Executor(NETWORKS["mesh"](), comm, get_backend("numpy"), 4, refused)
             assert comm.buffer_bytes == 0

@@ -84,7 +84,7 @@ def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").write_text(text, encoding="latin-1")
     assert folder.latest == tmp_path / "step-00000002.h5"
-    with pytest.raises(UserError, match=r"latest\.h5: it is truncated or damaged .*use another one: step-00000002"):
+    with pytest.raises(UserError, match=r"latest\.h5: .*damaged .*: step-00000002"):
         CheckpointReader(tmp_path / "latest.h5")
 
 
@@ -189,7 +189,7 @@ def test_the_log_is_removed_while_the_run_writes(run, tmp_path, caplog, to):
 def test_the_directory_is_removed_while_the_run_writes(run, tmp_path, change, step):
     """If its directory is removed or moved, a run ends with a one-line error and creates no new directory."""
     out = tmp_path / "out"
-    with pytest.raises(UserError, match=r"expected \S+/out to stay .*removed or moved"):
+    with pytest.raises(UserError, match=r"\S+/out to stay .*removed or moved"):
         alone(run, callbacks=at_step(step, lambda: change(out)))
     assert not out.exists()
 
@@ -219,7 +219,7 @@ def test_the_checkpoints_are_removed_while_the_run_writes(run, tmp_path, monkeyp
     def full(*_):
         raise DataError("cannot write it: the disk is full")
 
-    with pytest.raises(DataError, match=r"full; the checkpoints that were written are no longer in \S+/out/check"):
+    with pytest.raises(DataError, match=r"full; .*no longer in \S+/out/check"):
         alone(run, callbacks=at_step(5, change))
 
 
@@ -232,7 +232,7 @@ def cannot(path):
 def test_a_folder_of_checkpoints_that_is_none(run, tmp_path, make):
     """A file in place of the folder of checkpoints is an error before the first step."""
     make(tmp_path / "out" / "checkpoints")
-    with pytest.raises(UserError, match=r"expected \S+/out/checkpoints to be a folder that checkpoints can be written"):
+    with pytest.raises(UserError, match=r"\S+/out/checkpoints to be a folder"):
         alone(run, callbacks=at_step(1, lambda: pytest.fail("it trains")))
     assert not (tmp_path / "out" / "log.jsonl").exists()
 

@@ -96,23 +96,21 @@ def test_a_model_by_its_name(comm, folder):
 @pytest.mark.ranks(1)
 def test_refusals(comm, folder, monkeypatch):
     data = str(folder / "data.h5")
-    with pytest.raises(UserError, match=r"fit\(\): training\.batch: expected a whole number"):
+    with pytest.raises(UserError, match=r"fit\(\): training\.batch: .*whole"):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=0, comm=comm)
     with pytest.raises(UserError, match=r"fit\(\): optimiser: unknown key"):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=2, comm=comm, optimiser={"kind": "sgd"})
-    with pytest.raises(UserError, match=r"fit\(\): epoch: unknown key; .*epochs, batch, .*validation, .*mean epochs"):
+    with pytest.raises(UserError, match=r"fit\(\): epoch: .*; .*batch, .*mean epochs"):
         hg.fit(unet(), data, folder / "out", epoch=1, batch=2, comm=comm)
     wrong = {"an object of Notes": Notes(), "the class Notes in it": [Notes], "an object of int in it": [Notes(), 3]}
     for found, callbacks in wrong.items():
-        with pytest.raises(
-            UserError, match=f"callbacks: expected a list of objects of halograd.Callback, got {found}$"
-        ):
+        with pytest.raises(UserError, match=f"callbacks: .*halograd.Callback, got {found}$"):
             hg.fit(unet(), data, folder / "out", comm=comm, callbacks=callbacks, **OPTIONS)
     run = hg.fit(unet(), data, folder / "out", comm=comm, **OPTIONS)
-    with pytest.raises(ValueError, match="checkpoint: expected an existing 'latest' or 'best', got 'newest'"):
+    with pytest.raises(ValueError, match=r"checkpoint: .*'latest' or 'best', got 'newest'"):
         run.checkpoint("newest")
     monkeypatch.setattr("halograd.models.own._MADE", {})  # as in another process
-    with pytest.raises(UserError, match=r"model\.file: 'mine' was made by a script, not by a function in a file"):
+    with pytest.raises(UserError, match=r"model\.file: 'mine' was made by a script"):
         evaluate(folder / "out", comm=comm)
 
 
@@ -211,7 +209,7 @@ def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
             with pytest.raises(UserError, match=f"rank 1: .*{message}"):
                 run.apply(given if comm.rank else x, folder / "p.h5")
     for given, kind in ((x, r"ndarray of shape \(5, 16, 16, 3\)"), ({"x": x, "target": x}, "dict"), (7, "int")):
-        with pytest.raises(UserError, match=rf"fit\(\): data: expected files, .*, got {kind}; make .*ArrayDataset"):
+        with pytest.raises(UserError, match=rf"fit\(\): data: .*, got {kind}; .*ArrayDataset"):
             hg.fit(unet(), given, folder / "other", comm=comm, **OPTIONS)
     assert not (folder / "p.h5").exists() and not (folder / "other").exists()
 
@@ -318,7 +316,7 @@ def test_other_objects_are_refused(comm, folder, given, message):
 
 @pytest.mark.ranks(1)
 def test_names_of_a_script_are_known_there_only():
-    with pytest.raises(UserError, match=r"schedule\.kind: 'Mine' was made by a script, .*; use it there, or"):
+    with pytest.raises(UserError, match=r"schedule\.kind: 'Mine' .* script"):
         SCHEDULES.find("script:Mine")
     first, second = (METRICS.give(Within(limit)) for limit in (0.5, 2.0))
     assert first != second and [METRICS.make(name).limit for name in (first, second)] == [0.5, 2.0]

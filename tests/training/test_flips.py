@@ -37,5 +37,5 @@ def test_mean_of_images(comm, config):
         apply("out", ["new.h5"], f"mean{number}.h5", overrides_of(cut), comm=comm, flips=["width", "height"])
         np.testing.assert_allclose(read(f"mean{number}.h5"), np.load("want.npy"), rtol=1e-9, atol=1e-12)
     if comm.rank == 0:
-        with pytest.raises(UserError, match="--flips: expected different axes out of height, width, got depth"):
+        with pytest.raises(UserError, match=r"--flips: .*height, width, got depth"):
             apply("out", ["new.h5"], "x.h5", ["strategy={sample = 1}"], comm=MPI.COMM_SELF, flips=["depth"])

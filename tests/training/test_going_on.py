@@ -37,13 +37,13 @@ def test_a_run_goes_on_as_the_other_one_would(comm, config):
 
 @pytest.mark.ranks(1, 2)
 def test_other_runs_to_begin_from_are_refused(comm, config):
-    with pytest.raises(UserError, match=r"init_from: expected a run with checkpoints, .*, got no"):
+    with pytest.raises(UserError, match=r"init_from: .*a run.*, got no"):
         train("run.toml", ["training.init_from=nothing", "output.directory=out"], comm=comm)
     train("run.toml", ["training.epochs=1", "output.directory=old"], comm=comm)
     comm.barrier()
     with pytest.raises(UserError, match=r"expected the optimizer SGD .*, got AdamW"):
         train("run.toml", ["optimizer={kind='sgd'}", "training.init_from=old", "output.directory=out2"], comm=comm)
-    with pytest.raises(UserError, match=r"init_from: expected one source .*, got init too"):
+    with pytest.raises(UserError, match=r"init_from: .*one source .*, got init"):
         train("run.toml", ["training.init_from=old", "training.init=a.safetensors"], comm=comm)
 
 

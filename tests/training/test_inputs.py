@@ -114,5 +114,5 @@ def test_classes_that_are_no_whole_numbers_are_refused_where_they_are_read():
         classes = np.zeros((*SHAPE[:3], 1))
         executor.set_input("target", classes)
         classes[-1, -1] = 1.7
-        with pytest.raises(UserError, match="input 'target': expected whole numbers that int32 holds"):
+        with pytest.raises(UserError, match=r"input 'target': .*whole numbers.*int32"):
             executor.set_input("target", classes)

@@ -185,7 +185,7 @@ def test_a_run_that_has_not_begun(config, tmp_path, monkeypatch):
     train(config, comm=MPI.COMM_SELF)
     before = (out / "log.jsonl").read_text()
     interrupting(monkeypatch, Session, "sampler", 1)
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted before the first step; the newest checkpoint is .*09\."):
+    with pytest.raises(KeyboardInterrupt, match=r"before the first step; .*checkpoint is .*09\."):
         train(config, [], True, comm=MPI.COMM_SELF)
     assert (out / "log.jsonl").read_text() == before
 

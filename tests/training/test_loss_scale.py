@@ -86,7 +86,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
 def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(kernels):
     """Rounded gradients with loss scaling need `error_feedback=False`, because NaN would remain in the residuals."""
     with Communicator(MPI.COMM_WORLD) as comm:
-        with pytest.raises(UserError, match=r'error_feedback: expected false with training.dtype = "float16"'):
+        with pytest.raises(UserError, match=r'error_feedback: .*false .*"float16"'):
             build(kernels, comm, reduction=Scheme(payload="bfloat16"))
         built, trainer = build(kernels, comm, reduction=Scheme(payload="bfloat16", error_feedback=False))
         with built, np.errstate(all="ignore"):
@@ -118,7 +118,7 @@ def test_gradients_that_are_never_finite_end_the_run(kernels):
             scaling = built.store.loss_scale
             scaling.load_state_dict({"scale": 1.0, "good": 0.0})
             trainer._scaling.watch([built.device.array([np.inf], np.float32)], None)
-            with pytest.raises(Diverged, match="gradients are not finite, however small the loss scale; lower sched"):
+            with pytest.raises(Diverged, match=r"gradients .*loss scale; lower sched"):
                 advance(trainer, range(40))
 
 

@@ -72,13 +72,13 @@ def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
 
     rename("parts/run0.h5", "parts/run9.h5")
     for samples in ("validation", "training"):
-        with pytest.raises(UserError, match=r'files were .* renamed .*; undo that, or evaluate "all" samples'):
+        with pytest.raises(UserError, match=r'renamed .*; undo that, or evaluate "all"'):
             evaluate(folder / "out", samples=samples, comm=comm)
     assert np.isfinite(evaluate(folder / "out", samples="all", comm=comm)["loss"])
     # A caller that names data asks for these.
     other = evaluate(folder / "out", [f"data.path={folder / 'parts' / '*.h5'}"], comm=comm)
     assert other["loss"] != wanted["loss"]
-    with pytest.raises(UserError, match=r"13 of 19 samples in 4 files, \w{8}\), got others .13 of 19 .* start anew"):
+    with pytest.raises(UserError, match=r"13 of 19 .* 4 files, \w{8}\), got .*13 of 19"):
         train(config, [*cut, "training.epochs=2"], resume=True, comm=comm)
     rename("parts/run9.h5", "parts/run0.h5")
     rename("parts", "elsewhere")
@@ -99,9 +99,7 @@ def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
             file["inputs"].attrs["layout"] = "NHWC"
     comm.Barrier()
     cut = ["strategy.height=2", f"data.path={folder / 'parts'}"]
-    with pytest.raises(
-        UserError, match=r"^\S*run1.h5: 'inputs': expected samples of shape .* as in \S*run0.h5, got \(15, 16, 3\)"
-    ):
+    with pytest.raises(UserError, match=r"^\S*run1.h5: 'inputs': .*run0.h5, got \(15, 16, 3\)"):
         train(config, cut, comm=comm)
     if comm.rank == 0:
         (folder / "parts" / "run3.h5").write_bytes(b"no HDF5")
@@ -114,9 +112,9 @@ def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
 
 @pytest.mark.ranks(1)
 def test_splits_that_the_data_do_not_allow(comm, config):
-    with pytest.raises(UserError, match=r"data.split: expected several files, to hold out whole ones, got"):
+    with pytest.raises(UserError, match=r"data.split: .*several files"):
         train(config, ["data.split=file"], comm=comm)
-    with pytest.raises(UserError, match=r"data.split: expected a dataset 'simulation'"):
+    with pytest.raises(UserError, match=r"data.split: .*'simulation'"):
         train(config, ["data.split=group"], comm=comm)
     assert not train(config, ["data.split=file", "data.validation=0"], comm=comm)["validation"]  # nothing is held out
 
@@ -133,7 +131,7 @@ def test_a_run_of_an_older_order_goes_on_by_a_list(comm, config):
     cut = [f"strategy.height={comm.size}"]
     train(config, [*cut, older, "training.epochs=1"], comm=comm)
     comm.Barrier()
-    with pytest.raises(UserError, match=r"changed \(or sorted as text, by an older version: list them in that order\)"):
+    with pytest.raises(UserError, match=r"changed \(or sorted as text, .*list them"):
         train(config, [*cut, f"data.path={folder}"], resume=True, comm=comm)
     assert train(config, [*cut, older, "training.epochs=2"], resume=True, comm=comm)["stopped"] is None
 
@@ -175,5 +173,5 @@ def test_named_files_are_held_out(comm, config):
     comm.Barrier()
     begun = read_log(folder / "named" / "log.jsonl", "begin")[-1]
     assert (begun["held_out"], begun["samples"]) == (8, 11)
-    with pytest.raises(UserError, match=r"data.validation: .* got 'run9', to which no sample belongs; files: run0"):
+    with pytest.raises(UserError, match=r"data.validation: .* got 'run9', .*: run0"):
         train(config, [*cut, 'data.validation=["run9"]'], comm=comm)

@@ -94,16 +94,16 @@ def test_the_run_of_a_stored_mask(comm, config):
 @pytest.mark.ranks(1, 2)
 def test_faults_are_refused_on_all_ranks(comm, config):
     sets = [f"strategy.height={comm.size}"]
-    with pytest.raises(UserError, match=r'data\.rule: expected another rule than "center"'):
+    with pytest.raises(UserError, match=r'data\.rule: .*another.* "center"'):
         train(config, [*sets, 'data.rule="center"'], comm=comm)
-    with pytest.raises(UserError, match=r"data\.targets: expected a dataset for 'valid'"):
+    with pytest.raises(UserError, match=r"data\.targets: .* for 'valid'"):
         train(config, [*sets, 'data.invalid="fill"'], comm=comm)
     if comm.rank == 0:
         (config.parent / "net.py").write_text(
             NET.replace(", mask, valid)", ", mask)").replace(", sea)", ")").replace(", some)", ")")
         )
     comm.barrier()
-    with pytest.raises(UserError, match=r"data\.invalid: expected weights in the loss of network 'masked' for .mask."):
+    with pytest.raises(UserError, match=r"data\.invalid: .*weights .*'masked' for .mask."):
         train(config, sets, comm=comm)
 
 
@@ -160,5 +160,5 @@ def test_every_box_is_the_slice(weights, channels):
 
 
 def test_stored_weights_on_another_grid():
-    with pytest.raises(DataError, match=r"expected 'w' on the grid \(4, 6, 1\) of its target 't', .* got \(2, 3, 1\)"):
+    with pytest.raises(DataError, match=r"'w' on .*\(4, 6, 1\).* 't', .* got \(2, 3, 1\)"):
         Masked(ArrayDataset(arrays_of((2, 3, 1)), ["t", "w"]), {"w": ["t"]}, {"w": 1}, {"t": TargetRange()})

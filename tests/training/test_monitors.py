@@ -218,7 +218,7 @@ def test_patience():
         assert score.exhausted == (step == len(values))
     assert score.describe() == "best loss 0.4000 at step 6"
     for names, name, wrong in (({}, "loss", "data.validation = 0"), (NAMES, "none", "none")):
-        with pytest.raises(UserError, match=rf"training.patience: expected held-out samples .*, got {wrong}"):
+        with pytest.raises(UserError, match=rf"training.patience: .*held-out.*, got {wrong}"):
             BestScore(name, names, 3)
 
 
@@ -267,7 +267,7 @@ def test_a_run_that_gives_up(comm, config):
 
 @pytest.mark.ranks(1)
 def test_refusals(comm, config):
-    with pytest.raises(UserError, match=r"output.best: expected one of loss, accuracy, iou, .*, none, got 'dice'"):
+    with pytest.raises(UserError, match=r"output.best: .*loss, .*none, got 'dice'"):
         train(config, ['output.best="dice"'], comm=MPI.COMM_SELF)
-    with pytest.raises(UserError, match=r"training.patience: expected held-out samples .*, got data.validation = 0"):
+    with pytest.raises(UserError, match=r"training.patience: .*got data.validation = 0"):
         train(config, ["training.patience=2", "data.validation=0"], comm=MPI.COMM_SELF)

@@ -122,7 +122,7 @@ def test_overlap_of_numbers_is_refused():
     with (
         Communicator(MPI.COMM_SELF) as ranks,
         executor(ranks, hg.MeanSquaredError(), 2, "compute") as made,
-        pytest.raises(UserError, match=r"output\.metrics: dice: expected a loss of classes, got one of numbers; rem"),
+        pytest.raises(UserError, match=r"output\.metrics: dice: .*classes, got .*numbers"),
     ):
         Evaluation(made, metrics=["dice"])
 

@@ -60,12 +60,12 @@ def test_a_run_names_it(comm, config, counted):
 def test_what_is_refused(counted, comm, config):
     file = counted.rpartition(":")[0]
     with pytest.raises(
-        UserError, match=r"backend\.kernels: .*:Other: expected a class derived from Backend"
+        UserError, match=r"backend\.kernels: .*:Other: .*from Backend"
     ):
         train(config, [f"backend.kernels={file}:Other"], comm=comm)
     with pytest.raises(UserError, match=r"backend: .*kernels\.py"):
         get_backend(f"{file}:Missing")
-    with pytest.raises(KernelError, match="expected precision strict for the backend counted, got 'tf32'"):
+    with pytest.raises(KernelError, match=r"precision strict .*counted, got 'tf32'"):
         get_backend(counted, precision="tf32")
     with pytest.raises(UserError, match=r"kernels = .* with it, got"):
         train(config, [f"backend.kernels={counted}", "backend.graph=true"], comm=comm)

@@ -101,7 +101,7 @@ def test_what_is_refused(files):
     }.items():
         with pytest.raises(UserError, match=message):
             load_config(config, [f"reduction.payload={files / payload}"])
-    with pytest.raises(UserError, match=r"reduction\.payload: .*:Counted: expected a class derived from Codec"):
+    with pytest.raises(UserError, match=r"reduction\.payload: .*:Counted: .*from Codec"):
         Scheme(payload=f"{files / 'slow.py'}:Counted")
     strategy = Strategy(reduction=Scheme(payload=f"{files / 'half.py'}:Half"))
     with Communicator(MPI.COMM_SELF) as alone, pytest.raises(UserError, match=r'dtype = "float32" with ".*Half"'):
@@ -196,5 +196,5 @@ def test_others_read_the_properties_of_a_transport(comm, files):
         assert ranks.reduction(np.ones(4, np.float32), method="hierarchical").buffer_bytes > 0
     with Communicator(comm, TRANSPORTS.make(f"{files / 'slow.py'}:Slow")) as ranks:
         assert ranks.transport == "Slow:seconds=0.001" and ranks.network.message(1000) == 1e-3
-    with pytest.raises(CommError, match=r"transport: .*:Half: expected a class derived from Transport"):
+    with pytest.raises(CommError, match=r"transport: .*:Half: .*from Transport"):
         Communicator(comm, f"{files / 'half.py'}:Half")

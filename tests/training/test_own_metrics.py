@@ -104,7 +104,7 @@ def test_training_ends_early_by_it(comm, config):
 @pytest.mark.ranks(1, 2)
 def test_a_score_without_a_direction_is_refused(comm, config):
     """A best score without a known direction is an error before the run, on all ranks; the score itself is computed."""
-    with pytest.raises(UserError, match=r"output\.best: .* is known, got 'missed'; .* better = \{\"NAME\": \"lo"):
+    with pytest.raises(UserError, match=r"output\.best: .*got 'missed'; .* better = \{"):
         train(config, ['output.best="missed"'], comm=comm)
     assert train(config, comm=comm)["validation"]["missed"] is not None
 

@@ -71,9 +71,7 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
     if comm.rank == 0:
         (config.parent / "net.py").write_text(network(weight=0.25))
     comm.barrier()
-    with pytest.raises(
-        UserError, match=r"another network: expected 'bce: terms\[1\].*weight 0\.25', got '.*weight 0\.5'"
-    ):
+    with pytest.raises(UserError, match=r"'bce: terms\[1\].*weight 0\.25', got '.*weight 0\.5'"):
         train(config, resume=True, comm=comm)
     comm.barrier()
     if comm.rank == 0:
@@ -109,5 +107,5 @@ def test_a_fault_of_one_rank_is_raised_on_all(comm, config):
             network(more="\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    open('not-here')\n")
         )
     comm.barrier()
-    with pytest.raises(UserError, match=r"net.py cannot be imported: FileNotFoundError: .*not-here"):
+    with pytest.raises(UserError, match=r"net.py .*FileNotFoundError: .*not-here"):
         train(config, comm=comm)

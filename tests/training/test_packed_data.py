@@ -93,7 +93,7 @@ def test_what_cannot_be_applied_is_refused_on_all_ranks(comm, config):
         with h5py.File("data.h5", "r+") as file:
             file["x"].attrs["scale_factor"] = [0.1, 0.2]
     comm.barrier()
-    with pytest.raises(UserError, match=r"attribute 'scale_factor': expected one finite number for the whole dataset"):
+    with pytest.raises(UserError, match=r"attribute 'scale_factor': .*one finite number"):
         train(config, comm=comm)
 
 

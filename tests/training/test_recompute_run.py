@@ -136,7 +136,7 @@ def test_a_network_that_does_not_fit_names_the_rule_with_which_it_fits(config, m
     workspaces = needed("none", kept) - kept  # known when the kernels are made
     assert workspaces > 0
     monkeypatch.setattr(build, "memory_size", lambda ranks: (kept + again) // 2 + workspaces)
-    with pytest.raises(UserError, match=r"; set strategy.recompute = .pointwise., with which it fits, or use"):
+    with pytest.raises(UserError, match=r"; set strategy.recompute = .pointwise."):
         train(config, comm=MPI.COMM_WORLD)
     assert train(config, ["strategy.recompute=pointwise"], comm=MPI.COMM_WORLD)["steps"] > 0
 
@@ -161,5 +161,5 @@ def test_a_run_computes_again_as_little_as_fits(config, shared):
     assert found[needed]["loss"] == found[needed - arena // 5]["loss"]
     begun = {memory: json.loads((shared / str(memory) / "log.jsonl").read_text().splitlines()[0]) for memory in found}
     assert [bool(begun[memory]["recomputed"]) for memory in found] == [False, True]
-    with pytest.raises(UserError, match=r"strategy.recompute: expected a step within .*, the smallest found needs"):
+    with pytest.raises(UserError, match=r"strategy.recompute: .* within .*needs"):
         train(config, ["strategy.recompute=auto", f"strategy.memory={needed - arena} B"], comm=comm)

@@ -169,7 +169,7 @@ def test_more_replicated_layers_than_there_is_room_for_are_no_candidates():
         ranked = [Scheme("bucketed", replicated_dense=3), Scheme("sharded"), Scheme("bucketed", replicated_dense=1)]
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), ranked=ranked, tuning=Tuning(step=0))
         assert trainer.auto.tuner.candidates == ranked[2:] and trainer.auto.tuner.search is None
-        with pytest.raises(ValueError, match=r"expected replicated layers among \['dense1', 'dense2'\]"):
+        with pytest.raises(ValueError, match=r"replicated .*\['dense1', 'dense2'\]"):
             trainer.reduce_by(ranked[0])
         with pytest.raises(ValueError, match="expected 'auto' to stay"):
             trainer.reduce_by(ranked[1])

@@ -168,7 +168,7 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
 def test_sums_by_nodes_need_shared_memory(scheme):
     with (
         Communicator(MPI.COMM_WORLD, "mpi") as comm,
-        pytest.raises(UserError, match=rf'by which ranks share memory with "{scheme.name}", got "mpi"; choose .*auto'),
+        pytest.raises(UserError, match=rf'memory with "{scheme.name}", got "mpi"; .*auto'),
     ):
         build("lenet", comm, strategy_of(comm, scheme))
 
@@ -178,7 +178,7 @@ def test_lars_needs_whole_gradients():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         build("lenet", comm, strategy_of(comm, Scheme("sharded"))) as executor,
-        pytest.raises(UserError, match=r'kind: expected sgd, adam, adamw or lion with .* "sharded", got lars'),
+        pytest.raises(UserError, match=r'kind: .*sgd, .*"sharded", got lars'),
     ):
         LARS(executor.store)
 
@@ -187,8 +187,8 @@ def test_lars_needs_whole_gradients():
 def test_shards_of_state_stay_where_they_are():
     with Communicator(MPI.COMM_WORLD) as comm, build("lenet", comm, strategy_of(comm, Scheme("sharded"))) as executor:
         optimizer = SGD(executor.store, momentum=0.5)
-        with pytest.raises(ValueError, match=r"named_state\(\): expected the communicator of the ranks"):
+        with pytest.raises(ValueError, match=r"named_state\(\): .*communicator"):
             optimizer.named_state()
         executor.reduce_by(Scheme("bucketed"))
-        with pytest.raises(ValueError, match=r"bind\(\): expected the shards for which the state was created"):
+        with pytest.raises(ValueError, match=r"bind\(\): .*shards"):
             optimizer.bind()

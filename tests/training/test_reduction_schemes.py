@@ -227,7 +227,7 @@ def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
             with pytest.raises(ValueError, match="expected replicated layers among"):
                 trainer.reduce_by(Scheme("per_layer", replicated_dense=2))
             if transport == "mpi":
-                with pytest.raises(UserError, match='ranks share memory with "hierarchical", got "mpi"'):
+                with pytest.raises(UserError, match='memory with "hierarchical", got "mpi"'):
                     trainer.reduce_by(Scheme("hierarchical"))
             losses += advance(trainer, range(3, len(expected)))
             trainer.synchronize()
@@ -266,7 +266,7 @@ def test_the_first_chunk_starts_when_backward_has_passed_its_layers():
 def test_bfloat16_needs_float32():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
-        pytest.raises(UserError, match=r'reduction.payload: expected training.dtype = "float32" .*, got "float64"'),
+        pytest.raises(UserError, match=r'reduction.payload: .*"float32" .*, got "float64"'),
     ):
         strategy = Strategy({"sample": comm.size}, reduction=Scheme(payload="bfloat16"))
         build("lenet", comm, strategy, "float64")

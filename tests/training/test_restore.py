@@ -109,7 +109,7 @@ def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
 
     monkeypatch.setattr(chunk_file, "_read_all", flipped)
     with Communicator(comm, "emulated:alpha=0,beta=0") as ranks:
-        with pytest.raises(DamagedCheckpoint, match=f"^rank {last}: checkpoint .* is truncated or damaged"):
+        with pytest.raises(DamagedCheckpoint, match=f"^rank {last}: checkpoint .*damaged"):
             CheckpointReader(path, ranks, whole=True)
         found, told = CheckpointFolder(path.parent).newest_whole(ranks)
         assert found.path.name == "step-00000000.h5" and found.progress.step == 1
@@ -151,7 +151,7 @@ def test_damage_that_is_met_when_arrays_are_read(path):
     ):
         before = copied(executor.store.params)
         assert reader.progress.step == 1
-        with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
+        with pytest.raises(DamagedCheckpoint, match=r"checksum of its bytes \d+ to \d+ "):
             reader.restore(executor.store)
         assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())
 

@@ -86,7 +86,7 @@ def _made():
 
 @pytest.mark.mpi(min_size=2)
 def test_a_result_that_a_rank_cannot_take(comm):
-    with pytest.raises(UserError, match=r"^rank 1( \(and \d+ more\))?: expected a moon, got none$") as caught:
+    with pytest.raises(UserError, match=r"^rank 1( \(and \d+ more\))?: .*got none$") as caught:
         on_root(comm, Local)
     assert is_agreed(caught.value, comm.size)
 

@@ -127,7 +127,7 @@ def test_full_disk(comm, config, monkeypatch):
     train(config, ["training.epochs=1"], comm=comm)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write_arrays", full)
-        with pytest.raises(DataError, match=r"cannot write .*step-00000006\.h5: the disk is full; nothing was left"):
+        with pytest.raises(DataError, match=r"step-00000006\.h5: the disk is full"):
             train(config, ["training.epochs=2"], True, comm=comm)
     folder = config.parent / "out" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["best.h5", "latest.h5", "step-00000003.h5"]
@@ -179,11 +179,11 @@ def test_patches(comm, config):
 @pytest.mark.mpi
 def test_another_runs_directory(comm, config):
     train(config, ["training.epochs=1"], comm=comm)
-    with pytest.raises(UserError, match=r"output\.directory: expected one without checkpoints, .*--resume"):
+    with pytest.raises(UserError, match=r"output\.directory: .*checkpoints, .*--resume"):
         train(config, comm=comm)
-    with pytest.raises(UserError, match=r"is of another network: expected 'conv1_1: Conv 8x8x5', got .*8x8x4'"):
+    with pytest.raises(UserError, match=r"'conv1_1: Conv 8x8x5', got .*8x8x4'"):
         train(config, ["model.widths=[5, 6]"], True, comm=comm)
-    with pytest.raises(ValueError, match="cannot continue the data sequence: checkpoint has seed = 7, this run has 8"):
+    with pytest.raises(ValueError, match="checkpoint has seed = 7, this run has 8"):
         train(config, ["training.seed=8"], True, comm=comm)
 
 
@@ -201,14 +201,14 @@ def test_nothing_to_resume(comm, config, caplog):
 
 @pytest.mark.mpi
 def test_nothing_to_evaluate(comm, config):
-    with pytest.raises(UserError, match=r"expected a trained run \(its configuration, directory or a checkpoint\)"):
+    with pytest.raises(UserError, match=r"a trained run \(its configuration, "):
         evaluate(config, comm=comm)
-    with pytest.raises(UserError, match="samples: expected one of validation, training, all, got 'test'"):
+    with pytest.raises(UserError, match=r"samples: .*all, got 'test'"):
         evaluate(config, samples="test", comm=comm)
     train(config, ["training.epochs=1", "data.validation=0"], comm=comm)
-    with pytest.raises(UserError, match=r"training\.batch: expected at most 19, the samples of .*data.h5, got 20"):
+    with pytest.raises(UserError, match=r"training\.batch: .* 19, .*data.h5, got 20"):
         evaluate(config, ["training.batch=20"], comm=comm)
-    with pytest.raises(UserError, match=r"data\.validation: expected held-out samples, got 0"):
+    with pytest.raises(UserError, match=r"data\.validation: .*held-out.*, got 0"):
         evaluate(config.parent / "out", comm=comm)
 
 

@@ -80,7 +80,7 @@ def test_negative_begin():
 
 
 def test_falling_milestones():
-    with pytest.raises(ValueError, match=r"milestones: expected rising steps, got \(5, 3\)"):
+    with pytest.raises(ValueError, match=r"milestones: .*rising.*, got \(5, 3\)"):
         StepDecay(1.0, (5, 3))
 
 
@@ -112,7 +112,7 @@ def test_one_cycle_is_that_of_torch():
             if step + 1 < steps:
                 theirs.step()
     assert [OneCycle(2.0, 1)(s) for s in (0, 1)] == [2.0, 0.0]
-    with pytest.raises(UserError, match="warmup_epochs: expected 0 with one_cycle, which rises itself, got 1"):
+    with pytest.raises(UserError, match=r"warmup_epochs: .*0 with one_cycle.*, got 1"):
         of(kind="one_cycle", warmup_epochs=1)
 
 
@@ -138,7 +138,7 @@ def test_plateau(better, values):
 
 
 def test_plateau_without_its_score():
-    with pytest.raises(UserError, match=r"schedule\.score: expected one of loss, iou, got 'dice'"):
+    with pytest.raises(UserError, match=r"schedule\.score: .*loss, iou, got 'dice'"):
         of(kind="plateau", score="dice").follow({"loss": "lower", "iou": "higher", "own": None})
-    with pytest.raises(UserError, match=r"expected held-out samples, whose scores it follows, got data.validation = 0"):
+    with pytest.raises(UserError, match=r"held-out samples.*, got data.validation = 0"):
         of(kind="plateau").follow({})

@@ -100,9 +100,9 @@ def test_strategies_cut_channels_and_leave_ranks_out():
 def test_shares_in_a_configuration():
     strategy = make_strategy(StrategyConfig(height=(2, 1)), 4)
     assert strategy == Strategy({"sample": 2, "height": (2, 1)}, options={"halo": "auto"})
-    with pytest.raises(UserError, match="2 spatial parts do not divide the 3 ranks"):
+    with pytest.raises(UserError, match=r"2 spatial parts .* 3 ranks"):
         make_strategy(StrategyConfig(height=(2, 1)), 3)
-    with pytest.raises(UserError, match="2:1 height x 3 sample needs 6 ranks, the run has 4"):
+    with pytest.raises(UserError, match=r"2:1 height x 3 sample .* 6 ranks, .* 4"):
         make_strategy(StrategyConfig(sample=3, height=(2, 1)), 4)
 
 

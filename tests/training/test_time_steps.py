@@ -91,7 +91,7 @@ def test_resumed(comm, config):
 
 @pytest.mark.ranks(1, 2)
 def test_too_few_times(comm, config):
-    with pytest.raises(UserError, match=r"data.lag: expected 25 successive times in one simulation .* got at most 15"):
+    with pytest.raises(UserError, match=r"data.lag: .*25 .* got at most 15"):
         train(config, [f"strategy.height={comm.size}", "data.lag=8"], comm=comm)
     if comm.rank == 0:
         check_refused(["data.lag=0"], "history: expected lag = 1 or more with it, got 0")

@@ -139,11 +139,11 @@ def test_diverged(comm, case):
         assert_arrays(params, before)
         params["conv1/w"][0, 1, 1, 0] = np.inf
         params["conv2/b"][...] = 0
-        with pytest.raises(Diverged, match="step 1: parameter conv1/w is no longer finite; lower"):
+        with pytest.raises(Diverged, match=r"step 1: parameter conv1/w .*; lower"):
             trainer.synchronize()
         params["conv1/w"][0, 1, 1, 0] = 0
         executor.store.state["norm1/mean"] = np.array([0.0, np.nan])  # as it is after the statistics of a bad batch
-        with pytest.raises(Diverged, match="step 1: running statistic norm1/mean is no longer finite"):
+        with pytest.raises(Diverged, match="step 1: running statistic norm1/mean"):
             trainer.synchronize()
 
 
@@ -152,7 +152,7 @@ def test_needs_gradients(comm):
     with (
         Communicator(comm) as ranks,
         Executor(network(), ranks, get_backend("numpy"), BATCH, trainable=False) as executor,
-        pytest.raises(ValueError, match="executor: expected one with trainable=True, got trainable=False"),
+        pytest.raises(ValueError, match=r"executor: .*trainable=True, got trainable=False"),
     ):
         Trainer(executor, SGD(executor.store), Constant(0.1))
 

@@ -101,9 +101,7 @@ def test_weights_of_0_are_worth_a_warning(comm, config, caplog):
 @pytest.mark.ranks(1)
 def test_weights_belong_to_the_targets(comm, config):
     sets = ['data.inputs={x="u", share="share"}', 'data.targets={mask="label"}']
-    with pytest.raises(
-        UserError, match=r"data\.inputs\.share: expected it in data.targets, because only the loss of network"
-    ):
+    with pytest.raises(UserError, match=r"data\.inputs\.share: .*in data.targets"):
         train(config, sets, comm=comm)
 
 

@@ -83,7 +83,7 @@ def test_refusals(working):
     config.write_text(model + text)
     with h5py.File("data.h5", "a") as file:
         file["label"] = np.arange(10) % 2
-    with pytest.raises(UserError, match=r"data.extents: .* takes no samples of 22 x 26: its parameter .*/w depends on"):
+    with pytest.raises(UserError, match=r"data.extents: .* 22 x 26: .*/w depends on"):
         train(config, WHOLE, comm=MPI.COMM_SELF)
 
 
@@ -121,7 +121,7 @@ def test_several_sizes(comm, working):
             path = ["data.augment={crop = false}", f'data.path="patients/{number}.h5"']
             losses.append(evaluate("out", path, "all", comm=MPI.COMM_SELF)["loss"])
         assert every["loss"] == pytest.approx(np.mean(losses), rel=1e-10)
-        with pytest.raises(UserError, match="--predictions: expected samples of one size, got several"):
+        with pytest.raises(UserError, match=r"--predictions: .*one size, got several"):
             evaluate("out", ["strategy={sample = 1}"], "all", "judged.h5", MPI.COMM_SELF)
 
 
@@ -157,7 +157,7 @@ def test_applies_to_each_file(comm, working):
     assert (working / "predicted/3.h5").exists()
     assert apply("out", ["patients"], "predicted", comm=comm)["computed"] == 0
     assert apply("out", ["patients"], "predicted", what="classes", comm=comm)["computed"] == 5
-    with pytest.raises(UserError, match=r"--out: expected a folder, because samples differ in size .*, got one.h5"):
+    with pytest.raises(UserError, match=r"--out: .*folder, .*, got one.h5"):
         apply("out", ["patients"], "one.h5", comm=comm)
     apply("out", ["patients"], "whole", comm=comm, format="hdf5-whole")
     comm.barrier()
@@ -170,5 +170,5 @@ def test_applies_to_each_file(comm, working):
         (working / "mine/notes").touch()
     comm.barrier()
     assert apply("out", ["patients"], "whole", comm=comm, format="hdf5-whole")["computed"] == 1
-    with pytest.raises(DataError, match=r"cannot write mine: expected an empty folder, or one of an earlier job"):
+    with pytest.raises(DataError, match=r"cannot write mine: .*empty folder"):
         apply("out", ["patients"], "mine", comm=comm)
