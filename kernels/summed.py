@@ -18,8 +18,9 @@ __all__ = ["SummedConvolution", "SummedConvolutions", "is_one_launch", "on_tenso
 #: channels, and reads them a second time from the cache of its multiprocessor: 128 KiB of x, and as much of dy.
 MOST_ROWS, SECTOR = 4096, 32
 #: Rates at which a multiprocessor reads its sectors, and at which two launches read and write memory [B/s]; time of the
-#: launch that is saved, as a node of a graph [s]. Estimates for an H100, which no device has confirmed.
-BLOCK_RATE, MEMORY_RATE, LAUNCH = 60e9, 2.7e12, 2.2e-6
+#: launch that is saved, as a node of a graph [s]. Of an H200, from eleven shapes (benchmarks/gpu/norms.py): one launch
+#: took 7.5 to 8.8 us and 2.4 ns per row forward, 4.3 ns backward; two launches 9.8 to 11.2 us and their traffic.
+BLOCK_RATE, MEMORY_RATE, LAUNCH = 27e9, 2.7e12, 2e-6
 #: Multiprocessors of the device of a plan: an H100.
 UNITS = 132
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu host | copies | attention | fusions | (cutting | steps) SUBJECT PRECISION``.
+"""``python -m benchmarks.gpu host | copies | norms | attention | fusions | (cutting | steps) SUBJECT PRECISION``.
 
 The command prints JSON lines: ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ...,
 "numbers": {...}}`` after it.
@@ -20,6 +20,7 @@ from benchmarks.gpu.attention import ATTENTION, time_attention
 from benchmarks.gpu.contest import COMPILED, contest, contest_compiled
 from benchmarks.gpu.fusions import CASES, time_fusions
 from benchmarks.gpu.host import time_host
+from benchmarks.gpu.norms import NORMS, time_norm
 from benchmarks.gpu.subjects import SUBJECTS, Subject
 from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
 from benchmarks.gpu.torch_process import TorchProcess, find_torch
@@ -61,6 +62,9 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
     elif name == "copies":
         measure("copy within the device", lambda: time_copies(kernels))
         measure("halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels))
+    elif name == "norms":
+        for shape in NORMS:
+            measure(f"norm, {shape.title}", partial(time_norm, kernels, shape))
     elif name == "attention":
         _attention(kernels, torch_device)
     elif name == "fusions":

@@ -59,7 +59,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _DEFINE = re.compile(r"^#define (\w+) (\d+)$", re.MULTILINE)
 _STRUCT = re.compile(r"^struct (\w+Params) \{\n(.*?)^\};$", re.MULTILINE | re.DOTALL)
 _MEMBER = re.compile(r"^(?:const )?(\w+)(\*?) (\w+)((?:\[\w+\])*);$")
-_KERNEL = re.compile(r"^(?:BLOCK_)?KERNEL\((\w+), (\w+)\) \{", re.MULTILINE)
+_KERNEL = re.compile(r"^(?:BLOCK_|SHARING_)?KERNEL\((\w+), (\w+)\) \{", re.MULTILINE)
 _NUMBERS = {"int64": np.int64, "uint64": np.uint64, "double": np.float64}
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu import host
 from benchmarks.gpu.attention import ATTENTION, time_attention
 from benchmarks.gpu.contest import COMPILED, Ours, contest, contest_compiled, rounds
 from benchmarks.gpu.lone import LoneCommunicator
+from benchmarks.gpu.norms import Shape, time_norm
 from benchmarks.gpu.subjects import SUBJECTS, Subject
 from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
 from benchmarks.gpu.torch_process import TorchError, TorchProcess, find_torch
@@ -54,6 +55,15 @@ def short(monkeypatch):
 def torch():
     with TorchProcess("cpu") as process:
         yield process
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_norms(kernels, residual):
+    """Every kernel is timed; too many rows for one launch are timed in two only."""
+    text, numbers = time_norm(kernels, Shape("small", 2, (5, 4), 8, residual), repeats=2)
+    steps = ("statistics", "forward", "backward_sums", "backward_data")
+    assert set(numbers) == {*steps, "forward, 1", "backward_sums, 1", "forward, 2", "backward_sums, 2"}
+    assert min(numbers.values()) > 0 and text.count("GB/s") == len(steps)
 
 
 def test_copies_and_halos(kernels):

@@ -99,6 +99,7 @@ PARTS: tuple[Part, ...] = (
         together=2,
     ),
     Part("host", "what does the host take per launch?", (_timing("host", seconds=40),)),
+    Part("norms", "what share of the bandwidth do norms reach?", (_timing("norms", seconds=25),)),
     Part(
         "fusions",
         "are sums in the epilogue of a convolution faster than a pass over its output?",

@@ -33,13 +33,13 @@ def cuda():
 
 #: By network and number of parts of the height.
 EXPECTED = {
-    ("resnet50", 1): StepCounts(operations=5, launches=128, library_calls=161),
+    ("resnet50", 1): StepCounts(operations=5, launches=130, library_calls=161),
     ("resnet50", 2): StepCounts(operations=5, launches=297, library_calls=161),
-    ("mesh_2k", 1): StepCounts(operations=2, launches=73, library_calls=92),
+    ("mesh_2k", 1): StepCounts(operations=2, launches=83, library_calls=92),
     ("mesh_2k", 2): StepCounts(operations=2, launches=233, library_calls=92),
-    ("unet2d", 1): StepCounts(operations=2, launches=67, library_calls=68),
+    ("unet2d", 1): StepCounts(operations=2, launches=75, library_calls=68),
     ("unet2d", 2): StepCounts(operations=2, launches=171, library_calls=68),
-    ("unet3d", 1): StepCounts(operations=2, launches=60, library_calls=53),
+    ("unet3d", 1): StepCounts(operations=2, launches=64, library_calls=53),
     ("unet3d", 2): StepCounts(operations=2, launches=158, library_calls=53),
 }
 
@@ -131,7 +131,7 @@ def test_fused_sums(name, parts, cuda, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "full", "expected", "most"), [("resnet50", resnet50, 126, 22), ("mesh_2k", mesh_2k, 105, 3)]
+    ("name", "full", "expected", "most"), [("resnet50", resnet50, 143, 22), ("mesh_2k", mesh_2k, 120, 3)]
 )
 def test_launches_of_the_norms_of_published_sizes(name, full, expected, most, cuda):
     """Launches of all batch norms with batch 1 in 16 bits; the narrow networks above have no more than a few others."""

@@ -67,5 +67,5 @@ template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
     }
 }
 
-BLOCK_KERNEL(row_sums_1, ChannelSumsParams) { row_sums<1>(p); }
-BLOCK_KERNEL(row_sums_v, ChannelSumsParams) { row_sums<VECTOR>(p); }
+SHARING_KERNEL(row_sums_1, ChannelSumsParams) { row_sums<1>(p); }
+SHARING_KERNEL(row_sums_v, ChannelSumsParams) { row_sums<VECTOR>(p); }

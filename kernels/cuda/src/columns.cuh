@@ -2,12 +2,13 @@
 //
 // A thread keeps V neighboring channels and goes down the rows TILE at a time: so many 16-byte loads are in flight, and
 // a tile is summed in float before it is added to a double. The threads of a block with the same channels are added
-// up as a tree; blocks leave partial sums, which the block that ends last adds up, in the order of the chunks. Grid:
-// (channels, chunks of rows, batch).
+// up in shared memory; blocks leave partial sums, which the block that ends last adds up. Grid: (channels, chunks of
+// rows, batch), 256 threads.
 #pragma once
 #include "common.cuh"
 
 #define TILE 8
+#define IN_FLIGHT 8  // loads of a thread that adds up partial sums
 
 struct Columns {
     Index channel, row, step, rows, channels, base;
@@ -33,38 +34,72 @@ DEVICE Index element(const Columns& at, Index r) { return at.base + r * at.chann
 // in a cache (L2: some 25 MB of the last ones).
 DEVICE Index from_end(const Columns& at, Index r) { return element(at, at.rows - 1 - r); }
 
-// Add up the sums of two quantities over the threads of a block that have the same channels, as a tree; right where
-// threadIdx.y is 0 only. All threads must come here.
-template <int V> DEVICE void add_threads(double (&sums)[2][V]) {
-    __shared__ double shared[2][256];
-    const int lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + int(threadIdx.x);
-    for (int k = 0; k < V; ++k) {
-        __syncthreads();
-        shared[0][thread] = sums[0][k];
-        shared[1][thread] = sums[1][k];
-        __syncthreads();
-        for (int half = int(blockDim.y) / 2; half > 0; half /= 2) {
-            if (int(threadIdx.y) < half) {
-                shared[0][thread] += shared[0][thread + half * lanes];
-                shared[1][thread] += shared[1][thread + half * lanes];
-            }
-            __syncthreads();
+// Memory of a block for the sums of its threads: a row of them after the other, with a gap, so that rows begin at
+// different banks.
+#define SHARED_SUMS(V) (256 * (2 * V + 1))
+
+// Add up `parts` rows of `columns` numbers in shared memory, and take the sums of this thread's channels: those of one
+// thread are `next` apart, and those of neighboring threads `lane`.
+template <int V>
+DEVICE void add_parts(double (&sums)[2][V], double* shared, int columns, int parts, int next, int lane) {
+    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    if (parts > 1) {
+        double sum = 0;
+        if (thread < columns) {
+            for (int part = 0; part < parts; ++part) sum += shared[part * columns + thread];
         }
-        sums[0][k] = shared[0][thread];
-        sums[1][k] = shared[1][thread];
+        __syncthreads();
+        if (thread < columns) shared[thread] = sum;
+        __syncthreads();
     }
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        sums[0][k] = shared[int(threadIdx.x) * lane + k * next];
+        sums[1][k] = shared[int(threadIdx.x) * lane + k * next + columns / 2];
+    }
+}
+
+// Add up the sums of two quantities over the threads of a block that have the same channels, in an order that never
+// changes; right where threadIdx.y is 0 only. All threads must come here.
+template <int V> DEVICE void add_threads(double (&sums)[2][V], double* shared) {
+    const int lanes = int(blockDim.x), rows = int(blockDim.y), columns = 2 * V * lanes;
+    const int thread = int(threadIdx.y) * lanes + int(threadIdx.x);
+    // Where there are fewer sums than threads, several threads add up parts of the rows of one sum.
+    const int parts = larger(1, 256 / columns), part_rows = rows / parts;
+    double* row = shared + int(threadIdx.y) * (columns + lanes) + int(threadIdx.x);
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        row[k * lanes] = sums[0][k];
+        row[(V + k) * lanes] = sums[1][k];
+    }
+    __syncthreads();
+    double found[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int item = thread + 256 * i, column = item % columns, first = item / columns * part_rows;
+        if (item >= columns * parts) continue;
+        for (int y = 0; y < part_rows; ++y) found[i] += shared[(first + y) * (columns + lanes) + column];
+    }
+    __syncthreads();
+    shared[thread] = found[0];
+    if (thread + 256 < columns) shared[thread + 256] = found[1];
+    __syncthreads();
+    add_parts<V>(sums, shared, columns, parts, lanes, 1);
 }
 
 // Add up the sums over all chunks of rows: blocks leave theirs at partial[batch][chunk][quantity][channel], and the one
 // that arrives last at arrived[batch][channels of a block], which is 0 before and after, adds them up. Returns whether
 // this is that block; its sums are right where threadIdx.y is 0. All threads must come here.
 template <int V> DEVICE bool add_chunks(const Columns& at, double (&sums)[2][V], double* partial, uint64* arrived) {
+    __shared__ double shared[SHARED_SUMS(V)];
     __shared__ bool last;
-    add_threads<V>(sums);
-    const Index chunks = Index(gridDim.y);
+    add_threads<V>(sums, shared);
+    const int chunks = int(gridDim.y);
     if (chunks == 1) return true;
     double* out = partial + (int64(blockIdx.z) * chunks + blockIdx.y) * 2 * at.channels;
     if (threadIdx.y == 0 && at.inside) {
+#pragma unroll
         for (int k = 0; k < V; ++k) {
             out[at.channel + k] = sums[0][k];
             out[at.channels + at.channel + k] = sums[1][k];
@@ -80,17 +115,29 @@ template <int V> DEVICE bool add_chunks(const Columns& at, double (&sums)[2][V],
     __syncthreads();
     if (!last) return false;
     __threadfence();
-    for (int k = 0; k < V; ++k) sums[0][k] = sums[1][k] = 0;
-    if (at.inside) {
-        // Not from a cache of this multiprocessor, which does not have what others have written since.
-        const volatile double* from = partial + int64(blockIdx.z) * chunks * 2 * at.channels + at.channel;
-        for (Index chunk = Index(threadIdx.y); chunk < chunks; chunk += Index(blockDim.y)) {
-            for (int k = 0; k < V; ++k) {
-                sums[0][k] += from[int64(chunk) * 2 * at.channels + k];
-                sums[1][k] += from[(int64(chunk) * 2 + 1) * at.channels + k];
+    // Neighboring threads take neighboring channels; several take parts of the chunks where there are fewer sums than
+    // threads. Many loads are in flight: the block is alone, and the others wait for it.
+    const int width = int(blockDim.x) * V, columns = 2 * width, parts = larger(1, 256 / columns);
+    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x), begin = int(blockIdx.x) * width;
+    for (int item = thread; item < columns * parts; item += 256) {
+        const int column = item % columns, channel = begin + column % width;
+        double sum = 0;
+        if (channel < int(at.channels)) {
+            const double* from = partial + (int64(blockIdx.z) * chunks * 2 + column / width) * at.channels + channel;
+            for (int chunk = item / columns; chunk < chunks; chunk += IN_FLIGHT * parts) {
+                double read[IN_FLIGHT];
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT; ++i) {
+                    const int next = chunk + i * parts;
+                    read[i] = next < chunks ? from_l2(from + int64(next) * 2 * at.channels) : 0;
+                }
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT; ++i) sum += read[i];
             }
         }
+        shared[item] = sum;
     }
-    add_threads<V>(sums);
+    __syncthreads();
+    add_parts<V>(sums, shared, columns, parts, 1, V);
     return true;
 }

@@ -31,10 +31,16 @@ struct Bfloat16 {
     extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
 // One whose threads meet at barriers; the shim runs the others without fibers.
 #define BLOCK_KERNEL(name, Params) KERNEL(name, Params)
+// One of which two blocks fit on a multiprocessor: while the threads of one wait or compute, those of the other read.
+#define SHARING_KERNEL(name, Params) \
+    extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Params p)
 #define DEVICE __device__ __forceinline__
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
+
+// A number that other blocks have written: not from the cache of this multiprocessor, which may have an older one.
+DEVICE double from_l2(const double* p) { return __ldcg(p); }
 
 // A sum that the compiler does not fuse with a product.
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
@@ -84,8 +90,11 @@ template <class Element, int N> struct alignas(sizeof(Element) * N) Vec {
     Element v[N];
 };
 
+// One access; 16-bit elements are widened where they are used, and take half the registers until then.
+template <int V> DEVICE Vec<T, V> loaded_from(const T* from) { return *reinterpret_cast<const Vec<T, V>*>(from); }
+
 template <int V> DEVICE void load(const T* from, A (&to)[V]) {
-    const Vec<T, V> loaded = *reinterpret_cast<const Vec<T, V>*>(from);
+    const Vec<T, V> loaded = loaded_from<V>(from);
 #pragma unroll
     for (int k = 0; k < V; ++k) to[k] = widen(loaded.v[k]);
 }

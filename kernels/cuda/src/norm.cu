@@ -3,6 +3,8 @@
 #include "activation.cuh"
 #include "columns.cuh"
 
+#define PAIRS 4  // rows of x and dy that a thread reads at a time
+
 struct NormParams {
     const T* x;
     T* y;
@@ -64,41 +66,59 @@ template <int V> DEVICE void leave_sums(const NormParams& p, const Columns& at, 
     }
 }
 
-// Sums of x and of its square. Those of squares are taken about the mean of each tile and then moved to zero in double,
-// so that their difference is right even where the mean is many times the deviation
-// (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+// Sums of x and of its square. A thread sums up differences from a number near its first rows, as float, and moves the
+// sums to zero in double at its end: their difference is right even where the mean is many times the deviation
+// (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983).
+template <int V, bool WHOLE>
+DEVICE void add_tile(const Vec<T, V> (&x)[TILE], int count, const A (&pivot)[V], double (&sums)[2][V]) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        A sum = 0, squares = 0;
+#pragma unroll
+        for (int t = 0; t < TILE; ++t) {
+            const A d = WHOLE || t < count ? widen(x[t].v[k]) - pivot[k] : A(0);
+            sum += d;
+            squares += d * d;
+        }
+        sums[0][k] += double(sum);
+        sums[1][k] += double(squares);
+    }
+}
+
 template <int V> DEVICE void statistics(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
-    if (at.inside) {
+    if (at.inside && at.row < at.rows) {
+        A pivot[V];
         for (Index row = at.row; row < at.rows; row += TILE * at.step) {
-            A x[TILE][V];
+            Vec<T, V> x[TILE];
             int count = 0;
 #pragma unroll
             for (int t = 0; t < TILE; ++t) {
                 const Index r = row + t * at.step;
-                if (r < at.rows) {
-                    load<V>(p.x + element(at, r), x[t]);
-                    ++count;
+                if (r >= at.rows) continue;
+                x[t] = loaded_from<V>(p.x + element(at, r));
+                ++count;
+            }
+            if (row == at.row) {
+#pragma unroll
+                for (int k = 0; k < V; ++k) {
+                    const A first = widen(x[0].v[k]);
+                    A sum = 0;
+#pragma unroll
+                    for (int t = 1; t < TILE; ++t) sum += t < count ? widen(x[t].v[k]) - first : A(0);
+                    pivot[k] = first + sum / A(count);
                 }
             }
+            if (count == TILE) add_tile<V, true>(x, count, pivot, sums);
+            else add_tile<V, false>(x, count, pivot, sums);
+        }
+        const double count = double((at.rows - 1 - at.row) / at.step + 1);
 #pragma unroll
-            for (int k = 0; k < V; ++k) {
-                // About the tile's first value: what values far from zero have in common would take all the digits.
-                const A pivot = x[0][k];
-                A sum = 0, squares = 0;
-#pragma unroll
-                for (int t = 1; t < TILE; ++t) sum += t < count ? x[t][k] - pivot : A(0);
-                const A mean = pivot + sum / A(count);
-#pragma unroll
-                for (int t = 0; t < TILE; ++t) {
-                    const A d = t < count ? x[t][k] - mean : A(0);
-                    squares += d * d;
-                }
-                const double first = count * double(pivot) + double(sum);
-                sums[0][k] += first;
-                sums[1][k] += double(squares) + double(mean) * (2 * first - count * double(mean));
-            }
+        for (int k = 0; k < V; ++k) {
+            const double about = double(pivot[k]);
+            sums[1][k] += about * (2 * sums[0][k] + count * about);
+            sums[0][k] += count * about;
         }
     }
     if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
@@ -108,47 +128,66 @@ template <int V> DEVICE void statistics(const NormParams& p) {
 // expression: y need not be read, nor be there any more.
 DEVICE A normalized(A x, A mean, A scale, A shift) { return (x - mean) * scale + shift; }
 
+// What `gradient_sums` adds up in one thread. With a residual, x alone does not determine the activation's slope, but y
+// does.
+template <int V, bool RESIDUAL>
+DEVICE void add_gradients(const NormParams& p, const Columns& at, double (&sums)[2][V]) {
+    A mean[V], inverse[V], scale[V], shift[V];
+    const Index set = Index(blockIdx.z) * at.channels + at.channel;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        mean[k] = parameter(p.mean, p.mean_float, set + k);
+        inverse[k] = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
+        scale[k] = inverse[k] * parameter(p.gamma, p.gamma_float, at.channel + k);
+        shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
+    }
+    for (Index row = at.row; row < at.rows; row += PAIRS * at.step) {
+        Vec<T, V> x[PAIRS], given[PAIRS], y[RESIDUAL ? PAIRS : 1];
+#pragma unroll
+        for (int t = 0; t < PAIRS; ++t) {
+            const Index r = row + t * at.step;
+            if (r >= at.rows) continue;
+            x[t] = loaded_from<V>(p.x + element(at, r));
+            given[t] = loaded_from<V>(p.dy + element(at, r));
+            if (RESIDUAL) y[RESIDUAL ? t : 0] = loaded_from<V>(p.y + element(at, r));
+        }
+        A first[V] = {}, second[V] = {};
+#pragma unroll
+        for (int t = 0; t < PAIRS; ++t) {
+            const Index r = row + t * at.step;
+            if (r >= at.rows) continue;
+            A dy[V];
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                const A centered = widen(x[t].v[k]) - mean[k];
+                dy[k] = widen(given[t].v[k]);
+                if (ACTIVATION >= 0) {
+                    const A z = RESIDUAL ? widen(y[RESIDUAL ? t : 0].v[k])
+                                         : normalized(widen(x[t].v[k]), mean[k], scale[k], shift[k]);
+                    dy[k] = fused_gradient(z, A(p.alpha), dy[k]);
+                }
+                first[k] += dy[k];
+                second[k] += dy[k] * centered;
+            }
+            if (RESIDUAL) store<V>(dy, p.dresidual + element(at, r));
+        }
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            sums[0][k] += double(first[k]);
+            sums[1][k] += double(second[k]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < V; ++k) sums[1][k] *= double(inverse[k]);
+}
+
 // Sums of dy' and of dy' * xhat, dy' = f' * dy, which is kept where a residual has it for gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
     if (at.inside) {
-        A mean[V], inverse[V], scale[V], shift[V];
-        const Index set = Index(blockIdx.z) * at.channels + at.channel;
-#pragma unroll
-        for (int k = 0; k < V; ++k) {
-            mean[k] = parameter(p.mean, p.mean_float, set + k);
-            inverse[k] = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
-            scale[k] = inverse[k] * parameter(p.gamma, p.gamma_float, at.channel + k);
-            shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
-        }
-        for (Index row = at.row; row < at.rows; row += TILE * at.step) {
-            A first[V] = {}, second[V] = {};
-#pragma unroll
-            for (int t = 0; t < TILE; ++t) {
-                const Index r = row + t * at.step;
-                if (r >= at.rows) continue;
-                A x[V], y[V], dy[V];
-                load<V>(p.x + element(at, r), x);
-                load<V>(p.dy + element(at, r), dy);
-                if (p.dresidual) load<V>(p.y + element(at, r), y);  // with what was added, x alone does not tell
-#pragma unroll
-                for (int k = 0; k < V; ++k) {
-                    if (ACTIVATION >= 0) {
-                        const A z = normalized(x[k], mean[k], scale[k], shift[k]), alpha = A(p.alpha);
-                        dy[k] = fused_gradient(p.dresidual ? y[k] : z, alpha, dy[k]);
-                    }
-                    first[k] += dy[k];
-                    second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
-                }
-                if (p.dresidual) store<V>(dy, p.dresidual + element(at, r));
-            }
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
-                sums[0][k] += double(first[k]);
-                sums[1][k] += double(second[k]);
-            }
-        }
+        if (p.dresidual) add_gradients<V, true>(p, at, sums);
+        else add_gradients<V, false>(p, at, sums);
     }
     if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
 }
@@ -200,24 +239,26 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
         scale[k] = A(1) / sqrt(var + A(p.eps)) * parameter(p.gamma, p.gamma_float, at.channel + k);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
     }
-    for (Index row = at.row; row < at.rows; row += 4 * at.step) {
-        A x[4][V], residual[RESIDUAL ? 4 : 1][V];
+    for (Index row = at.row; row < at.rows; row += PAIRS * at.step) {
+        Vec<T, V> x[PAIRS], residual[RESIDUAL ? PAIRS : 1];
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int t = 0; t < PAIRS; ++t) {
             if (row + t * at.step >= at.rows) continue;
-            load<V>(p.x + from_end(at, row + t * at.step), x[t]);
-            if (RESIDUAL) load<V>(p.residual + from_end(at, row + t * at.step), residual[RESIDUAL ? t : 0]);
+            const Index from = from_end(at, row + t * at.step);
+            x[t] = loaded_from<V>(p.x + from);
+            if (RESIDUAL) residual[RESIDUAL ? t : 0] = loaded_from<V>(p.residual + from);
         }
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int t = 0; t < PAIRS; ++t) {
             if (row + t * at.step >= at.rows) continue;
+            A y[V];
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                x[t][k] = normalized(x[t][k], mean[k], scale[k], shift[k]);
-                if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
-                x[t][k] = fused(x[t][k], A(p.alpha));
+                y[k] = normalized(widen(x[t].v[k]), mean[k], scale[k], shift[k]);
+                if (RESIDUAL) y[k] += widen(residual[RESIDUAL ? t : 0].v[k]);
+                y[k] = fused(y[k], A(p.alpha));
             }
-            store<V>(x[t], p.y + from_end(at, row + t * at.step));
+            store<V>(y, p.y + from_end(at, row + t * at.step));
         }
     }
 }
@@ -240,26 +281,28 @@ template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, con
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
         slope[k] = outer * inverse * A(sum_at(p.means, p.sums_float, at_mean + at.channels + k) * p.factor);
     }
-    for (Index row = at.row; row < at.rows; row += 2 * at.step) {
-        A x[2][V], dy[2][V];
+    for (Index row = at.row; row < at.rows; row += PAIRS * at.step) {
+        Vec<T, V> x[PAIRS], dy[PAIRS];
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
+        for (int t = 0; t < PAIRS; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
-            load<V>(p.x + from_end(at, r), x[t]);
-            load<V>(given + from_end(at, r), dy[t]);
+            x[t] = loaded_from<V>(p.x + from_end(at, r));
+            dy[t] = loaded_from<V>(given + from_end(at, r));
         }
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
+        for (int t = 0; t < PAIRS; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
+            A dx[V];
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const A z = normalized(x[t][k], mean[k], scale[k], shift[k]);
-                const A gradient = MASKED ? dy[t][k] : fused_gradient(z, A(p.alpha), dy[t][k]);
-                dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
+                const A in = widen(x[t].v[k]), out = widen(dy[t].v[k]);
+                const A z = normalized(in, mean[k], scale[k], shift[k]);
+                const A gradient = MASKED ? out : fused_gradient(z, A(p.alpha), out);
+                dx[k] = gradient * scale[k] - offset[k] - (in - mean[k]) * slope[k];
             }
-            store<V>(dy[t], p.dx + from_end(at, r));
+            store<V>(dx, p.dx + from_end(at, r));
         }
     }
 }
@@ -280,10 +323,10 @@ template <int V> DEVICE void whole_backward(const NormParams& p) {
     else gradient_data<V, false>(p, p.dy);
 }
 
-BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
-BLOCK_KERNEL(statistics_v, NormParams) { statistics<VECTOR>(p); }
-BLOCK_KERNEL(gradient_sums_1, NormParams) { gradient_sums<1>(p); }
-BLOCK_KERNEL(gradient_sums_v, NormParams) { gradient_sums<VECTOR>(p); }
+SHARING_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
+SHARING_KERNEL(statistics_v, NormParams) { statistics<VECTOR>(p); }
+SHARING_KERNEL(gradient_sums_1, NormParams) { gradient_sums<1>(p); }
+SHARING_KERNEL(gradient_sums_v, NormParams) { gradient_sums<VECTOR>(p); }
 KERNEL(forward_1, NormParams) { forward<1, false>(p); }
 KERNEL(forward_v, NormParams) { forward<VECTOR, false>(p); }
 KERNEL(residual_forward_1, NormParams) { forward<1, true>(p); }
@@ -294,74 +337,3 @@ BLOCK_KERNEL(whole_forward_1, NormParams) { whole_forward<1>(p); }
 BLOCK_KERNEL(whole_forward_v, NormParams) { whole_forward<VECTOR>(p); }
 BLOCK_KERNEL(whole_backward_1, NormParams) { whole_backward<1>(p); }
 BLOCK_KERNEL(whole_backward_v, NormParams) { whole_backward<VECTOR>(p); }
-
-// What lies between sums over ranks and the kernels above. Vectors of a few hundred numbers, in double.
-struct GroupParams {
-    const double* sums;  // (batch, 2, channels)
-    double* totals;      // (batch, 2, groups)
-    double* means;       // (batch, 2, channels)
-    const void* gamma;   // or none
-    int64 gamma_float;
-    void* mean;
-    void* var;
-    int64 mean_float;
-    int64 var_float;
-    void* first;  // (channels): sums of the first and second quantity over the batch
-    void* second;
-    int64 first_float;
-    int64 second_float;
-    int64 batch;
-    int64 groups;
-    int64 channels;
-    double scale;
-};
-
-// totals = scale * sum over the channels of each group of sums (times gamma).
-KERNEL(group_totals, GroupParams) {
-    const Index members = Index(p.channels / p.groups), total = Index(p.batch * 2 * p.groups);
-    for (Index item = first_item(); item < total; item += item_step()) {
-        const Index group = item % Index(p.groups), set = item / Index(p.groups);
-        double sum = 0;
-        for (Index c = group * members; c < (group + 1) * members; ++c) {
-            const double weight = p.gamma ? double(parameter(p.gamma, p.gamma_float, c)) : 1.0;
-            sum += p.sums[set * Index(p.channels) + c] * weight;
-        }
-        p.totals[item] = sum * p.scale;
-    }
-}
-
-// mean and variance from totals [E x, E x^2].
-KERNEL(group_moments, GroupParams) {
-    const Index members = Index(p.channels / p.groups), total = Index(p.batch * p.channels);
-    for (Index item = first_item(); item < total; item += item_step()) {
-        const Index sample = item / Index(p.channels), group = item % Index(p.channels) / members;
-        const double* found = p.totals + sample * 2 * Index(p.groups) + group;
-        const double mean = found[0] * p.scale;
-        set_parameter(mean, p.mean, p.mean_float, item);
-        const double var = found[Index(p.groups)] * p.scale - mean * mean;
-        set_parameter(not_negative(var), p.var, p.var_float, item);
-    }
-}
-
-// means of every channel are those of its group.
-KERNEL(group_spread, GroupParams) {
-    const Index members = Index(p.channels / p.groups), total = Index(p.batch * 2 * p.channels);
-    for (Index item = first_item(); item < total; item += item_step()) {
-        const Index set = item / Index(p.channels), group = item % Index(p.channels) / members;
-        p.means[item] = p.totals[set * Index(p.groups) + group];
-    }
-}
-
-// The two quantities summed over the batch.
-KERNEL(sum_samples, GroupParams) {
-    const Index channels = Index(p.channels);
-    for (Index c = first_item(); c < channels; c += item_step()) {
-        double first = 0, second = 0;
-        for (Index n = 0; n < Index(p.batch); ++n) {
-            first += p.sums[2 * n * channels + c];
-            second += p.sums[(2 * n + 1) * channels + c];
-        }
-        set_parameter(first, p.first, p.first_float, c);
-        set_parameter(second, p.second, p.second_float, c);
-    }
-}

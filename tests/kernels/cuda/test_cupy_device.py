@@ -99,10 +99,10 @@ def test_a_launch(recorder):
     kernel()
     first, second = recorder.launched
     assert recorder.compiled == [("-std=c++17", "-DSCALAR=float", "-DINDEX=int")]
-    assert first[:3] == ("row_sums_v", (1, 196, 1), (16, 16, 1)) and first == second
+    assert first[:3] == ("row_sums_v", (2, 98, 1), (8, 32, 1)) and first == second
     record = first[3]
     assert record["dy"] == 1 << 40 and record["first"] == 1 << 41 and record["rows"] == 8 * 56 * 56
-    assert record["partial"] and record["arrived"], "196 blocks, of which the last one adds up"
+    assert record["partial"] and record["arrived"], "98 blocks for 32 channels each, of which the last one adds up"
 
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):

@@ -171,8 +171,8 @@ def test_what_is_fused(machine):
         "float32": replace(conv, dtype="float32"),
         "channels": replace(conv, y=(1, 64, 64, 12)),
         "groups": replace(conv, geometry=replace(conv.geometry, groups=2)),
-        "few rows": replace(conv, y=(1, 32, 32, 16), local=True),
-        "many channels": replace(conv, y=(1, 64, 64, 1024), local=True),
+        "few rows": replace(conv, y=(1, 16, 16, 16), local=True),
+        "many channels": replace(conv, y=(1, 32, 64, 2048), local=True),
         "stride": replace(conv, backward=True, geometry=Geometry.of((3, 3), 2, 1)),
         "activation": replace(conv, backward=True, activation=FusedActivation("silu")),
     }
