@@ -53,18 +53,18 @@ class ColumnsGrid:
 
     @classmethod
     def of(
-        cls, launcher: Launcher, batch: int, rows: int, channels: int, *arrays: Any, per_unit: int = 2, sums: bool = True
+        cls, launcher: Launcher, batch: int, rows: int, channels: int, *arrays: Any, sums: bool = True
     ) -> ColumnsGrid:
-        """Return a grid with about `per_unit` blocks on each multiprocessor, for a kernel with or without sums."""
+        """Return a grid for a kernel that reads `arrays`, with sums over rows or without."""
         lanes = vector_lanes(channels, *arrays)
         # With sums 128 bytes of a row, the unit of memory traffic: with more, fewer blocks would add up more partial
         # sums at the end, each alone.
         threads = power_of_two(channels // lanes, 8 if sums else 32)
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
-        # Not more blocks than run at the same time, and not more chunks than give every thread a tile of rows: each
-        # chunk leaves partial sums to write and read.
-        parts = launcher.blocks(per_unit) // (tiles * batch)
+        # With sums not more blocks than run at the same time, and not more chunks than give every thread a tile of rows:
+        # each chunk leaves partial sums to write and read.
+        parts = launcher.blocks(2 if sums else 8) // (tiles * batch)
         chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
 

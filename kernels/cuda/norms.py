@@ -60,9 +60,8 @@ class Norm:
         """Number of elements of a channel that share statistics."""
         return self.a.rows // self.batch
 
-    def _grid(self, *arrays: Any, per_unit: int, sums: bool) -> ColumnsGrid:
-        sizes = self.batch, self.rows, self.channels
-        return ColumnsGrid.of(self.launcher, *sizes, *arrays, per_unit=per_unit, sums=sums)
+    def _grid(self, *arrays: Any, sums: bool) -> ColumnsGrid:
+        return ColumnsGrid.of(self.launcher, self.batch, self.rows, self.channels, *arrays, sums=sums)
 
     def _launch(self, name: str, grid: ColumnsGrid, fused: bool = False, **members: Any) -> Launch:
         """Return a launch of the kernel `name`; `fused` applies the activation in it."""
@@ -80,7 +79,7 @@ class Norm:
         return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **arguments)
 
     def _statistics(self, *then: Launch) -> Kernel:
-        grid = self._grid(self.a.x, per_unit=2, sums=True)
+        grid = self._grid(self.a.x, sums=True)
         statistics = self._launch("statistics", grid)
         return with_partial(self.launcher, self.scratch, grid, "norm statistics", statistics, *then)
 
@@ -90,7 +89,7 @@ class Norm:
         """
         a = self.a
         name = "forward" if a.residual is None else "residual_forward"
-        return self._launch(name, self._grid(a.x, a.y, a.residual, per_unit=8, sums=False), fused=True, **self._moments())
+        return self._launch(name, self._grid(a.x, a.y, a.residual, sums=False), fused=True, **self._moments())
 
     def _moments(self) -> dict[str, Any]:
         """Return the arguments from which forward has mean and variance."""
@@ -105,7 +104,7 @@ class Norm:
     def _gradient_sums(self, *then: Launch) -> Kernel:
         a = self.a
         read = () if a.dresidual is None else (a.y, a.dresidual)
-        grid = self._grid(a.x, a.dy, *read, per_unit=2, sums=True)
+        grid = self._grid(a.x, a.dy, *read, sums=True)
         sums = self._launch("gradient_sums", grid, fused=True, **self._gradients())
         return with_partial(self.launcher, self.scratch, grid, "norm gradient sums", sums, *then)
 
@@ -122,7 +121,7 @@ class Norm:
         """
         a = self.a
         dy = a.dy if a.dresidual is None else a.dresidual
-        grid = self._grid(a.x, dy, a.dx, per_unit=8, sums=False)
+        grid = self._grid(a.x, dy, a.dx, sums=False)
         return self._launch("gradient_data", grid, fused=a.dresidual is None, dy=dy, **self._means())
 
     def _means(self) -> dict[str, Any]:
