@@ -62,8 +62,8 @@ class ColumnsGrid:
         threads = power_of_two(channels // lanes, 8 if sums else 32)
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
-        # With sums not more blocks than run at the same time, and not more chunks than give every thread a tile of rows:
-        # each chunk leaves partial sums to write and read.
+        # With sums not more blocks than run at the same time, and not more chunks than give every thread a tile of
+        # rows: each chunk leaves partial sums to write and read.
         parts = launcher.blocks(2 if sums else 8) // (tiles * batch)
         chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
