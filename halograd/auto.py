@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -296,7 +296,7 @@ class _Planner:
         on_one_host = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
         alone = self.comm.split(self.comm.rank)
         assert alone is not None
-        with self.comm.agreement():
+        with closing(alone), self.comm.agreement():
             if on_one_host and self.comm.rank == 0 and threads <= usable_cores().count and self._fits_alone():
                 self._report(f"trying steps of {split_text(1, threads)}")
                 # This trial is optional, so an error in it must not end the run.
@@ -306,7 +306,6 @@ class _Planner:
                 ):
                     opened = partial(self._opened, comm=alone, kernels=kernels)
                     seconds = measure_steps(alone, {"alone": Strategy()}, opened)["alone"]
-        alone.close()
         return self.comm.bcast(seconds)
 
     def _fits_alone(self) -> bool:

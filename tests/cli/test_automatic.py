@@ -309,18 +309,33 @@ def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
 def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
     """An error of the trial on one rank with all threads, which is only for comparison, does not end the run."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        trial = trial_with(comm, known, monkeypatch, fault)
+        assert trial.alone is None and trial.seconds
+        assert not any("1 rank" in line for line in trial.lines(1))
+
+
+@pytest.mark.ranks(2)
+def test_the_communicator_of_a_trial_is_freed_after_any_error(known, monkeypatch):
+    parts, split = [], Communicator.split
+    monkeypatch.setattr(Communicator, "split", lambda *some: parts.append(split(*some)) or parts[-1])
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with pytest.raises(RuntimeError, match="of rank 0"):
+            trial_with(comm, known, monkeypatch, RuntimeError("of rank 0"))
+        assert [part.closed for part in parts if part.size == 1] == [True]
+
+
+def trial_with(comm, known, monkeypatch, fault):
+    """Return the outcome of a trial whose steps on one rank raise an error. Collective."""
 
     def measured(comm, strategies, opened):
         if "alone" in strategies:
             raise fault
         return dict.fromkeys(strategies, 1.0)
 
-    with Communicator(MPI.COMM_WORLD) as comm:
-        monkeypatch.setattr(auto, "measure_steps", measured)
-        monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset(range(8))))
-        trial = auto.try_run(parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"]), comm)
-        assert trial.alone is None and trial.seconds
-        assert not any("1 rank" in line for line in trial.lines(1))
+    monkeypatch.setattr(auto, "measure_steps", measured)
+    monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset(range(8))))
+    return auto.try_run(parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"]), comm)
 
 
 @pytest.mark.ranks(2)
