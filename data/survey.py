@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ class Look:
     scale: float
 
 
-def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
+def look_at(dataset: Dataset, name: str, least: int = 1, usable: NDArray[Any] | None = None) -> Look:
     """Read parts of samples, evenly spaced in the file, until two different values of every channel are found. Local.
 
     Parameters
@@ -99,10 +100,13 @@ def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
         Dataset, and the field of it that is read.
     least : int
         Smallest number of samples to read, if there are as many, even if the first ones differ.
+    usable : int array, optional
+        Samples that may be read, in order; by default all.
     """
-    samples, shape = len(dataset), dataset.fields[name].shape
+    indices = np.arange(len(dataset)) if usable is None else usable
+    samples, shape = len(indices), dataset.fields[name].shape
     low, high, scale, seen = np.full(shape[-1], np.inf), np.full(shape[-1], -np.inf), 0.0, 0
-    chosen = np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))
+    chosen = indices[np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))]
     for seen, sample in enumerate(chosen, 1):
         values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
         # NaN marks an absent element.
@@ -135,6 +139,7 @@ def look_at_data(
     sample: int = 0,
     least: int = 1,
     weights: Collection[str] = (),
+    usable: NDArray[Any] | None = None,
 ) -> float:
     """Warn of constant inputs, targets with a single value and weights of 0; return the scale of the targets. Local.
 
@@ -150,28 +155,32 @@ def look_at_data(
         Number of samples whose targets are read.
     weights : names
         Targets that are weights of positions.
+    usable : int array, optional
+        Samples that may be read, in order; by default all. Invalid ones would end the run.
 
     Raises
     ------
     DataError
         As in reading.
     """
-    scale = 0.0
+    scale, chosen = 0.0, np.arange(len(dataset)) if usable is None else usable
     for name, field in dataset.fields.items():
         if name in weights:
-            _look_at_weights(dataset, name)
+            _look_at_weights(dataset, name, chosen)
         elif field.is_target:
-            own_scale, known = _look_at_target(dataset, name, least), name in (statistics or {})
+            own_scale, known = _look_at_target(dataset, name, least, chosen), name in (statistics or {})
             scale = max(scale, 1.0 if known else own_scale)  # normalized numbers are of order one
         else:
-            _look_at_input(dataset, name, (statistics or {}).get(name), sample)
+            _look_at_input(dataset, name, (statistics or {}).get(name), sample, chosen)
     return scale
 
 
-def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | None, sample: int) -> None:
+def _look_at_input(
+    dataset: Dataset, name: str, statistics: ChannelStatistics | None, sample: int, usable: NDArray[Any]
+) -> None:
     if statistics is None:
-        look = look_at(dataset, name)
-        constant, where = look.constant, _looked_at(look.samples, len(dataset))
+        look = look_at(dataset, name, usable=usable)
+        constant, where = look.constant, _looked_at(look.samples, len(usable))
     else:
         values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
@@ -183,23 +192,23 @@ def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | 
         )  # fmt: skip
 
 
-def _look_at_weights(dataset: Dataset, name: str) -> None:
-    look = look_at(dataset, name, LOOKS)
+def _look_at_weights(dataset: Dataset, name: str, usable: NDArray[Any]) -> None:
+    look = look_at(dataset, name, LOOKS, usable)
     if set(look.constant.values()) == {0.0} and len(look.constant) == dataset.fields[name].shape[-1]:
         _log.warning(
             "%s: the weights %s are 0 %s: no position has a loss; check the file and data.targets",
-            dataset.path, name, _looked_at(look.samples, len(dataset)),
+            dataset.path, name, _looked_at(look.samples, len(usable)),
         )  # fmt: skip
 
 
-def _look_at_target(dataset: Dataset, name: str, least: int) -> float:
+def _look_at_target(dataset: Dataset, name: str, least: int, usable: NDArray[Any]) -> float:
     """Warn of a target with a single value; return the scale of the target."""
-    look = look_at(dataset, name, least)
+    look = look_at(dataset, name, least, usable)
     if len(look.constant) == dataset.fields[name].shape[-1]:
         numbers = ", ".join(f"{v:g}" for v in sorted(set(look.constant.values())))
         _log.warning(
             "%s: the targets are %s %s: a network learns only this value; check the file and data.targets",
-            _source(dataset, name, True), numbers, _looked_at(look.samples, len(dataset)),
+            _source(dataset, name, True), numbers, _looked_at(look.samples, len(usable)),
         )  # fmt: skip
     return look.scale
 

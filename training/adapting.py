@@ -77,7 +77,8 @@ def adapted(
         settings.extend(f"{section}.{key}={to_toml(value)}" for key, value in values.items())
 
     network = make_network(config)
-    looked = _look_at_own(config, network) if config.data.file is not None else _look(config, network)
+    look = _look if config.data.file is None else _look_at_own
+    looked = look(config, network, _further_times(config, labelled))
     if looked.layout is not None and free("data.layout"):
         change("data", {"layout": looked.layout})
     crops = cuts_windows(config.data, labelled)
@@ -98,7 +99,7 @@ def adapted(
             change("data", {}, without=["extents"])
             change(*configuration)
             network = make_network(config)
-    if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
+    if 0 < looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
         change("training", {"batch": looked.samples}, without=["accumulate"])
     if free("strategy") and not config.strategy.auto:
         cut = _other_cut(config, network, ranks)
@@ -175,8 +176,17 @@ class _Looked:
     layout: Literal["NHWC", "NCHW"] | None = None
 
 
-def _look(config: Config, network: Network) -> _Looked:
-    """Count the samples of the first input in the files, and read its extents and layout from the first file. Local."""
+def _further_times(config: Config, labelled: bool) -> int:
+    """Return how many times of a series are no samples, because others are read with them (``data.lag``)."""
+    data = config.data
+    return data.lag * (data.history - 1 + (data.rollout if labelled else 0))
+
+
+def _look(config: Config, network: Network, further: int) -> _Looked:
+    """Count the samples of the first input in the files, and read its extents and layout from the first file. Local.
+
+    A file has `further` rows more than samples; gaps in its times are not looked for.
+    """
     data, looked = config.data, _Looked(0)
     inputs, targets = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
@@ -190,13 +200,13 @@ def _look(config: Config, network: Network) -> _Looked:
                 layout = data.layout or shown
                 have = shape_of(array, input_kind(array, file.path, layout))
                 looked = _Looked(0, _others(have, shape), None if data.layout else shown)
-            looked = replace(looked, samples=looked.samples + len(array))
+            looked = replace(looked, samples=looked.samples + max(0, len(array) - further))
         if looked.samples >= config.training.at_once:
             break
     return looked
 
 
-def _look_at_own(config: Config, network: Network) -> _Looked:
+def _look_at_own(config: Config, network: Network, further: int) -> _Looked:
     """Examine the first input of a data set that a function of the user returns. Local."""
     data = config.data
     assert data.file is not None
@@ -204,7 +214,7 @@ def _look_at_own(config: Config, network: Network) -> _Looked:
     try:
         name = next((name for name in network.inputs if name in own.fields and name not in network.targets), None)
         extents = () if name is None else _others(own.fields[name].shape, network.inputs[name].shape)
-        return _Looked(len(own), extents)
+        return _Looked(max(0, len(own) - further), extents)
     except (AttributeError, TypeError):
         return _Looked(config.training.at_once)  # not a data set; an error is raised when it is opened for reading
     finally:

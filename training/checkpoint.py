@@ -84,7 +84,8 @@ class TrainingProgress:
     normalization
         Statistics by input, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
     unvalidated
-        Whether the run stopped between the end of an epoch and the end of its validation.
+        Whether the run stopped between the last step before a validation, or of an epoch, and what follows it: the
+        validation, callbacks.
     reduction
         Tried schemes of gradient reduction, from :meth:`AutoReduction.state_dict`; None without such a search.
     loss_scale

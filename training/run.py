@@ -417,7 +417,7 @@ class TrainingRun:
             validates = self._validates(ended)
             through = ended and self.sampler.epoch == self.epochs and not validates
             if self._is_interrupted and not through:
-                self._stop(validates)
+                self._stop(ended or validates)
                 return float(loss)
             if self.checkpoints.due and not (ended or validates):  # otherwise, it is written after the validation
                 self._checkpoint()
@@ -444,7 +444,8 @@ class TrainingRun:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = step + self.sampler.left(self.epochs)
         self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
-        if step % every and step not in (1, total):  # later losses are compared with the first one
+        first = step + self.trainer.ahead == 1  # later losses are compared with it
+        if step % every and step != total and not first:
             return
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:

@@ -201,7 +201,9 @@ class Samples:
             bounded = all(name in ranges and ranges[name].bounded for name in names)
             seen = computed | {name: statistics[name] for name in names if name in statistics}
             looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
-            scale = on_root(comm.mpi, lambda: look_at_data(dataset, seen, int(training[0]), looks, weights))
+            usable = np.union1d(training, validation)
+            first = int((training if len(training) else usable)[0])  # an evaluation needs no training samples
+            scale = on_root(comm.mpi, lambda: look_at_data(dataset, seen, first, looks, weights, usable))
         counts = _balance(network, dataset, training, reductions, progress.class_counts, comm)
         treated = statistics, reductions, invalid, windows, augmentation
         return cls(dataset, training, validation, *treated, scale, counts, seconds)

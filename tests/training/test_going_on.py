@@ -47,6 +47,13 @@ def test_other_runs_to_begin_from_are_refused(comm, config):
         train("run.toml", ["training.init_from=old", "training.init=a.safetensors"], comm=comm)
 
 
+@pytest.mark.ranks(1)
+def test_the_first_and_the_last_step_are_logged(comm, config):
+    train(config, ["training.epochs=1", "output.directory=old"], comm=comm)
+    train(config, ["training.init_from=old", "training.epochs=2", "output.log_steps=50"], comm=comm)
+    assert [step for _, step in steps(config.parent / "out")] == [4, 9]
+
+
 def in_smaller_batches(out, sets, comm):
     """Train in batches of 4, in the second epoch after a signal in batches of 2. Collective over `comm`."""
     sets = ["training.epochs=2", "schedule={kind='linear', learning_rate=0.01}", *sets, f"output.directory={out}"]

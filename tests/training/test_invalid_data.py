@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.data import DataError
+from halograd.data import DataError, split
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from halograd.training.log import read_log
 from tests.training.cuts import CUTS, overrides_of
 from tests.training.runs import SAMPLES, write_config
 
-#: Samples, and where.
-HOLES = {3: (0, 0, 1), 8: (15, 2, 0), 11: (7, 7, 2)}
+#: Samples, and where; one is the first, which is read before the run.
+HOLES = {0: (0, 0, 1), 8: (15, 2, 0), 11: (7, 7, 2)}
 
 
 def write(folder):
@@ -47,7 +47,7 @@ def test_as_in_one_process(comm, config, invalid, caplog):
         assert set(file["sample"]) == set(range(SAMPLES)) - (set(HOLES) if invalid == "skip" else set())
         assert np.isfinite(file["prediction"][()]).all()
     said = [record.getMessage() for record in caplog.records if "data.invalid" in record.getMessage()]
-    assert said and "data.h5, sample 3: nan in channel 1" in said[0] and f"{len(HOLES)} of {SAMPLES} samples" in said[0]
+    assert said and "data.h5, sample 0: nan in channel 1" in said[0] and f"{len(HOLES)} of {SAMPLES} samples" in said[0]
 
 
 @pytest.mark.ranks(1)
@@ -64,10 +64,14 @@ def test_others(comm, config):
     with pytest.raises(DataError, match="expected finite numbers"):
         apply(target, data, config.parent / "q.h5", skip, comm=comm)
     with h5py.File(config.parent / "data.h5", "a") as file:
-        file["mask"][2, 3, 3] = 7
-    with pytest.raises(DataError, match="target 7 in sample 2"):
+        file["mask"][0, 3, 3] = 7
+    with pytest.raises(DataError, match="target 7 in sample 0"):
         train(config, sets, comm=comm)
     found = train(config, skip, comm=comm)
     assert np.isfinite(found["loss"])
+    with h5py.File(config.parent / "data.h5", "a") as file:
+        for sample in split(SAMPLES, 0.3, seed=7)[0]:
+            file["inputs"][sample] = np.nan
+    assert np.isfinite(evaluate(target, ['data.invalid="skip"'], comm=comm)["loss"]), "no training sample is left"
     with pytest.raises(UserError, match=r"data\.invalid: .*'skip', 'fill' or 'mask'"):
         train(config, ['data.invalid="mend"'], comm=comm)

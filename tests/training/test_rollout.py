@@ -117,6 +117,16 @@ def test_several_times_at_once_and_refusals(comm, config, capsys, monkeypatch):
 
 
 @pytest.mark.ranks(1)
+def test_a_series_of_fewer_samples_than_a_batch(comm, config):
+    """The batch is adapted to the samples, which are fewer than the times: the first ones have no history."""
+    train(config, ["training.epochs=1"], comm=comm)
+    with h5py.File("new.h5") as file:
+        write_arrays("short.h5", {"u": file["u"][:5], "g": file["g"][()]}, u="NHWC", g="HW")
+    found = apply("out", "short.h5", "x.nc", comm=comm)
+    assert found["samples"] == 3 and "training.batch=3" in found["settings"]
+
+
+@pytest.mark.ranks(1)
 def test_predictions_must_have_all_channels(comm, config):
     with h5py.File("times.h5", "r+") as file:
         file["v"].attrs["channel_names"] = ["b", "c"]

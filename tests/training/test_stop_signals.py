@@ -14,6 +14,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.training.log import read_log
+from halograd.training.monitors import Callback
 from halograd.training.run import train
 from halograd.training.session import Session
 from halograd.training.signals import CHECKPOINTED, StopSignals
@@ -155,6 +156,22 @@ def test_in_the_last_step_before_a_validation(tmp_path, monkeypatch):
     done = train(tmp_path / "run.toml", [], True, comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (9, None)
     assert [e["epoch"] for e in read_log(tmp_path / "out" / "log.jsonl", "validation")] == [0, 1, 2]
+
+
+def test_after_the_last_step_of_an_epoch(tmp_path, monkeypatch):
+    """Callbacks are called once per epoch, also if a signal stops the job between the epoch and this call."""
+    epochs = []
+
+    class Epochs(Callback):
+        def on_epoch(self, epoch, scores):
+            epochs.append(epoch)
+
+    with monkeypatch.context() as patch:
+        signaled(patch, Trainer, "step", lambda trainer: trainer.optimizer.step == 2)  # the vote is that of step 3
+        done = train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF, callbacks=[Epochs()])
+    assert (done["steps"], done["stopped"]) == (4, "SIGTERM to rank 0 of 1")
+    train(tmp_path / "run.toml", ALONE, True, comm=MPI.COMM_SELF, callbacks=[Epochs()])
+    assert epochs == [0, 1, 2]
 
 
 def test_while_a_run_that_is_through_begins_again(tmp_path, monkeypatch):
