@@ -577,10 +577,9 @@ class TrainingRun:
 
     def _check_samples(self) -> None:
         """Check the samples whose predictions callbacks get. Raises UserError, on all ranks. Collective."""
-        requests = [(list(map(int, callback.samples)), int(callback.every)) for callback in self.callbacks]
-        if not requests:
-            return
+        requests = [([*map(int, one.samples)], int(one.every)) for one in self.callbacks if len(one.samples)]
         count = len(self.session.samples.dataset)
+        # Also without callbacks: another rank may have some, such as a logger on rank 0 only.
         others = [theirs for theirs in self.session.comm.allgather_objects(requests) if theirs != requests]
         if others:
             raise UserError(f"callbacks: expected the same samples on all ranks, got {requests} and {others[0]}")

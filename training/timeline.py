@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halograd.documents import write_whole
+from halograd.documents import write_whole, writing
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Recorder
@@ -288,14 +288,15 @@ def _row(name: str, category: str) -> str:
 def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> None:
     """Write the timelines of all ranks to one file. Collective over `comm`.
 
-    Every rank writes its part next to `path` (on a file system that all ranks share), and rank 0 merges them.
+    Every rank writes its part next to `path` (on a file system that all ranks share), and rank 0 merges them. Raises
+    UserError on all ranks if that fails.
     """
     path = Path(path)
     origin = _common_origin(comm)
     parts = [path.with_name(f"{path.name}.rank{rank}") for rank in range(comm.size)]
-    with comm.agreement():
+    with comm.agreement(), writing(f"timeline {path}"):
         parts[comm.rank].write_text(json.dumps(list(trace_events(timeline, origin))))
-    with comm.agreement():
+    with comm.agreement(), writing(f"timeline {path}"):
         if comm.rank == 0:
             merge_traces(parts, path)
 

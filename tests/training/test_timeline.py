@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from halograd.errors import UserError
 from halograd.training.step_times import STEPS, StepTimes
 from halograd.training.timeline import Timeline, kind_of, merge_traces, overlap_ratio, trace_events, write_trace
 
@@ -128,7 +129,7 @@ def test_write(comm, tmp_path):
 def test_no_folder(comm, tmp_path):
     from halograd.comm import Communicator
 
-    with Communicator(comm) as ranks, pytest.raises(OSError, match="No such file"):
+    with Communicator(comm) as ranks, pytest.raises(UserError, match="No such file"):
         write_trace(example(ranks.rank), ranks, tmp_path / "none" / "trace.json")
 
 
