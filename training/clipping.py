@@ -7,7 +7,7 @@ import numpy as np
 from ..comm import Communicator
 from ..kernels import Kernel
 from .pass_loss import FetchedNumber, PendingLoss
-from .store import Bucket, ParameterStore
+from .store import ParameterStore
 
 __all__ = ["Clip"]
 
@@ -54,12 +54,11 @@ class Clip:
         store = self._store
         if self._squares is not None:
             self._squares.close()
-        terms = [(b.grads[store.owned(b)], self._holders(b)) for b in store.buckets]
+        # All ranks that hold a block count its squares, which the sum then contains several times; shards are apart.
+        once = [self._sum is None or store.is_sharded(bucket) for bucket in store.buckets]
+        counts = [1 if alone else b.holders.members_each for alone, b in zip(once, store.buckets)]
+        terms = [(b.grads[store.owned(b)], count) for b, count in zip(store.buckets, counts)]
         self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
-
-    def _holders(self, bucket: Bucket) -> int:
-        """Return the number of ranks that count the squares of a bucket: all holders of a block, one of a shard."""
-        return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
 
     @property
     def over_ranks(self) -> bool:

@@ -136,7 +136,9 @@ class Rollout:
                 number = numbers.get(network.names[loss.inputs[comparison.prediction]])
                 if number is not None and comparison.classes is None and comparison.members == 1:
                     self._targets[number] = network.names[loss.inputs[comparison.target]]
-            chosen = [self._source(name, channel_names) for name in self._changing()]
+            fields = session.samples.dataset.fields
+            changing = [name for name, field in fields.items() if not (field.is_target or field.static)]
+            chosen = [self._source(name, channel_names) for name in changing]
         self._sent = [np.empty(value.layout.boxes[rank].shape, dtype_of(value)) for value in values]
         self._inputs: list[_Input] = []
         exchanges = list[dict[str, Any]]()
@@ -155,10 +157,6 @@ class Rollout:
             self._inputs.append(_Input(name, source, channels, box, own, received, None))  # type: ignore[arg-type]
         for one_input, exchange in zip(self._inputs, Exchange.together(comm, exchanges)):
             one_input.exchange = exchange
-
-    def _changing(self) -> list[str]:
-        fields = self._session.samples.dataset.fields
-        return [name for name, field in fields.items() if not (field.is_target or field.static)]
 
     def _source(self, name: str, channel_names: Sequence[Sequence[str]]) -> tuple[str, int, list[int]]:
         """Return an input, the output that predicts it, and the channels of a time in that output. Local."""

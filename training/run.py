@@ -578,16 +578,21 @@ class TrainingRun:
     def _check_samples(self) -> None:
         """Check the samples whose predictions callbacks get. Raises UserError, on all ranks. Collective."""
         requests = [([*map(int, one.samples)], int(one.every)) for one in self.callbacks if len(one.samples)]
-        count = len(self.session.samples.dataset)
+        samples = self.session.samples
+        count, left_out = len(samples.dataset), samples.invalid if self.session.config.data.invalid == "skip" else {}
         # Also without callbacks: another rank may have some, such as a logger on rank 0 only.
         others = [theirs for theirs in self.session.comm.allgather_objects(requests) if theirs != requests]
         if others:
             raise UserError(f"callbacks: expected the same samples on all ranks, got {requests} and {others[0]}")
-        for samples, every in requests:
-            wrong = [n for n in samples if not 0 <= n < count]
-            if wrong or every < 1:
+        for numbers, every in requests:
+            if every < 1 or not all(0 <= n < count for n in numbers):
                 raise UserError(
-                    f"callbacks: expected samples from 0 to {count - 1} and every >= 1, got {samples}, {every}"
+                    f"callbacks: expected samples from 0 to {count - 1} and every >= 1, got {numbers}, {every}"
+                )
+            invalid = [n for n in numbers if n in left_out]
+            if invalid:
+                raise UserError(
+                    f'callbacks: expected samples that data.invalid = "skip" does not leave out, got {invalid[0]}'
                 )
 
     def _show_predictions(self, epoch: int) -> None:

@@ -315,12 +315,13 @@ _NAMED = 20  # classes or channels in a line
 
 def headline(session: Session) -> str:
     """Return one line on network, data, ranks and kernels. Local."""
-    executor, again = session.executor, len(_recomputed(session))
+    executor, again, choice = session.executor, len(_recomputed(session)), session.comm.devices.choice
+    by = f", arrays by {choice.describe()}" if choice is not None and session.comm.size > 1 else ""
     more = f", outputs of {again} of {len(session.network.layers)} layers are computed again" if again else ""
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
         f"{len(session.samples.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
-        f"{_kernels(session)}{_travels(session.comm)}{more}"
+        f"{_kernels(session)}{by}{more}"
     )
 
 
@@ -371,7 +372,7 @@ def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) 
 
     `step` is the first step of the run.
     """
-    config, comm = session.config, session.comm
+    config, comm, small = session.config, session.comm, session.small
     hosts = Counter(comm.allgather_objects(platform.node()))
     return {
         "step": step,
@@ -387,7 +388,7 @@ def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) 
         "ranks": comm.size,
         "hosts": dict(hosts),
         "cut": _cuts(session),
-        "small_layers": _small(session),
+        "small_layers": {name: cuts_text(small.strategy.cuts_of(name)) for name in small.layers} if small else {},
         "recomputed": _recomputed(session),
         "kernels": _kernels(session),
         "transport": comm.transport,
@@ -402,18 +403,6 @@ def _kernels(session: Session) -> str:
     """Return a text on the backend, and on the arithmetic of its products if there is a choice."""
     kernels = session.executor.kernels
     return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
-
-
-def _travels(comm: Communicator) -> str:
-    """Return a text on the transport of device arrays; empty for a single rank or on the host."""
-    choice = comm.devices.choice
-    return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
-
-
-def _small(session: Session) -> dict[str, str]:
-    """Return the cuts of small layers that are cut otherwise, by layer."""
-    small = session.small
-    return {} if small is None else {name: cuts_text(small.strategy.cuts_of(name)) for name in small.layers}
 
 
 def _cuts(session: Session) -> str:

@@ -150,11 +150,6 @@ class Trainer:
         """Learning rate of the next step."""
         return self.schedule(self.optimizer.step + self.ahead)
 
-    def _rates(self) -> list[float]:
-        """Return the learning rate of the next step by group of layers."""
-        groups = self.optimizer.groups[1:]
-        return [self.learning_rate, *(self.schedule(self.optimizer.step + self.ahead, group) for group in groups)]
-
     @property
     def loss_scale(self) -> float | None:
         return None if self._scaling is None else self._scaling.known
@@ -248,7 +243,8 @@ class Trainer:
         self.gradient_norm = norm if norm is None or norm.value is None else norm.value
         if known is not None and scaling is None and not math.isfinite(known):  # a loss scale skips such steps
             raise self._diverged(f"the norm of the gradients is {known}; lower schedule.learning_rate")
-        self.optimizer.begin_step(self._rates(), 1.0 if clip is None else clip.factor)
+        rates = [self.schedule(self.optimizer.step + self.ahead, group) for group in self.optimizer.groups[1:]]
+        self.optimizer.begin_step([self.learning_rate, *rates], 1.0 if clip is None else clip.factor)
         if scaling is not None:
             scaling.adapt()
         loss = mean_of(losses)

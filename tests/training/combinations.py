@@ -141,7 +141,7 @@ def _network(draw: Draw, ignored: int | None) -> hg.Network:
 def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
     """Return a function that combines two values with other inputs in a random way; its layers may be called often."""
     settings, row = hg.Input((2,), "settings"), hg.Input((1, width, 8), "row")
-    factor, summand = hg.Dense(8, name="factor"), hg.Dense(8, name="summand")
+    factor, summand, pooled = (hg.Dense(8, name=name) for name in ("factor", "summand", "pooled"))
     rows, mask = hg.Conv(8, 1, name="rows"), hg.Conv(1, 1, name="mask", activation="sigmoid")
 
     def bent(y: Node, other: Node) -> Node:
@@ -150,7 +150,7 @@ def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
             lambda: other - 0.5 * y,
             lambda: y * mask(other) + other * (1 - mask(y)),
             lambda: y / 2 + rows(row),
-            lambda: summand(hg.GlobalAveragePool()(other)) + y,
+            lambda: pooled(hg.GlobalAveragePool()(other)) + y,
             lambda: hg.ChannelShuffle(draw.one(2, 4))(y),
             lambda: hg.Mish()(-y),
         )()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from halograd import Callback
 from halograd.data import DataError, split
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
@@ -69,6 +70,10 @@ def test_others(comm, config):
         train(config, sets, comm=comm)
     found = train(config, skip, comm=comm)
     assert np.isfinite(found["loss"])
+    shown = Callback()
+    shown.samples = (1, 8)
+    with pytest.raises(UserError, match=r'callbacks: .*"skip".* 8'):
+        train(config, [*skip, f"output.directory={config.parent / 'shown'}"], comm=comm, callbacks=[shown])
     with h5py.File(config.parent / "data.h5", "a") as file:
         for sample in split(SAMPLES, 0.3, seed=7)[0]:
             file["inputs"][sample] = np.nan
