@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import numpy as np
@@ -174,20 +174,28 @@ def campaign(count: int, seed: int = 1, program: str = "tests.training.damage", 
     return counted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=10_000)
+def main(
+    work: Callable[[Path, int, int, int], None],
+    program: str,
+    count: int,
+    good: Set[str] = frozenset(GOOD),
+    description: str | None = __doc__,
+) -> None:
+    """Execute the command line of a program of this kind: a campaign, or as its worker the cases of one."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--work", nargs=4, metavar=("FOLDER", "SEED", "FIRST", "STOP"))
     options = parser.parse_args()
     if options.work:
         work(Path(options.work[0]), *map(int, options.work[1:]))
         return
-    counted = campaign(options.count, options.seed)
+    counted = campaign(options.count, options.seed, program, options.ranks)
     for result, number in counted.most_common():
         print(f"{number:8d}  {result}")
-    sys.exit(0 if set(counted) <= GOOD else 1)
+    sys.exit(0 if set(counted) <= good else 1)
 
 
 if __name__ == "__main__":
-    main()
+    main(work, "tests.training.damage", 10_000)

@@ -21,13 +21,10 @@ accepted, failed, hung, crashed
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import shutil
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -42,7 +39,7 @@ from halograd.errors import UserError
 from halograd.training import apply, train
 from halograd.training.chunk_file import ChunkWriter, VerifiedFile
 from halograd.training.session import Session
-from tests.training.damage import campaign, damaged
+from tests.training.damage import damaged, main
 from tests.training.runs import EDGE, write_own
 
 SAMPLES, BATCH, DONE = 8, 2, 3
@@ -467,21 +464,5 @@ def work(folder: Path, seed: int, first: int, stop: int) -> None:
             print(number, found if found in GOOD else f"{name}: {' '.join(found.split())}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--work", nargs=4, metavar=("FOLDER", "SEED", "FIRST", "STOP"))
-    options = parser.parse_args()
-    if options.work:
-        work(Path(options.work[0]), *map(int, options.work[1:]))
-        return
-    counted: Counter[str] = campaign(options.count, options.seed, "tests.training.part_damage", options.ranks)
-    for result, number in counted.most_common():
-        print(f"{number:8d}  {result}")
-    sys.exit(0 if set(counted) <= GOOD else 1)
-
-
 if __name__ == "__main__":
-    main()
+    main(work, "tests.training.part_damage", 2000, GOOD, __doc__)

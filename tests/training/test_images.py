@@ -1,4 +1,4 @@
-"""Tests of sliding windows in `apply`: equal to sums by hand under every cut, flips, several sizes, refusals."""
+"""Tests of mirror images and sliding windows in `apply`: equal to sums by hand under every cut, refusals."""
 
 import itertools
 from pathlib import Path
@@ -28,6 +28,28 @@ def write_samples(path, x):
     with h5py.File(path, "w") as file:
         file["inputs"] = x
         file["inputs"].attrs["layout"] = "NHWC"
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_mean_of_images(comm, config):
+    if comm.rank == 0:
+        train(config, ["training.epochs=1"], comm=MPI.COMM_SELF)
+        with h5py.File("data.h5") as file:
+            x = file["inputs"][:6]
+        want = 0
+        for axes in ((), (1,), (2,), (1, 2)):
+            write_samples("image.h5", np.flip(x, axes))
+            apply("out", ["image.h5"], "p.h5", comm=MPI.COMM_SELF)
+            want = want + np.flip(read("p.h5"), axes) / 4
+        write_samples("new.h5", x)
+        np.save("want.npy", want)
+    comm.barrier()
+    for number, cut in enumerate(CUTS[comm.size]):
+        apply("out", ["new.h5"], f"mean{number}.h5", overrides_of(cut), comm=comm, flips=["width", "height"])
+        np.testing.assert_allclose(read(f"mean{number}.h5"), np.load("want.npy"), rtol=1e-9, atol=1e-12)
+    if comm.rank == 0:
+        with pytest.raises(UserError, match=r"--flips: .*height, width, got depth"):
+            apply("out", ["new.h5"], "x.h5", ["strategy={sample = 1}"], comm=MPI.COMM_SELF, flips=["depth"])
 
 
 def test_starts_and_weights():
