@@ -67,7 +67,7 @@ def adapted(
     keys = [override.partition("=")[0].strip() for override in overrides]
     settings: list[str] = []
 
-    def free(*names: str) -> bool:
+    def free(*names: str) -> bool:  # unless the user set one of them, a part of it ("a.b.c") or its table ("a")
         pairs = [(f"{key}.", f"{name}.") for key in keys for name in names]
         return not any(key.startswith(name) or name.startswith(key) for key, name in pairs)
 

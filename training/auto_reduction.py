@@ -300,6 +300,7 @@ class AutoReduction:
         self._times.append(seconds)
         if len(self._times) < self.tuning.interval:
             return
+        # The median, because a step in which the system does something else would decide for the other schemes.
         scheme, agreed = self.scheme, self.executor.comm.allreduce_scalar(median(self._times[FIRST:]), "max")
         self._times.clear()
         self.tuner.observe(agreed)

@@ -267,6 +267,7 @@ class CheckpointReader:
     def __init__(self, path: str | Path, comm: Communicator | None = None, whole: bool = False) -> None:
         self.path = Path(path)
         self._comm = None if comm is None or comm.size == 1 else comm
+        # The first rank of each node reads: a parallel file system serves a node once, not each of its ranks.
         self._reads = self._comm is None or self._comm.nodes.index(self._comm.nodes[self._comm.rank]) == self._comm.rank
         self._raw: VerifiedFile | None = None
         header: tuple[int, dict[str, Any]] = 0, {}
@@ -327,6 +328,8 @@ class CheckpointReader:
             paths = sorted(path for path in parts if path in arrays or not path.startswith(tuple(optional)))
             shapes = {path: store.shapes[parts[path].name] for path in paths}
             read = {path: self._array(path, shapes[path], store.dtype) for path in paths} if self._reads else {}
+        # Nothing has changed so far: after a fault above, the store can still be used. `strict` runs the generator to
+        # its end, where it closes the communicator of the node.
         for path, whole in zip(paths, self._pass_on(shapes, read, store.dtype), strict=True):
             parts[path].fill(whole, store)
         # This run may round gradients, train a layer or average parameters although the run of the checkpoint did not.

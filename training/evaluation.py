@@ -106,6 +106,7 @@ class Evaluation:
             return
         self._executor, pairs = executor, compared_pairs(executor)
         pairs += pairs[:1] * (len(self._counted) - len(pairs))  # metrics in addition to those of the loss
+        # Only the views change: the metrics, whose counts the reductions sum, stay.
         self._counted = [
             replace(pair, prediction=other.prediction, target=other.target, weights=other.weights)
             for pair, other in zip(self._counted, pairs, strict=True)

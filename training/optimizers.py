@@ -162,6 +162,7 @@ class Optimizer:
         self._starts, _ = self._offsets()
         for kernel in (kernel for kernels in self._kernels.values() for kernel in kernels):
             kernel.close()
+        # By identity: `rechunk` replaces the buckets, and a dataclass of arrays has no hash.
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
@@ -169,6 +170,7 @@ class Optimizer:
         own, scaling = self.store.owned(bucket), self.store.loss_scale
         skip = None if scaling is None else scaling.skip
         for run, group in self._runs(bucket):
+            # Empty where the shard of this rank has nothing of the run: every rank makes the same number of kernels.
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
             params, state, scalars = bucket.params[part], self._state(bucket, part), self._scalars[group]
             average = state.pop() if self.average else None

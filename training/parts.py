@@ -267,6 +267,7 @@ class PartFile:
 
     def go_back(self, done: int) -> None:
         """Continue after the first `done` batches; the part must contain them."""
+        # The record on the disk may be ahead: the same job writes the same bytes again, else its checksum is wrong.
         del self._sums[done + 1 :]
         self.done = done
 

@@ -248,6 +248,7 @@ class TrainingRun:
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
             before = progress.sampler["batch"]
+            # With another batch the same samples are another number of steps, and the schedule follows the samples.
             self.trainer.ahead = round(self.sampler.done) - self.optimizer.step
             self.session.samples.check_drawn(progress.drawn, "start anew")
             self.session.warn_of_changes(progress.source)
@@ -499,7 +500,7 @@ class TrainingRun:
         Stops if a signal arrives during the validation.
         """
         self.trainer.synchronize()
-        due, better = self.checkpoints.due, False
+        due, better = self.checkpoints.due, False  # now: passes of the validation replace the votes of the last step
         text = f"epoch {epoch + 1}/{self.epochs}, step {self.optimizer.step}"
         if ended:
             mean = self.watch.end_epoch()

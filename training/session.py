@@ -187,7 +187,7 @@ class Session:
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
         heartbeat = self.executor.heartbeat
         heartbeat.at("data", "")
-        with closing(self.loader.iterate(batches)) as loaded:
+        with closing(self.loader.iterate(batches)) as loaded:  # also if the caller ends early: a thread reads ahead
             for item in loaded:
                 if self.ahead is not None:
                     self.ahead.copy_to_inputs(item)

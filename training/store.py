@@ -353,7 +353,7 @@ class ParameterStore:
         number = self._flat_numbers[names[0]]
         flat, step = self.flats[number], _ALIGN // self.dtype.itemsize
         start, last = flat.slices[names[0]].start, flat.slices[names[-1]]
-        stop = start + -(-(last.stop - start) // step) * step
+        stop = start + -(-(last.stop - start) // step) * step  # with the gap, so that the next bucket is aligned too
         slices, decays = {}, []
         for name in names:
             begin, end = flat.slices[name].start - start, flat.slices[name].stop - start

@@ -145,6 +145,7 @@ class Sized:
         self.strategy.refuse_empty_blocks(self.network)
         self.extents = extents_of(self.network)
         mine, theirs = parameter_blocks(self.network, self.strategy, size), own.store.blocks or {}
+        # This executor computes with the arrays of the session's store, which hold the blocks of the session's cuts.
         if any(not (blocks.whole and theirs[name].whole) and blocks != theirs[name] for name, blocks in mine.items()):
             raise UserError(
                 'data.evaluate: expected "middle" where parameters are cut, and whole samples need another cut; '
