@@ -14,8 +14,7 @@ MOST = 16  # maximum number of ancestors to examine
 
 
 def terminal_columns() -> int | None:
-    """Return the columns of the terminal at the end of this process's stderr; None for a file or another program.
-    Local.
+    """Return the width of the terminal that shows this process's stderr [columns]; None for a file or another program.
 
     Launchers read the output of a rank from a pipe and write it to their own stderr, so ``isatty()`` is false for a
     rank although a user sees its output.

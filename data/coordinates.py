@@ -506,8 +506,10 @@ class Surroundings:
 
 
 def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surroundings:
-    """Return the coordinates around the array of a field: the scales of its axes, those in its attribute
-    ``coordinates``, whose scales are scales of its axes too, and what the file has of each sample. Local.
+    """Return the coordinates of the array of a field. Local.
+
+    They are the scales of its axes, the arrays in its attribute ``coordinates`` (if their scales are among these), and
+    the arrays that the file has for each sample.
 
     `allow_external` is that of :class:`Hdf5Dataset`.
     """

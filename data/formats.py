@@ -87,8 +87,7 @@ class StoredArray(ABC):
         return packing_of(self.attrs, self.dtype, where)
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks that are read as a whole, for samples that are read along the axis `rows`; None: no such.
-        """
+        """Return the chunks that are read as a whole, if samples are read along the axis `rows`; None without such."""
         return None
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
@@ -159,7 +158,7 @@ class StoredFile(ABC):
         return array
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
-        """Return another array as stored, by the path of it that an attribute of `dataset` has."""
+        """Return another array as stored, by its path in an attribute of `dataset`."""
         return self.find(path).numbers()
 
     def _listed(self) -> str:

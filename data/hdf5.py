@@ -1,4 +1,4 @@
-"""HDF5 files, which those of netCDF-4 are, as files with named arrays."""
+"""HDF5 files, also those of netCDF-4, as files with named arrays."""
 
 from __future__ import annotations
 

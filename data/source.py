@@ -175,9 +175,7 @@ class DatasetView:
 
 
 class OneSize(DatasetView):
-    """The samples of one size, that of sample `index`, of a data set whose samples may differ in size. They keep their
-    numbers. Local.
-    """
+    """View of the samples of a data set that have the size of sample `index`; they keep their numbers. Local."""
 
     extents = None
 

@@ -394,7 +394,7 @@ def _key(dataset: h5py.Dataset) -> _Key:
 
 def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tuple[int, ...]) -> bool:
     """Return whether a source of this shape holds all elements of `slab` that fill the part `filled` of a dataset
-    `whole`.
+    of shape `whole`.
     """
     if len(shape) != len(slab.start):
         return False

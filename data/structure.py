@@ -369,7 +369,7 @@ def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | No
 
 
 def _times_of(file: StoredFile, inputs: StoredArray) -> tuple[NDArray[np.float64] | None, str, str]:
-    """Return the scale of the first axis that is a coordinate of time by its units ("hours since ..."), as in CF, with
+    """Return the scale of the first axis that is a coordinate of time, as in CF (units "hours since ..."), with its
     units and calendar.
     """
     for scale in inputs.scales[0]:

@@ -90,7 +90,7 @@ def with_losses(path: Path) -> hg.Network:
 
 
 def difference_to_torch(folder: Path, statistics: ChannelStatistics) -> float:
-    """Return the largest difference between logits of torch and of halograd, or of the exported ONNX file.
+    """Return the largest difference between the logits of halograd and those of torch or of the exported ONNX file.
 
     The ONNX file normalizes the data itself.
     """

@@ -9,8 +9,8 @@ TRACEBACK = "HALOGRAD_TRACEBACK"
 class UserError(ValueError):
     """An error that the user can fix: a key, a path, a number of ranks.
 
-    The message is one line: what was expected, what came, and the remedy. The command line prints only this line,
-    unless ``HALOGRAD_TRACEBACK`` is set, and ends with exit code 2; so does a script with an open
+    The message is one line: what was expected, what was received, and the remedy. The command line prints only this
+    line, unless ``HALOGRAD_TRACEBACK`` is set, and ends with exit code 2; so does a script with an open
     :class:`halograd.Communicator`.
     """
 

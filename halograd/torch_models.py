@@ -76,7 +76,7 @@ def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "
     run
         Result of :func:`halograd.fit`, directory of a run, one of its checkpoints, or an executor.
     model
-        The module that the network was made of, or an equal one; on any device, of any dtype. Counters such as
+        The module from which the network was made, or an equal one; on any device, of any dtype. Counters such as
         ``num_batches_tracked`` and other buffers stay as they are.
     which
         Checkpoint of a run: ``"latest"`` or ``"best"``.

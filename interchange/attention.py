@@ -317,7 +317,7 @@ class _Operand:
 
     @property
     def roles(self) -> list[object]:
-        """What the factors of the batch are, in order."""
+        """Meanings of the factors of the batch, in order."""
         last = len(self.axes.shape) - 1
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 

@@ -179,7 +179,7 @@ def _flip(build: Builder, op: OnnxNode, axes: list[int], slices: list[slice]) ->
 
 
 def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: int | None = None) -> Activation:
-    """Return the part of a value in these ranges of its dimensions; `without`: a dimension that it then lacks."""
+    """Return the part of a value in these ranges of its dimensions, without the dimension `without`."""
     value, shape = build.arranged(op), build.shape(op.inputs[0])
     if value.spatial or (value.pooled and any(n != (0, 1) for n in ranges[2:])):
         value = build.with_positions(op)

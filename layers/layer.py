@@ -359,7 +359,7 @@ class Layer(TargetReader):
         return self.changed(stencil=stencil), (*spatial, shape[-1])
 
     def may_widen(self, inputs: int, parts: Mapping[str, int], options: Mapping[str, Any]) -> bool:
-        """Return whether a call with this number of inputs, cut so, can compute boxes with a margin (`widens`)."""
+        """Return whether a call with this number of inputs under this cut can compute a margin (`widens`)."""
         return self.widens and parts["channel"] * parts["input_channel"] == 1
 
     def whole_gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None:

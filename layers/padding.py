@@ -446,7 +446,7 @@ class Pieced(Copied):
 
 
 class WindowPadding:
-    """Function that pads the input of a layer with windows in other modes than zeros.
+    """Function that pads the input of a layer with windows in modes other than zeros.
 
     Parameters
     ----------

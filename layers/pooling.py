@@ -451,7 +451,7 @@ def _beyond(array: Any) -> float:
 @reads("candidates")
 @writes("chosen", "worse", "y")
 def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:
-    """Return the kernel that finds the largest candidate of ``(n, places, 2, C)``, and the lowest number of equal ones.
+    """Return the kernel that finds the largest candidate of ``(n, blocks, 2, C)``, and the lowest number of equal ones.
     """
     beyond = _beyond(worse)
 

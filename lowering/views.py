@@ -202,7 +202,7 @@ class Value:
         self.hold_gradient(self.layout.boxes)
 
     def hold(self, boxes: Blocks) -> None:
-        """Compute these boxes, which contain the owned ones, and not only the owned ones."""
+        """Compute these boxes, which contain the owned ones, instead of the owned ones alone."""
         self.held = self.stored = boxes
 
     def hold_gradient(self, boxes: Blocks) -> None:

@@ -93,7 +93,7 @@ class Link:
         return self.alpha + self.beta * nbytes
 
     def shared_by(self, messages: float) -> Link:
-        """Return the link as each of `messages` equal messages sees it that travel at the same time."""
+        """Return the link as seen by each of `messages` equal messages that travel at the same time."""
         return self if messages == 1 else dataclasses.replace(self, beta=self.beta * messages)
 
     def table(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def plan_network(
 
 
 def quick_pricing(machine: Machine, times: KernelTimes, dtype: str) -> Pricing:
-    """Return the cost model of candidates, which looks at a few ranks; simulations look at more of them."""
+    """Return the cost model for candidates: it prices the messages of a few ranks, simulations those of more."""
     return Pricing(NetworkModel(machine, quick=True), times, dtype, best_halo=True)
 
 
@@ -412,7 +412,7 @@ class StrategySearch:
     # -- what is computed again ----------------------------------------------------------------
 
     def _recomputed(self, best: PlanCandidate | None) -> PlanCandidate | None:
-        """Return the fastest strategy that fits, also with outputs computed again; `best` is that without."""
+        """Return the fastest strategy that fits, with or without recomputed outputs; `best` is the fastest without."""
         trials: list[tuple[float, int, PlanCandidate, Keeping, float]] = []
         by_time = sorted(self.plan_candidates, key=lambda candidate: candidate.simulation.computing)
         for plan_candidate in by_time if KINDS[self.planning.recompute] else []:

@@ -101,7 +101,7 @@ class VariedTimes(KernelTimes):
 
 
 def variations(machine: Machine, times: KernelTimes, factor: float = FACTOR) -> Iterator[VariedMachine]:
-    """Yield the machine itself, and with more and less latency, launch time and rate of arithmetic.
+    """Yield the machine itself, then variants with more and less latency, launch time and rate of arithmetic.
 
     The latency is that of all links, of measured sums and of the library of collectives; bandwidths do not vary. Kernel
     times by a roofline are those of the varied machine; measured times are varied (:class:`VariedTimes`).
@@ -368,7 +368,7 @@ class _StepTable:
         return [step / best - 1 for step, (best, _) in zip(seconds, self._best)]
 
     def objective(self, i: int) -> float:
-        """Return the largest regret of a strategy, and a small part of the mean one."""
+        """Return the largest regret of a strategy, plus a small share of its mean regret."""
         regrets = self.regrets(i)
         return max(regrets) + MEAN * sum(regrets) / len(regrets)
 

@@ -2,10 +2,10 @@
 
 The layers between two halo exchanges are a *link*: if all of them are wide, the exchange after them is left out. If
 only its last layers are wide, from a norm on, the exchange moves before this norm, and travels during the sum of its
-statistics. Links are joined to runs: the last link of a run is wide from its norm on, the others as a whole. For every
-length in `RUNS` the whole network is simulated. The runs that gain most by these simulations form one more strategy.
-The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the times of kernels on larger blocks,
-and of copies, are less certain than those of exchanges.
+statistics. Links are joined into runs: the last link of a run is wide from its norm on, the others as a whole. For
+every length in `RUNS` the whole network is simulated. The runs that gain most by these simulations form one more
+strategy. The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the times of kernels on larger
+blocks, and of copies, are less certain than those of exchanges.
 
 If the halos that computation does not hide, and packing, take less than `MARGIN` of the step, nothing is simulated.
 """

@@ -207,7 +207,7 @@ class Keeping:
         return high
 
     def estimate(self, capacity: float) -> float:
-        """Return the time of repeated layers of the fastest choice within `capacity` [B] in [s]; infinite: none."""
+        """Return the time of the repeated layers in the fastest choice within `capacity` [B] [s]; else infinity."""
         choice = self._search(capacity)
         return math.inf if choice is None else choice[0]
 

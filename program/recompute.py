@@ -264,7 +264,7 @@ class Recomputation:
         return self._strips[exchange]
 
     def _brought(self, operation: Transfer) -> Iterator[Operation]:
-        """Yield copies that replace an exchange: at its start of own boxes, at its finish of other ranks' boxes."""
+        """Yield copies that replace an exchange: of own boxes at its start, of other ranks' boxes at its finish."""
         exchange = operation.exchange
         if operation.end == "finish":
             yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(exchange)])

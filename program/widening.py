@@ -41,7 +41,7 @@ def layout_held(value: Value) -> Layout:
 def widen(steps: Sequence[Step]) -> None:
     """Choose the boxes of wide values and of their gradients, before the values get storage. Local.
 
-    A value stays as it is owned if it is an output of the network, if its layer cannot compute margins, or if a layer
+    A value keeps its owned boxes if it is an output of the network, if its layer cannot compute margins, or if a layer
     that reads it cannot read them.
     """
     if not any(step.options.get("wide") for step in steps):

@@ -358,7 +358,7 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
 
 
 def least_samples(config: Config) -> int:
-    """Return the number of samples of which an epoch of training has a whole batch."""
+    """Return the least number of samples for which an epoch of training has a whole batch."""
     if config.training.steps_per_epoch:
         return 1
     return -(-config.training.batch // max(1, config.data.patches))

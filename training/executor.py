@@ -422,7 +422,7 @@ class Executor:
         self._counts = self._counts % self.parts + 1
 
     def _check_memory(self) -> None:
-        """With `debug`, raise GuardError or AccessError on all ranks if a kernel on one misused memory. Collective."""
+        """With `debug`, raise GuardError or AccessError on all ranks if a kernel of one misused memory. Collective."""
         if self.debug:
             with self.comm.agreement():
                 GUARDS.check()

@@ -77,7 +77,7 @@ class Metric(ABC):
     __pydantic_config__ = STRICT
 
     def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:  # noqa: B027  (optional)
-        """Take what is compared, before anything is counted, and make the counts for it. Local.
+        """Set the comparison and create its counts, before anything is counted. Local.
 
         Parameters
         ----------

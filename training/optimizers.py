@@ -378,7 +378,7 @@ class SGD(Optimizer):
         """``[optimizer]`` with ``kind = "sgd"``: :class:`halograd.training.SGD`."""
 
         momentum: Below1 = 0.0
-        """Share of the last update that goes on."""
+        """Share of the last update that is added to the next one."""
         nesterov: bool = False
         """Nesterov's momentum."""
         weight_decay: NotNegative = 0.0
@@ -550,7 +550,7 @@ class LARS(Optimizer):
         """``[optimizer]`` with ``kind = "lars"``: :class:`halograd.training.LARS`."""
 
         momentum: Below1 = 0.9
-        """Share of the last update that goes on."""
+        """Share of the last update that is added to the next one."""
         trust: Positive = 1e-3
         """Length of an update relative to that of the parameter, at a learning rate of 1."""
         weight_decay: NotNegative = 0.0

@@ -131,7 +131,7 @@ class _Sums:
             yield Batch(indices, min(size, total - first), 0, position, patches=patches)
 
     def _row(self, batch: Batch, k: int) -> tuple[int, int]:
-        """Return what windows share that lie in the same slabs: the sample, and the place along the cut axis."""
+        """Return the common key of windows in the same slabs: the sample, and the position along the cut axis."""
         return batch.indices[k], self._windows.position_of(0, batch.patches[k])[self._cut]
 
     def _add(self, batch: Batch, rows: Sequence[int], sums: Sequence[NDArray]) -> None:

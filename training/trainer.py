@@ -118,7 +118,7 @@ class Trainer:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
     def reduce_by(self, scheme: Scheme) -> None:
-        """Sum gradients by another scheme from the next step on, after all updates. Collective.
+        """Sum gradients by another scheme from the next step on. Call it between steps. Collective.
 
         Raises
         ------

@@ -131,7 +131,7 @@ class MpiChannel(Channel):
 
 @dataclass(eq=False)
 class _Shared:
-    """Memory that sums use one after the other, here or in MPI.
+    """Memory and communicator that several sums use, one after the other.
 
     Attributes
     ----------

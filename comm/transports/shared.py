@@ -259,7 +259,7 @@ class NodeMemory:
 
 @dataclass(frozen=True)
 class _StagePiece:
-    """Part of a buffer that is on the stage at once: the slices that ranks deposit, and the share of every rank."""
+    """Part of a buffer that is on the stage at one time: the slices that ranks deposit, and the share of every rank."""
 
     deposited: Sequence[slice]
     shares: Sequence[slice]

@@ -122,7 +122,7 @@ def _program(plan: Plan, plan_request: PlanRequest, rank: int, layers: Sequence[
 
 
 def _compiled(plan: Plan, plan_request: PlanRequest, strategy: Strategy, rank: int) -> Program:
-    """Return the program of one rank under a strategy, otherwise as the plan's."""
+    """Return the program of one rank under a strategy, with all other settings of the plan."""
     from ..device import as_dtype
     from ..perfmodel.cost import NetworkModel, program_of
     from ..program.program import Target

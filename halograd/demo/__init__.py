@@ -86,7 +86,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
 
 
 def _quiet(line: str) -> None:
-    """Print a line of the evaluation, except that for all samples."""
+    """Print a line of the evaluation, unless it is the line for all samples."""
     if not line.startswith("all: "):
         print(f"    {line}", flush=True)
 

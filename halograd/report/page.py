@@ -110,7 +110,7 @@ def _curves(record: Record, pictures: Path, left_out: list[str]) -> dict[str, Pa
 
 
 def _predicted(record: Record, left_out: list[str]) -> Entry | None:
-    """Return the line ``prediction``, with its layers and waits as rows of tables."""
+    """Return the log entry ``prediction``, with its layers and waits as rows of tables."""
     entry = record.last("prediction")
     if entry is None:
         left_out.append('predicted against measured: the run was not planned by strategy = "auto", or has not ended')

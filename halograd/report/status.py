@@ -113,7 +113,7 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
 
 
 def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
-    """Return the last lines ``step`` and all other lines, parsed."""
+    """Return the last `tail` entries ``step`` of a log, and all its other entries."""
     steps: deque[bytes] = deque(maxlen=tail)
     others: list[bytes] = []
     for line in lines_of(path):

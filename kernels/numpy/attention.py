@@ -554,7 +554,7 @@ class _Pass:
                 np.add(a.dbias, self._inside(table), out=a.dbias, casting="same_kind")
 
     def _inside(self, table: Any) -> Any:
-        """Return a table with margins without them."""
+        """Return the part of a table inside its margins."""
         return table[(slice(None), *(slice(m, n - m) for m, n in zip(self.margins, table.shape[1:])))]
 
 

@@ -56,8 +56,8 @@ __all__ = ["Finite", "activation", "add", "fuses", "gelu", "is_relu", "max_pool"
 class Finite:
     """A check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
 
-    One thread computes the scalar product of the array with itself in BLAS, or of 16 bits the largest bit patterns;
-    several threads compute sums in oneDNN.
+    One thread computes the scalar product of the array with itself in BLAS, or the largest bit patterns of an array of
+    16 bits; several threads compute sums in oneDNN.
 
     Attributes
     ----------

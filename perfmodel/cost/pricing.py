@@ -121,7 +121,7 @@ class Pricing:
         return self.network_model.machine.variation.kernels
 
     def straggling(self, squares: float, ranks: int) -> float:
-        """Return the expected time that the last of `ranks` ranks needs more than the mean [s].
+        """Return the expected time by which the last of `ranks` ranks exceeds the mean [s].
 
         `squares` is the sum of the squared times of the kernels since the ranks waited for each other before [s^2].
         """

@@ -174,8 +174,8 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
 
     The reverse elimination order would be valid, but would leave all blocks of a residual network open at once. This
     order decides one block before the next, because the search over partial strategies needs few open layers: it
-    compares two partial strategies only if they agree in all open layers. The scope of a layer are the layers on which
-    its candidates depend, all of them later in the elimination order.
+    compares two partial strategies only if they agree in all open layers. The scope of a layer is the set of layers on
+    which its candidates depend, all of them later in the elimination order.
     """
     position = {v: i for i, v in enumerate(order)}
     waiting = [len(scope) for scope in scopes]
