@@ -146,8 +146,11 @@ class CudnnBackend(CudaKernels):
                 f"cudnn: expected a GPU of compute capability 8.0 for precision tf32, got {major}.{minor} "
                 f"({self.device_name}); use precision strict"
             )
-        self.dtypes = self.conv_dtypes = ("float32", "float64", *(HALF if new else HALF[:1]))
-        self.dtype_remedy = f"use {' or '.join(self.dtypes)}"
+        half = HALF if new else HALF[:1]
+        # No convolutions in float64: they gave zeros and NaN (cuDNN 9.19 on an H100). The front end (to 1.23) passes
+        # the factors of the result and of old contents, 1 and 0, as float32 numbers.
+        self.dtypes, self.conv_dtypes = ("float32", "float64", *half), ("float32", *half)
+        self.dtype_remedy = f"use {' or '.join(self.conv_dtypes)}, or a backend of the CPU"
 
     # ------------------------------------------------------------------ arrays and life time
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cuda import Boxes
 from ..geometry import Geometry, channels_in_memory
-from ..kernel import Kernel, KernelError, chain
+from ..kernel import Kernel, chain
 from .frontend import ALIGNMENT, AddressTable, Handles, Workspaces
 from .graphs import (
     BACKWARD_DATA,
@@ -212,13 +212,6 @@ def _kernel(
     engine: ConvSettings, operands: Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
 ) -> Kernel:
     dtype = operands.arrays[0].dtype.name
-    if dtype == "float64" and direction != FORWARD:
-        # The front end (to 1.23) passes the factors of result and old contents, 1 and 0, as float32 numbers. cuDNN
-        # (9.19, on an H100) reads them as float64: all gradients were 5e-315 times as large.
-        raise KernelError(
-            f"conv {direction}: expected a gradient in float32, bfloat16 or float16, got float64, which cuDNN's front "
-            "end does not compute rightly; train in float32, or in float64 on a CPU"
-        )
     key = PlanKey(direction, dtype, shapes, engine.arithmetic, bias, relu, engine.workspace_limit, engine.tuned)
     kernel = planned(engine, key, operands.addresses, operands.arrays, operands.nbytes)
     steps = [*operands.before, kernel, *operands.after]

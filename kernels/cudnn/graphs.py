@@ -303,7 +303,7 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
     """Return the graph of a convolution, without plans. `where` is ``{"handle": ...}`` or ``{"device_property": ...}``.
     """
     io = frontend.data_type(key.dtype)
-    sums = frontend.data_type("float64" if key.dtype == "float64" else "float32")
+    sums = frontend.data_type("float32")
     graph = frontend.module.pygraph(io_data_type=io, intermediate_data_type=sums, compute_data_type=sums, **where)
 
     def tensor(uid: int, t: Tensor, name: str) -> Any:

@@ -56,21 +56,23 @@ def error(got, expected: np.ndarray) -> float:
 
 
 def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, float]:
-    """Return relative errors of a forward kernel with bias and ReLU, and of both gradients, which float64 has not."""
+    """Return relative errors of a forward kernel with bias and ReLU, and of both gradients."""
     a, g, (xs, ws, bs, ys) = OnDevice(backend, dtype), case.geometry, case.shapes
     (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(*xs), a.draw(*ws), a.draw(*bs), a.draw(*ys)
     y, dx, dw, db = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws), a.poisoned(*bs)
-    kernels = [backend.conv_forward(x, w, b, y, g, RELU)]
-    if dtype != "float64":
-        kernels.append(backend.conv_backward_data(dy, w, dx, g))
-        kernels.append(backend.conv_backward_filter(x, dy, dw, db, g))
+    kernels = [
+        backend.conv_forward(x, w, b, y, g, RELU),
+        backend.conv_backward_data(dy, w, dx, g),
+        backend.conv_backward_filter(x, dy, dw, db, g),
+    ]
     for kernel in kernels:
         kernel()
-    found = {"y": error(y, np.maximum(reference.conv(x64, w64, b64, g, ys), 0))}
-    if dtype != "float64":
-        found["dx"] = error(dx, reference.conv_data(dy64, w64, g, xs))
-        found["dw"] = error(dw, reference.conv_filter(x64, dy64, g, ws))
-        found["db"] = error(db, dy64.sum(axis=tuple(range(dy64.ndim - 1))))
+    found = {
+        "y": error(y, np.maximum(reference.conv(x64, w64, b64, g, ys), 0)),
+        "dx": error(dx, reference.conv_data(dy64, w64, g, xs)),
+        "dw": error(dw, reference.conv_filter(x64, dy64, g, ws)),
+        "db": error(db, dy64.sum(axis=tuple(range(dy64.ndim - 1)))),
+    }
     for kernel in kernels:
         kernel.close()
     return found
