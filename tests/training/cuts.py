@@ -50,6 +50,14 @@ def logged_rates(folder: Path) -> list[float]:
     return [entry["learning_rate"] for entry in read_log(folder / "log.jsonl", "step")]
 
 
+def scores_of(comm: MPI.Comm, config: Path, sets: Sequence[str]) -> dict[str, Any]:
+    """Return the scores of all samples after a run of two epochs. Collective over `comm`."""
+    train(config, [*sets, "training.epochs=2"], comm=comm)
+    scores = evaluate(config, sets, "all", comm=comm)
+    del scores["checkpoint"]
+    return scores
+
+
 def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
     """Assert that a run of two epochs has the scores of one process under every cut. Collective over `comm`.
 

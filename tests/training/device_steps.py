@@ -108,6 +108,16 @@ def close(found, expected, params, ours, start, layers, where=""):
     assert apart <= 4 * layers * ROUNDING * moved, f"{where}: {apart:.2e} apart after moving by {moved:.2e}"
 
 
+def check_rounded(name, comm, kernels, parts, optimizer="sgd", clip=None, dtype="bfloat16", what=""):
+    """Check that training in 16 bits is that in float32 up to rounding; return parameters and counts. Collective."""
+    network = NETWORKS[name]()
+    _, start, _ = train(network, comm, NumpyBackend(), parts, optimizer, clip, steps=0)
+    expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, clip, "float32")
+    found, ours, counts = train(network, comm, kernels, parts, optimizer, clip, dtype)
+    close(found, expected, params, ours, start, len(network.layers), what)
+    return ours, counts
+
+
 def both(name, comm, parts, **options):
     """Train on the host and on the device, and check that results agree up to the order of sums."""
     network = NETWORKS[name]()

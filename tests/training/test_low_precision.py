@@ -20,7 +20,7 @@ from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.support.fake_device import FakeBackend
 from tests.support.onednn import opened
-from tests.training.device_steps import NETWORKS, close, train
+from tests.training.device_steps import NETWORKS, check_rounded, train
 from tests.training.steps import fill
 
 BFLOAT16 = as_dtype("bfloat16")
@@ -54,14 +54,9 @@ def each(request, kernels):
 @pytest.mark.parametrize(("name", "optimizer"), [("mesh", "sgd"), ("resnet", "adamw"), ("unet", "lars")])
 def test_bfloat16_trains_as_float32_up_to_rounding(name, optimizer, kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
-        parts = {"height": comm.size}
-        network = NETWORKS[name]()
-        _, start, _ = train(network, comm, NumpyBackend(), parts, optimizer, steps=0)
-        expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, dtype="float32")
-        found, ours, counts = train(network, comm, kernels, parts, optimizer, dtype="bfloat16")
+        ours, counts = check_rounded(name, comm, kernels, {"height": comm.size}, optimizer, what=f"{name} {optimizer}")
     assert {a.dtype for a in ours.values()} == {np.dtype(np.float32)}
     assert counts["syncs"] == 0
-    close(found, expected, params, ours, start, len(network.layers), f"{name} {optimizer}")
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -72,11 +67,8 @@ def test_16_bits_on_the_cpu_train_as_float32_up_to_rounding(how, monkeypatch):
     monkeypatch.setattr(gradient_scaling, "INITIAL", 2.0**10)
     name, optimizer, dtype = ("unet", "lars", "float16" if how == "float16" else "bfloat16")
     with Communicator(MPI.COMM_WORLD) as comm, cpu(how) as kernels:
-        parts, network = {"height": comm.size}, NETWORKS[name]()
-        _, start, _ = train(network, comm, NumpyBackend(), parts, optimizer, steps=0)
-        expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, dtype="float32")
-        found, ours, _ = train(network, comm, kernels, parts, optimizer, dtype=dtype)
-        traffic, memory = [], []
+        parts, traffic, memory = {"height": comm.size}, [], []
+        check_rounded(name, comm, kernels, parts, optimizer, dtype=dtype, what=how)
         for of in (dtype, "float32"):
             with executor(kernels, comm, name, of, parts) as built:
                 fill(built, 0)
@@ -89,7 +81,6 @@ def test_16_bits_on_the_cpu_train_as_float32_up_to_rounding(how, monkeypatch):
                 assert {k: n for k, n in built.memory.bytes.items() if k.startswith("parameter")} == {
                     k: n for k, n in needs.items() if k.startswith("parameter")
                 }
-    close(found, expected, params, ours, start, len(network.layers), how)
     assert 2 * traffic[0] == traffic[1]
     assert memory[0] < 0.75 * memory[1]  # work in float32 remains
 

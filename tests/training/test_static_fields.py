@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from halograd.errors import UserError
-from halograd.training import apply, evaluate, train
-from tests.training.cuts import CUTS, check_resumed, curve, overrides_of
+from halograd.training import apply, train
+from tests.training.cuts import CUTS, check_resumed, curve, overrides_of, scores_of
 from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
@@ -48,9 +48,7 @@ def test_as_fields_of_each_sample(comm, config):
         found, curves = {}, {}
         for name in ("shared", "each"):
             sets = [*overrides_of(cut), f'data.path="{name}.h5"', f"output.directory={name}{number}"]
-            train(config, [*sets, "training.epochs=2"], comm=comm)
-            found[name] = evaluate(config, sets, "all", comm=comm)
-            del found[name]["checkpoint"]
+            found[name] = scores_of(comm, config, sets)
             curves[name] = curve(config.parent / f"{name}{number}")
             apply(f"{name}{number}", f"{name}.h5", f"{name}.out", comm=comm)
         assert found["shared"] == found["each"] and curves["shared"] == curves["each"]
