@@ -32,8 +32,14 @@ ROUNDS, ROUND_SECONDS, MOST_STEPS = 5, 0.25, 50
 EAGER_PATIENCE, COMPILE_PATIENCE, STEPS_PATIENCE = 60.0, 100.0, 60.0  # [s]
 #: Passes of our steps as graphs; with "fork" gradients of filters are on a second stream.
 GRAPHED: dict[str, tuple[str, ...]] = {"ours, graph": (), "ours, graph, fork": ("fork",)}
-#: Modes of `torch.compile` by name; that of CUDA graphs has little overhead on the host.
-COMPILED = {"compiled": "default", "compiled, reduce-overhead": "reduce-overhead"}
+#: Contestants of torch by name: whether the network is compiled, and whether a step is one CUDA graph.
+TORCH = {
+    "eager": (False, False),
+    "eager, graph": (False, True),
+    "compiled": (True, False),
+    "compiled, graph": (True, True),
+}
+COMPILED = tuple(name for name, (compiled, _) in TORCH.items() if compiled)
 
 
 class Ours:
@@ -135,7 +141,7 @@ def _nodes(graph: Any) -> int:
 
 
 def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess | None) -> Outcome:
-    """Time steps of halograd, without and with graphs, and of torch's eager mode; medians [s].
+    """Time steps of halograd and of torch's eager mode, both without and with graphs; medians [s].
 
     Before that, halograd alone: memory compared with the prediction, launches, and time of the host.
     """
@@ -167,6 +173,10 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
             notes.append("no torch")
         else:
             contestants["eager"] = _torch(torch, subject, precision, "eager", numbers)
+            try:
+                contestants["eager, graph"] = _torch(torch, subject, precision, "eager, graph", numbers)
+            except AssertionError as error:
+                notes.append(str(error)[:120])
         times = rounds(contestants)
     finally:
         for ours in reversed(opened):
@@ -178,7 +188,7 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
 def contest_compiled(
     kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess, mode: str = "compiled"
 ) -> Outcome:
-    """Time torch's network compiled in a mode, and halograd's graph. The compilation takes a minute."""
+    """Time torch's compiled network, and halograd's graph. The compilation takes a minute."""
     numbers: dict[str, float] = {}
     ours = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
     try:
@@ -201,8 +211,9 @@ def _torch(
     AssertionError
         If the losses differ.
     """
-    patience = COMPILE_PATIENCE if name in COMPILED else EAGER_PATIENCE
-    options = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": COMPILED.get(name)}
+    compiled, graph = TORCH[name]
+    patience = COMPILE_PATIENCE if compiled else EAGER_PATIENCE
+    options = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": compiled, "graph": graph}
     try:
         first = torch.request(patience, do="build", **options)
     except TorchError as error:

@@ -3,13 +3,15 @@
 ``python -m benchmarks.gpu.torch_steps DEVICE``; commands and replies are JSON lines::
 
     {"do": "build", "name": "eager", "subject": {...},
-     "precision": "bf16" | "tf32", "compiled": null}    -> {"loss": ..., "bytes": ...}
+     "precision": "bf16" | "tf32", "compiled": false,
+     "graph": false}                                    -> {"loss": ..., "bytes": ...}
     {"do": "attention", "name": ..., "subject": {...}}  -> {}
     {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
 
 The settings are channels-last, ``cudnn.benchmark``, fused SGD with momentum, and gradients set to None. ``bf16`` is
-autocast, whose parameters stay float32; ``compiled`` is the mode of `torch.compile` of the forward pass, and with it
-of the backward pass, or null.
+autocast, whose parameters stay float32; ``compiled`` compiles the forward pass, and with it the backward pass;
+``graph`` captures a whole step as one CUDA graph. (`torch.compile` itself leaves graphs out where a network writes
+running statistics.)
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,21 +107,40 @@ class Attention(_Timed):
 class Steps(_Timed):
     """Training steps of one network on a device."""
 
-    def __init__(self, subject: Subject, precision: str, compiled: str | None, device: str) -> None:
+    def __init__(self, subject: Subject, precision: str, compiled: bool, device: str) -> None:
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         description = subject.network()
         weights, data = subject.weights(description), subject.data(description)
         network = TorchNetwork(description, weights, data, device)
         self.device, self._low = device, precision == "bf16"
-        self._compiled = compiled
-        self._forward = torch.compile(network.loss, mode=compiled) if compiled else network.loss
+        self._forward = torch.compile(network.loss) if compiled else network.loss
+        self._replay: Callable[[], None] | None = None
         self._optimizer = torch.optim.SGD(list(network.params.values()), lr=RATE, momentum=MOMENTUM, fused=True)
 
-    def step(self) -> torch.Tensor:
+    def step(self) -> torch.Tensor | None:
+        if self._replay is None:
+            return self._step()
+        self._replay()
+        return None
+
+    def capture(self) -> None:
+        """Capture a step as a graph, which later steps replay. As many steps as torch's documentation asks for precede
+        it, on the stream of a capture.
+        """
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._replay = graph.replay
+
+    def _step(self) -> torch.Tensor:
         self._optimizer.zero_grad(set_to_none=True)
-        if self._compiled:
-            torch.compiler.cudagraph_mark_step_begin()  # the graphs of the last step may be overwritten
         with torch.autocast(self.device, torch.bfloat16, enabled=self._low):
             loss = self._forward()
         loss.backward()
@@ -144,8 +166,10 @@ class _Server:
         gpu = self.device == "cuda"
         before = torch.cuda.memory_allocated() if gpu else 0
         steps = Steps(Subject(**command["subject"]), command["precision"], command["compiled"], self.device)
-        loss = float(steps.step())
+        loss = float(steps._step())
         steps.step()  # now cudnn.benchmark has measured, and everything is compiled
+        if command["graph"] and gpu:
+            steps.capture()
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         steps.step()
