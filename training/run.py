@@ -479,13 +479,14 @@ class TrainingRun:
         """Whether any rank received a signal before the last pass; the same on all ranks."""
         return bool(self.session.executor.pass_loss.counted[STOP] > 0)
 
-    def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
-        """Write a checkpoint (:class:`Checkpoints`). Collective."""
+    def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> bool:
+        """Write a checkpoint (:class:`Checkpoints`); return whether one was written. Collective."""
         self.trainer.synchronize()
         path = self.checkpoints.write(needed, unvalidated, best)
         if path is not None:
             for callback in self.callbacks:
                 callback.on_checkpoint(self.optimizer.step, path, best)
+        return path is not None
 
     def _stop(self, unvalidated: bool) -> None:
         """Write a checkpoint, and record the signal of the first rank that received one. Collective."""
@@ -500,6 +501,7 @@ class TrainingRun:
         Stops if a signal arrives during the validation.
         """
         self.trainer.synchronize()
+        before = self.best.state_dict()
         due, better = self.checkpoints.due, False  # now: passes of the validation replace the votes of the last step
         text = f"epoch {epoch + 1}/{self.epochs}, step {self.optimizer.step}"
         if ended:
@@ -526,7 +528,9 @@ class TrainingRun:
         last = self.sampler.epoch == self.epochs or self.best.exhausted
         due = due or (ended and self.checkpoints.due_after(epoch))
         if self._unvalidated or last or due or better:
-            self._checkpoint(needed=last, best=better)
+            written = self._checkpoint(needed=last, best=better)
+            if better and not written:  # full disk: later validations must beat what best.h5 names, to replace it
+                self.best.load_state_dict({**before, "waited": 0})
         if self.best.exhausted:
             best = self.best
             reason = f"no better {best.name} in {best.waited} validations; {best.describe()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
 
@@ -15,6 +16,7 @@ from halograd.errors import UserError
 from halograd.layers import MeanSquaredError
 from halograd.report.status import read_record, status_of, status_text
 from halograd.training import evaluate
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.config import BackendConfig
 from halograd.training.directory import checkpoint_of
 from halograd.training.kernels import _warn_of_threads
@@ -244,6 +246,28 @@ def test_its_checkpoint_is_kept(comm, config, name):
     ]
     again = evaluate(out / "checkpoints/best.h5", comm=comm)
     assert again["step"] == best and again[name] == pytest.approx(found[best], rel=1e-12)
+
+
+@pytest.mark.ranks(1, 2)
+def test_after_a_full_disk(comm, config, monkeypatch):
+    """A validation whose checkpoint could not be written is not the best: ``best.h5`` names the best one on disk."""
+    sets = ["training.epochs=8", *STEEP]
+    lost = train(config, [*sets, f"output.directory={config.parent / 'whole'}"], comm=comm)["best"]["step"]
+    write = CheckpointFolder.write
+
+    def full(self, snapshot, progress, *rest):
+        if progress.step == lost:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, snapshot, progress, *rest)
+
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    result = train(config, sets, comm=comm)
+    comm.barrier()
+    found = validations(config.parent / "out", "loss")
+    del found[lost]
+    best = min(found, key=found.get)
+    assert result["best"]["step"] == best and lost < max(found)
+    assert checkpoint_of(config.parent / "out/checkpoints/best.h5").name == f"step-{best:08d}.h5"
 
 
 @pytest.mark.ranks(1, 2)
