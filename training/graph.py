@@ -62,8 +62,8 @@ class GraphedPass:
     capture.
 
     If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has
-    long reached the end of the second then, so that nothing waits. In a run of one rank, a fault of a capture is then a
-    warning, and the sections that cannot be captured go on without graphs.
+    long reached the end of the second then, so that nothing waits. A fault of the capture of a section without messages
+    is then a warning, and the rank goes on without that graph.
 
     Parameters
     ----------
@@ -87,8 +87,7 @@ class GraphedPass:
         measures: bool = False,
     ) -> None:
         self._comm, self._device, self._enter, self._prepare, self._count = comm, device, enter, prepare, 0
-        # Ranks do not agree on a fault within a capture: only a rank alone may go on without a graph.
-        self.measures, self._may_fail = measures, measures and comm.size == 1
+        self.measures = measures
         self._captured_at = self.DECIDES if measures else self.WARM
         self._measured: Any = None
         self.sections = sections(items, _separate_anywhere(comm, items))
@@ -145,7 +144,9 @@ class GraphedPass:
         try:
             graph = self._device.capture(section.run)
         except Exception as error:
-            if not self._may_fail:
+            # Messages of a graph and those of another rank's calls could be in different orders: without them a rank
+            # may go on alone.
+            if not self.measures or section.communicates:
                 raise
             _log.warning("backend.graph: a pass cannot be captured (%s): it runs without graphs", error)
             return section.run

@@ -59,6 +59,7 @@ class CudaUpdates(Updates):
         """
         numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
         kept = () if arrays.skip is None else (arrays.p, *arrays.state)
+        skipped = None if arrays.skip is None else self.launcher.empty(arrays.skip.shape, np.bool_)
         refresh = None if arrays.copy is None else self.device.copies([(arrays.copy, arrays.p)])
         pairs = [(arrays.g[start:stop], arrays.rounded[start:stop]) for start, stop in arrays.rounds]
         widen = self.device.copies(pairs) if pairs else None
@@ -77,8 +78,10 @@ class CudaUpdates(Updates):
                     np.copyto(copy, array)
                 for piece in pieces:
                     rule(piece, numbers)
+                if skipped is not None:
+                    np.not_equal(arrays.skip, 0, out=skipped)
                 for array, copy in zip(kept, views[scratch:]):
-                    np.copyto(array, copy, where=arrays.skip != 0)
+                    np.copyto(array, copy, where=skipped)
                 if refresh is not None:
                     refresh()
 
