@@ -149,11 +149,13 @@ class CudnnAttention:
             return of_tiles
         if self.engine.tuned:
             of_tiles = tiles()
-            slower, faster = (
-                (kernel, of_tiles) if self.engine.plans.faster(call.keys, kernel, of_tiles) else (of_tiles, kernel)
-            )
-            slower.close()
-            if faster is of_tiles:
+            try:
+                slower = self.engine.plans.faster(call.keys, kernel, of_tiles)
+            except KernelError as error:  # the device refuses all plans
+                slower = True
+                self.substitutes.append(Substitute(what, of_tiles.impl, one_line(error)))
+            (kernel if slower else of_tiles).close()
+            if slower:
                 return of_tiles
         return _guarded(what, kernel, tiles)
 

@@ -200,6 +200,17 @@ def test_a_device_that_refuses_every_launch(opened, machine, caplog):
     assert "attention_backward by our own kernel" in caplog.text and not machine.cudnn.launches
 
 
+def test_a_plan_that_cannot_be_timed(opened, machine):
+    """A stored plan that the device refuses when it is compared with our own kernel is replaced by that."""
+    machine.cudnn.engines = lambda: [EngineDouble("eng9")]
+    assert names(opened(autotune=True), CASES["windows along one axis"])[2] == []
+    store = machine.store.read_text().splitlines()
+    machine.store.write_text("\n".join(line for line in store if "fastest of" not in line) + "\n")
+    machine.cudnn.engines = lambda: [EngineDouble("eng9", launches=False)]
+    forward, backward, reasons = names(opened(autotune=True), CASES["windows along one axis"])
+    assert forward == "cuda:attention" and "cuda:" in backward and len(reasons) == 2
+
+
 # ---------------------------------------------------------------------- choice by measurement
 @pytest.mark.parametrize("seconds", [1e-3, 1.0], ids=["cudnn", "ours"])
 def test_the_faster_one_is_taken(opened, machine, monkeypatch, seconds):
