@@ -125,8 +125,9 @@ class Steps(_Timed):
         return None
 
     def capture(self) -> None:
-        """Capture a step as a graph, which later steps replay. Three steps precede it on a stream of its own, as torch's
-        documentation recommends.
+        """Capture a step as a graph, which later steps replay.
+
+        Three steps on another stream precede it, as torch's documentation recommends.
         """
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
