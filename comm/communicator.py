@@ -37,7 +37,7 @@ _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
 class Communicator:
-    """A group of ranks that exchange data. To create and to close it is collective.
+    """A group of ranks that exchange data. Creating and closing it is collective.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ _installed = False
 
 
 class Guard:
-    """Detector of whether all ranks of a communicator leave it by an error. To create and to close it is collective.
+    """Detector of whether all ranks of a communicator leave it by an error. Creating and closing it is collective.
 
     Every root communicator has one guard. The first guard replaces `sys.excepthook`, and `threading.excepthook` if it
     is Python's own.

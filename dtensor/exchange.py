@@ -54,7 +54,7 @@ class End:
 
 
 class Exchange:
-    """Transfer that fills the target's array with boxes of all ranks. To build and to run it is collective.
+    """Transfer that fills the target's array with boxes of all ranks. Building and running it is collective.
 
     Parameters
     ----------

@@ -115,8 +115,9 @@ class Losses(Base):
         return self._of_packed(arrays, lambda a: self._target_weight(a, targets))
 
     def binary_cross_entropy(self, arrays: LossArrays, pos_weight: float | Sequence[float] | None = None) -> LossKernel:
-        """Build the sum over positions of the mean over channels, from logits; `pos_weight` is one number or one per
-        channel.
+        """Build the sum over positions of the mean cross-entropy over channels, from logits.
+
+        `pos_weight` is one number, or one per channel.
         """
         self._check("binary_cross_entropy", arrays, arrays.x.shape)
         return self._of_packed(arrays, lambda a: self._binary_cross_entropy(a, pos_weight))

@@ -382,7 +382,7 @@ class SGD(Optimizer):
         nesterov: bool = False
         """Nesterov's momentum."""
         weight_decay: NotNegative = 0.0
-        """Share of a parameter that is added to its gradient; not of biases and norms."""
+        """Share of a parameter that is added to its gradient; not for biases and norms."""
 
         @model_validator(mode="after")
         def _momentum(self) -> SGD.Settings:
@@ -466,7 +466,7 @@ class Lion(Optimizer):
         beta2: Below1 = 0.99
         """Decay of the mean of gradients."""
         weight_decay: NotNegative = 0.0
-        """Share of a parameter, times the learning rate, that is subtracted from it; not of biases and norms."""
+        """Share of a parameter, times the learning rate, that is subtracted from it; not for biases and norms."""
 
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         own, (m,), (_, b) = self.settings, piece.state, piece.scratch
@@ -502,7 +502,7 @@ class LAMB(_Moments):
         epsilon: Annotated[Positive, Field(le=1)] = 1e-6
         """Number that is added to the root of the mean of squares."""
         weight_decay: NotNegative = 0.0
-        """Share of a parameter that is added to its update; not of biases and norms."""
+        """Share of a parameter that is added to its update; not for biases and norms."""
 
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         own, p, (m, v), (a, b) = self.settings, piece.p, piece.state, piece.scratch
@@ -554,7 +554,7 @@ class LARS(Optimizer):
         trust: Positive = 1e-3
         """Length of an update relative to that of the parameter, at a learning rate of 1."""
         weight_decay: NotNegative = 0.0
-        """Share of a parameter that is added to its gradient; not of biases and norms."""
+        """Share of a parameter that is added to its gradient; not for biases and norms."""
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
         own = self.settings

@@ -59,7 +59,7 @@ def load_nccl() -> Any:
 
 
 class NcclLink:
-    """One NCCL communicator and the stream of all its calls. To create and to close it is collective over
+    """One NCCL communicator and the stream of all its calls. Creating and closing it is collective over
     `context.mpi`.
 
     NCCL runs the calls of a communicator one after the other, so urgent calls have a link of their own.

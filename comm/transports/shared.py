@@ -226,8 +226,8 @@ class NodeMemory:
         before the first barrier of the next piece. So a barrier separates every write from all reads before it and
         after it.
 
-        Sums pass the stage in the order in which they were started, which is the same on all ranks. To finish a sum
-        also finishes the sums before it, so ranks may call `finish` in different orders.
+        Sums pass the stage in the order in which they were started, which is the same on all ranks. Finishing a
+        sum also finishes the sums before it, so ranks may call `finish` in different orders.
         """
         stage, stages = self._common(), list[Stage]()
         plan = ReductionPlan(queue=stage.waiting)
