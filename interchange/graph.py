@@ -29,6 +29,7 @@ from .files import finite
 __all__ = [
     "FROZEN",
     "KIND",
+    "UNMERGED",
     "Activation",
     "Builder",
     "Graph",
@@ -183,6 +184,8 @@ class Graph:
         The file and its checksum.
     by_torch
         Whether torch wrote the file.
+    merges
+        Whether the exporter may have merged equal arrays of several modules, which torch trains separately.
     """
 
     operations: list[OnnxNode]
@@ -193,6 +196,7 @@ class Graph:
     batch: int
     source: str = ""
     by_torch: bool = False
+    merges: bool = True
 
     def readers(self, value: str) -> list[OnnxNode]:
         """Return the operations that read a value, once per input."""
@@ -469,13 +473,13 @@ class Builder:
         """Add a layer with arrays of the file that are multiplied or added: a factor, a summand, or both in this order.
 
         A trained layer has the name of the first array. A second use of the arrays becomes another call of their layer;
-        with `merged`, a layer of its own, because the exporter may have merged equal arrays of several modules.
+        with `merged`, a layer of its own if the exporter may have merged equal arrays of several modules.
         """
         if constants[0].is_fixed:
             return self.add(op, layer, node)
         names = tuple(constant.name for constant in constants if constant.name)
         known = next((name for name in names if name in self._arrays), None)
-        if known is not None and not merged:
+        if known is not None and not (merged and self.graph.merges):
             before, its = self._arrays[known]
             settings = [settings_of(each, node.shape) for each in (before, layer)]
             if its != names or before.kind != layer.kind or settings[0] != settings[1]:
@@ -517,7 +521,7 @@ class Builder:
     ) -> Layer | None:
         """Return the layer of a module that is used again; None for a new module.
 
-        Two norms may share one weight, because exporters merge equal ones. Raises UserError for a node that shares some
+        Two norms may share one weight if the exporter merges equal ones. Raises UserError for a node that shares some
         weights but is another layer, and for one with running statistics.
         """
         names = tuple(weight.name + weight.part for weight in weights if weight is not None and weight.name)
@@ -531,8 +535,9 @@ class Builder:
         again = next((name for name in names if name in self._arrays), None)
         if again is not None:
             raise self._refused_again(op, again)
-        owner, before, its = self._owners.setdefault(matrices or names, (op, layer, names))
-        if owner is op or not (matrices or op.module == names[0].rpartition(".")[0]):
+        sharing = () if self.graph.merges else (known for known in self._owners.values() if set(known[2]) & set(names))
+        owner, before, its = next(iter(sharing), None) or self._owners.setdefault(matrices or names, (op, layer, names))
+        if owner is op or (self.graph.merges and not (matrices or op.module == names[0].rpartition(".")[0])):
             return None
         shapes = [node.shape for node in inputs]
         equal = (owner.kind, owner.attributes, its) == (op.kind, op.attributes, names)
@@ -598,6 +603,8 @@ _ARITHMETIC = (
 _PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
 #: Entry of the parameters that torch does not train (``requires_grad=False``); `hg.from_torch` writes it.
 FROZEN = "halograd.frozen"
+#: Mark of a file in which an array that several modules read is one parameter of them.
+UNMERGED = "halograd.unmerged"
 KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
 
 

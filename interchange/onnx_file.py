@@ -19,7 +19,7 @@ from halograd.errors import UserError
 from ..data.disk import reason_of, regular_size
 from .adaptive import DOMAIN, pooled_shape
 from .files import Buffer, library
-from .graph import Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
+from .graph import UNMERGED, Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]
@@ -189,7 +189,8 @@ class _Folding:
         computed = {name for op in self.operations for name in op.outputs} | set(inputs)
         outputs = [name for name in outputs if self.aliases.get(name, name) in computed]
         by_torch = self.model.producer_name == "pytorch"
-        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch)
+        merges = all(entry.key != UNMERGED for entry in self.model.metadata_props)
+        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch, merges)
         _without_aliases(graph, self.aliases)
         return graph
 

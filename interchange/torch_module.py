@@ -30,7 +30,7 @@ from ..layers import Network
 from ..layers.parameter import GivenValues
 from .adaptive import symbolics, translations
 from .files import Buffer, library
-from .graph import FROZEN, KIND
+from .graph import FROZEN, KIND, UNMERGED
 from .onnx_import import imported
 from .weights import arrangements
 
@@ -378,6 +378,8 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
         kept = [entry for entry in node.metadata_props if entry.key != _TRACE]
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
+    # In training mode no exporter merges equal arrays, so one that two modules read is one parameter of both.
+    model.metadata_props.add(key=UNMERGED, value="True")
     _store_buffers(graph, dict(call.module.named_buffers()))
     _store_frozen(graph, {name for name, parameter in call.module.named_parameters() if not parameter.requires_grad})
     contents: dict[str, Buffer] = {type(call.module).__name__: model.SerializeToString(deterministic=True)}

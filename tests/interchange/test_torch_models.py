@@ -112,6 +112,33 @@ def test_frozen_parameters_stay(exporter):
         hg.from_torch(model, first(x))
 
 
+def test_parameters_of_several_modules_are_one(exporter):
+    """One parameter of two modules is trained as one, two equal ones as two; layers that share some are refused."""
+    lib, x = torch(), samples(3, 4, 4)
+
+    def of(one: bool):
+        gain, equal = (lib.nn.Parameter(lib.full((4, 1, 1), 0.5)) for _ in range(2))
+        blocks = [as_module(lambda m, x: x + m.conv(x) * m.gain, conv=lib.nn.Conv2d(4, 4, 1)) for _ in range(2)]
+        blocks[0].gain, blocks[1].gain = gain, gain if one else equal
+        return as_module(lambda m, x: m.second(m.first(x)), first=blocks[0], second=blocks[1]).double()
+
+    class Scaled(lib.nn.Module):
+        def forward(self, x, gain):
+            return x * gain
+
+    passed = as_module(lambda m, x: m.scaled(m.conv(m.scaled(x, m.gain)), m.gain), conv=lib.nn.Conv2d(4, 4, 1))
+    passed.gain, passed.scaled = lib.nn.Parameter(lib.full((4, 1, 1), 0.5)), Scaled()
+    for module in (of(one=True), of(one=False), passed.double()):
+        network = hg.from_torch(module, first(x))
+        assert network.parameter_count == sum(parameter.numel() for parameter in module.parameters())
+        check_step(network, module, x)
+    for make in (lambda: lib.nn.GroupNorm(2, 4), lambda: lib.nn.BatchNorm2d(4), lambda: lib.nn.Conv2d(4, 4, 1)):
+        module = lib.nn.Sequential(make(), lib.nn.Sigmoid(), make()).double()
+        module[2].bias = module[0].bias
+        with pytest.raises(UserError, match=r"expected weights of its own, got those of node"):
+            hg.from_torch(module, first(x))
+
+
 def test_arguments_and_results_keep_their_names(exporter):
     """Tensors by position or by name; results in a dict, in lists within it, and one that is an argument itself."""
 
