@@ -134,7 +134,9 @@ class Measuring:
         profile = self.machine()
         with self.comm.agreement():
             if self.comm.rank == 0:
-                _save(profile, path)
+                with writing(f"cache {path.parent}", "choose another with HALOGRAD_CACHE"):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                profile.save(path)
         machine = self.known_machine(path)
         assert machine is not None
         return machine
@@ -164,12 +166,6 @@ class Measuring:
             state = measure_layers(works, timer, self.cache, self.conditions, budget, progress, again)
         timer.close()
         return state
-
-
-def _save(profile: Profile, path: Path) -> None:
-    with writing(f"cache {path.parent}", "choose another with HALOGRAD_CACHE"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    profile.save(path)
 
 
 # -- overhead of a step ---------------------------------------------------------------------------

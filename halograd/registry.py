@@ -134,10 +134,8 @@ class Registry(Generic[Kind]):
             except Exception as error:
                 raise UserError(f"{at}: {shown(name)} cannot be imported: {describe(error)}") from error
             return self._checked(kind, name, at)
-        raise UserError(f"{at}: expected {self._expected()}, got {shown(name)}{nearest(name, self.names)}")
-
-    def _expected(self) -> str:
-        return f'{", ".join(self.names)}, or "FILE.py:CLASS"'
+        expected = f'{", ".join(self.names)}, or "FILE.py:CLASS"'
+        raise UserError(f"{at}: expected {expected}, got {shown(name)}{nearest(name, self.names)}")
 
     def _checked(self, kind: Any, name: str, at: str) -> type[Kind]:
         if not (isinstance(kind, type) and issubclass(kind, self.base)):

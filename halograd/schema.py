@@ -274,7 +274,9 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
         if branch:
             kinds = branch
             continue
-        tagged = [t for t in kinds if len(kinds) > 1 and _is_table(t) and step in _tags(t)]
+        tagged = [
+            t for t in kinds if len(kinds) > 1 and _is_table(t) and step in typing.get_args(_fields(t).get("kind"))
+        ]
         inner = [a for t in kinds for a in _inside(t, step)]
         if tagged:
             kinds = tagged
@@ -332,7 +334,3 @@ def _fields(kind: Any) -> dict[Any, Any]:
         return {name: tables[name][0] if tables[name] else f.annotation for name, f in kind.model_fields.items()}
     hints = typing.get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
-
-
-def _tags(kind: Any) -> Sequence[str]:
-    return typing.get_args(_fields(kind).get("kind"))

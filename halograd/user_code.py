@@ -146,10 +146,6 @@ def describe(error: Exception) -> str:
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not any(_is_inside(frame.filename, folder) for folder in _LIBRARY) and "importlib" not in frame.filename
+        if "importlib" not in frame.filename and not any(map(Path(frame.filename).resolve().is_relative_to, _LIBRARY))
     ]
     return what if not own else f"{what} ({own[-1].filename}, line {own[-1].lineno})"
-
-
-def _is_inside(name: str, folder: Path) -> bool:
-    return Path(name).resolve().is_relative_to(folder)

@@ -354,7 +354,9 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
 
 def _activation(graph: Graph, op: OnnxNode) -> None:
     """Fuse an activation into the layer before it."""
-    if op.kind not in _FUSE or "activation" in op.attributes or (op.kind == "Add" and not _have_one_shape(graph, op)):
+    if op.kind not in _FUSE or "activation" in op.attributes:
+        return
+    if op.kind == "Add" and (graph.constants.keys() & set(op.inputs) or len({graph.shapes[n] for n in op.inputs}) > 1):
         return
     activation = _activation_after(graph, op)
     if activation is None or any(_activation_after(graph, call) != activation for call in _calls(graph, op)):
@@ -363,11 +365,6 @@ def _activation(graph: Graph, op: OnnxNode) -> None:
     assert after is not None
     outputs = (after.outputs[0], *op.outputs[1:])
     graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "activation": activation}))
-
-
-def _have_one_shape(graph: Graph, op: OnnxNode) -> bool:
-    """Return whether all inputs depend on the data and have one shape."""
-    return not graph.constants.keys() & set(op.inputs) and len({graph.shapes[name] for name in op.inputs}) == 1
 
 
 def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:

@@ -303,7 +303,9 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
         layer, _, key = name.rpartition("/")
         read = isinstance(spec.init, GivenValues) and spec.init.foreign is not None
         own = None if read else _of_transformer(network, name, spec.shape)
-        if layer in fresh or _is_constant(network.layers[layer]):
+        module = network.layers[layer].layer
+        # Arrays that are not trained are constants of the network, which files of weights do not have.
+        if layer in fresh or (isinstance(module, Embedding | Scale) and not module.trained):
             continue
         if own is not None:
             result[name] = own
@@ -322,11 +324,6 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
                 arrangement = replace(arrangement, names=tuple(dict.fromkeys((*first, *names))), foreign=foreign)
             result[name] = arrangement
     return result
-
-
-def _is_constant(node: Node) -> bool:
-    """Return whether the arrays of a layer are constants of the network, which files of weights do not have."""
-    return isinstance(node.layer, Embedding | Scale) and not node.layer.trained
 
 
 def _stored_as(node: Node, spec: Parameter) -> tuple[tuple[int, ...], bool] | None:

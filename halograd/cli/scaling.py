@@ -198,7 +198,8 @@ class Series:
             p, gain = point.prediction, self.efficiency(point)
             row = [str(point.ranks), str(point.batch)]
             if p is None:
-                rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {_brief(point.fault)}"])
+                brief = point.fault.partition(" takes ")[2].partition(";")[0] or point.fault
+                rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {brief}"])
                 continue
             row += [milliseconds(p.step_seconds), f"{p.samples_per_second:.4g}"]
             row += ["", ""] if gain is None else [f"{gain[0]:.2f} x", f"{gain[1]:.0%}"]
@@ -243,8 +244,3 @@ def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
             f"{first}; use a multiple of {first}"
         )
     return batch * ranks // first
-
-
-def _brief(fault: str) -> str:
-    """Return the planner's error without details."""
-    return fault.partition(" takes ")[2].partition(";")[0] or fault

@@ -168,15 +168,12 @@ def _reduction(record: Record) -> list[tuple[str, str]]:
 
 
 def _events(record: Record) -> list[tuple[str, str, str]]:
-    return [
-        (_when(entry), str(entry.get("step", entry.get("at_step", ""))), _what(entry))
-        for entry in record.events
-        if entry["event"] in SHOWN
-    ]
-
-
-def _when(entry: Entry) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])) if "time" in entry else "-"
+    events = []
+    for entry in record.events:
+        if entry["event"] in SHOWN:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])) if "time" in entry else "-"
+            events.append((when, str(entry.get("step", entry.get("at_step", ""))), _what(entry)))
+    return events
 
 
 def _what(entry: Entry) -> str:

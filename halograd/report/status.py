@@ -296,10 +296,12 @@ def status_text(status: Status) -> list[str]:
     if status.seconds_left is not None:
         lines.append(_line("time left", f"{duration_text(status.seconds_left)}{_until(status.seconds_left)}"))
     lines.append(_line("checkpoint", _checkpoint_text(status)))
-    lines.append(_line("hidden", _overlap_text(status.overlap)))
+    hidden = ", ".join(f"{kind} {ratio:.1f} %" for kind, ratio in status.overlap.items() if ratio is not None)
+    lines.append(_line("hidden", hidden or "not measured: output.timeline = true measures it after an epoch"))
     if status.ranks is not None:
         job = f"; job {status.job}" if status.job else ""
-        lines.append(_line("ranks", f"{status.ranks} on {_hosts_text(status.hosts)}, {status.cut}{job}"))
+        hosts = ", ".join(status.hosts[:4]) + (f" and {len(status.hosts) - 4} more" if len(status.hosts) > 4 else "")
+        lines.append(_line("ranks", f"{status.ranks} on {hosts}, {status.cut}{job}"))
     lines.append(_line("log", f"last written {duration_text(status.age)} ago"))
     return lines
 
@@ -328,15 +330,6 @@ def _checkpoint_text(status: Status) -> str:
     age = duration_text(status.checkpoint_age)
     step = "" if status.checkpoint_step is None else f"step {status.checkpoint_step:,}, "
     return f"{step}{age} ago, {size}: {status.checkpoint}"
-
-
-def _overlap_text(overlap: dict[str, float | None]) -> str:
-    shares = [f"{kind} {ratio:.1f} %" for kind, ratio in overlap.items() if ratio is not None]
-    return ", ".join(shares) if shares else "not measured: output.timeline = true measures it after an epoch"
-
-
-def _hosts_text(hosts: list[str]) -> str:
-    return ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
 
 
 def duration_text(seconds: float) -> str:
