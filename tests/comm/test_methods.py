@@ -150,44 +150,29 @@ def test_other_sums_and_channels_go_on_beside_sums_by_nodes(communicator):
             assert (reduction.buffer == sum(range(communicator.size)) + step * communicator.size).all()
 
 
-def test_what_is_counted(comm):
-    """Each sum counts one contribution; across nodes only the messages of a node's first rank count."""
-    size, rank = comm.size, comm.rank
-    with Communicator(comm, f"{FAST},node=2") as communicator:
-        own = shards(1000, size, 4)[rank]
-        for method, codec, kind in [*((name, UNCHANGED, name) for name in METHODS), ("ordered", BFloat16(), "rounded")]:
-            reduction = communicator.reduction(np.zeros(1000, np.float32), method=method, codec=codec, kind=kind)
-            reduction.run()
-            reduction.start()
-            reduction.finish()
-        found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
+@transports
+def test_what_is_counted(communicator):
+    """Each sum counts one contribution under every transport; between nodes, only those of first ranks count."""
+    size, rank, nodes = communicator.size, communicator.rank, communicator.nodes
+    own = shards(1001, size, 4)[rank]
+    messages = communicator.transport == "mpi"
+    methods = [name for name, method in METHODS.items() if not (method.by_nodes and messages)]
+    rounded = [("ordered", BFloat16(), "rounded in order"), ("allreduce", BFloat16(), "rounded")]
+    for method, codec, kind in [*((name, UNCHANGED, name) for name in methods), *rounded]:
+        reduction = communicator.reduction(np.zeros(1001, np.float32), method=method, codec=codec, kind=kind)
+        reduction.run()
+        reduction.start()
+        reduction.finish()
     expected = {}
     if size > 1:
-        expected = dict.fromkeys(("allreduce", "ordered", "reduce_scatter"), (2, 8000))
-        expected["rounded"], expected["all_gather"] = (2, 4000), (2, 2 * 4 * (own.stop - own.start))
-    if size > 2 and rank % 2 == 0:
-        expected["hierarchical"] = expected["accumulate"] = (2, 8000)
-    if rank // 2 * 2 + 1 < size:
-        expected["node"] = (4, 16_000)
-    assert found == expected
-
-
-SUMS = [
-    ("allreduce", UNCHANGED, "allreduce"),
-    ("ordered", UNCHANGED, "ordered"),
-    ("allreduce", BFloat16(), "rounded"),
-    ("ordered", BFloat16(), "rounded in order"),
-]
-
-
-@pytest.mark.parametrize("communicator", EVERY[:4], indirect=True)
-def test_all_transports_count_alike(communicator):
-    for method, codec, kind in SUMS:
-        communicator.reduction(np.zeros(1001, np.float32), method=method, codec=codec, kind=kind).run()
-    found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
-    alone = communicator.size == 1
-    encoded = {"rounded": (1, 2002), "rounded in order": (1, 2002)}
-    assert found == ({} if alone else {"allreduce": (1, 4004), "ordered": (1, 4004), **encoded})
+        expected = dict.fromkeys(("allreduce", "ordered", "reduce_scatter"), (2, 8008))
+        expected |= dict.fromkeys(("rounded", "rounded in order"), (2, 4004))
+        expected["all_gather"] = (2, 2 * 4 * (own.stop - own.start))
+    if len(set(nodes)) > 1 and nodes.index(nodes[rank]) == rank:
+        expected |= dict.fromkeys(set(methods) & {"hierarchical", "accumulate"}, (2, 8008))
+    if nodes.count(nodes[rank]) > 1 and not messages:
+        expected["node"] = (4, 16_016)
+    assert {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()} == expected
 
 
 @transports

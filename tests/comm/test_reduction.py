@@ -35,16 +35,6 @@ def test_the_buffer_becomes_the_sum(communicator, dtype):
         np.testing.assert_array_equal(buffer.ravel(), total(communicator, step, dtype=dtype))
 
 
-def test_a_small_sum_may_run_while_large_ones_are_under_way(communicator):
-    large = communicator.reduction(np.ones(200_000))
-    small = communicator.reduction(np.ones(3))
-    large.start()
-    small.run()
-    large.finish()
-    assert (large.buffer == communicator.size).all()
-    assert (small.buffer == communicator.size).all()
-
-
 def test_sums_of_a_split_group(communicator):
     group = communicator.split(communicator.rank % 2, key=-communicator.rank)
     members = [rank for rank in reversed(range(communicator.size)) if rank % 2 == communicator.rank % 2]

@@ -99,19 +99,14 @@ def test_the_new_exporter_tells_buffers_itself(training, tmp_path):
     check_step(hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "dynamo", training)), module, x)
 
 
-@pytest.mark.parametrize("name", ["quotient", "product", "difference", "computed from buffers"])
+@pytest.mark.parametrize("name", ["quotient", "product", "difference", "computed from buffers", "frozen batch norm"])
 def test_the_old_exporter_has_to_be_told(name, tmp_path):
+    """The old exporter writes buffers like parameters: they are an error until `buffers` names them."""
     path = export(_fixed()[name]().double(), first(samples(*SHAPE)), tmp_path / "m.onnx", "old", training=True)
     message = r"'(std|mean)'.*this file does not distinguish parameters from.*dynamo=True.*load\(path, buffers="
+    if name == "frozen batch norm":
+        message = r"computed from '.*; if they are buffers, name them: load\(path, buffers="
     with pytest.raises(UserError, match=message):
-        hg.onnx.load(path)
-
-
-def test_the_old_exporter_has_to_be_told_of_frozen_norms(tmp_path):
-    """The old exporter writes arrays of frozen norms like parameters: they are an error until `buffers` names them."""
-    module = _fixed()["frozen batch norm"]().double()
-    path = export(module, first(samples(*SHAPE)), tmp_path / "m.onnx", "old", training=True)
-    with pytest.raises(UserError, match=r"computed from '.*; if they are buffers, name them: load\(path, buffers="):
         hg.onnx.load(path)
 
 
@@ -291,27 +286,23 @@ def test_what_only_the_notes_of_the_new_exporter_show_is_refused(name, message, 
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_padding_of_a_convolution_leaves_its_name(exporter, tmp_path):
-    """A convolution with reflected rows keeps the name of its module; the rows are layers with other names."""
-    module = torch().nn.Sequential(torch().nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")).double()
-    network = hg.onnx.load(export(module, first(samples(*SHAPE)), tmp_path / "m.onnx", exporter, training=True))
-    assert list(network.parameters()) == ["0/w", "0/b"]
-    check_step(network, module, samples(*SHAPE))
-
-
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
-    """A parameter that the exporter casts, transposes and reshapes is trained under its own name."""
+def test_parameters_keep_their_names(exporter, tmp_path):
+    """So does that of a convolution with reflected rows, and one that is cast, transposed and reshaped."""
     lib = torch()
 
     def moved(m, x):
         return lib.nn.functional.conv2d(x, m.c.weight.transpose(0, 1).reshape(3, 4, 1, 1).transpose(0, 1))
 
-    module = as_module(moved, c=lib.nn.Conv2d(3, 4, 1, bias=False)).double()
-    x = samples(*SHAPE)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
-    assert list(network.parameters()) == ["c/w"]
-    check_step(network, module, x)
+    reflected = lib.nn.Sequential(lib.nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
+    for module, names in (
+        (reflected, ["0/w", "0/b"]),
+        (as_module(moved, c=lib.nn.Conv2d(3, 4, 1, bias=False)), ["c/w"]),
+    ):
+        x = samples(*SHAPE)
+        path = export(module.double(), first(x), tmp_path / "m.onnx", exporter, training=True)
+        network = hg.onnx.load(path)
+        assert list(network.parameters()) == names
+        check_step(network, module, x)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

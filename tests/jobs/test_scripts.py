@@ -125,34 +125,30 @@ def test_ranks_are_started_by_name(stubs):
     assert mpirun == ["mpirun", "-n", "4", *ignoring, "python", "-m", "halograd", "train", "mesh.toml", "--resume"]
 
 
-@pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
-    """Each rank uses the GPU with its local number, also with the last two of four GPUs, and under mpirun."""
-    stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
-    (call,) = stubs.calls("srun")
-    wrapper = call[call.index("bash") : call.index("python")]
-    seen = []
-    for rank in "01":
-        variables = {**os.environ, "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "2,3", local_rank: rank}
-        echo = ["bash", "-c", "echo $CUDA_VISIBLE_DEVICES"]
-        seen.append(subprocess.run([*wrapper, *echo], env=variables, text=True, capture_output=True).stdout)
-    assert seen == ["2\n", "3\n"]
+LOCAL_RANKS = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
-@pytest.mark.parametrize(("given", "seen"), [("3", "3"), ("", ""), ("0,1,2", "1")])
-def test_a_gpu_that_slurm_has_bound_to_a_task_stays_its_own(given, seen, stubs):
-    """A task to which Slurm has bound one GPU (``gpu-bind``, ``gpus-per-task``) keeps it."""
+@pytest.mark.parametrize(
+    ("local", "given", "seen"),
+    [
+        *(({"SLURM_LOCALID": "0", name: rank}, "2,3", gpu) for name in LOCAL_RANKS for rank, gpu in zip("01", "23")),
+        *((dict.fromkeys(LOCAL_RANKS, "1"), given, seen) for given, seen in (("3", "3"), ("", ""), ("0,1,2", "1"))),
+    ],
+)
+def test_a_rank_sees_the_gpu_of_its_number(local, given, seen, stubs):
+    """Each rank uses the GPU with its local number, also with the last two of four GPUs, and under mpirun.
+
+    A task to which Slurm has bound one GPU (``gpu-bind``, ``gpus-per-task``) keeps it.
+    """
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
-    wrapper = call[call.index("bash") : call.index("python")]
-    local = dict.fromkeys(("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"), "1")
-    told = subprocess.run(
-        [*wrapper, "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"],
+    done = subprocess.run(
+        [*call[call.index("bash") : call.index("python")], "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"],
         env={**os.environ, **local, "CUDA_VISIBLE_DEVICES": given},
         text=True,
         capture_output=True,
     )
-    assert told.stdout.strip() == seen and not told.stderr
+    assert done.stdout.strip() == seen and not done.stderr
 
 
 def test_containers_are_entered_on_every_node(stubs):
@@ -358,27 +354,17 @@ def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
         ({"at_most": 0}, "--at-most: expected a whole number >= 1, got 0"),
         ({"stage": "tmp"}, "--stage: expected a folder of every node, such as /tmp or '$TMPDIR', got 'tmp'"),
         ({"name": "x" * 2000}, "#SBATCH: expected at most 1000 bytes"),
+        ({"kind": "moon"}, "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
+        ({"kind": "sweep"}, "--sweep: expected KEY=VALUE,VALUE,... at least once, got none"),
+        ({"kind": "local"}, "--nodes: expected 1 for a local job, got 2"),
+        ({"kind": "local", "nodes": 1, "stage": "/tmp"}, "--stage: expected none for a local job"),
+        ({"kind": "local", "nodes": 1, "container": "x"}, "--container: expected none for a local job"),
     ],
 )
 def test_mistakes_are_told_in_one_line(changes, message):
     with pytest.raises(UserError, match=re.escape(message)) as raised:
-        render("train", job(**changes))
+        render(changes.get("kind", "train"), job(**{key: value for key, value in changes.items() if key != "kind"}))
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("moon", {}, "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
-        ("sweep", {}, "--sweep: expected KEY=VALUE,VALUE,... at least once, got none"),
-        ("local", {}, "--nodes: expected 1 for a local job, got 2"),
-        ("local", {"nodes": 1, "stage": "/tmp"}, "--stage: expected none for a local job"),
-        ("local", {"nodes": 1, "container": "x"}, "--container: expected none for a local job"),
-    ],
-)
-def test_mistakes_of_a_kind(kind, changes, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        render(kind, job(**changes))
 
 
 test_mistakes_in_sweeps = refusals(
