@@ -48,13 +48,17 @@ def check(channel, rank, step):
         np.testing.assert_array_equal(received, message(peer, rank, step, count, channel.dtype))
 
 
-def exchange(channel, rank, steps):
-    """Pack, send and check the messages of several steps."""
+def exchange(channel, rank, steps, nap=lambda moment, step: None):
+    """Pack, send and check the messages of several steps; `nap` is called before each of these moments of a step."""
     for step in range(steps):
+        nap("pack", step)
         pack(channel, rank, step)
         channel.start()
+        nap("finish", step)
         channel.finish()
+        nap("read", step)
         check(channel, rank, step)
+        nap("release", step)
         channel.release()
 
 
@@ -62,19 +66,9 @@ def exchange(channel, rank, steps):
 def test_random_patterns_with_ranks_out_of_step(communicator, seed):
     rank = communicator.rank
     channel = open_channel(communicator, pattern(communicator.size, seed))
-    pauses = np.random.default_rng(100 * seed + rank).random((REPETITIONS, 4))
-    for step in range(REPETITIONS):
-        # Each rank is slow now and then: before packing, before waiting, before reading, before giving back.
-        naps = [1e-3 if pause < 0.15 else 0.0 for pause in pauses[step]]
-        time.sleep(naps[0])
-        pack(channel, rank, step)
-        channel.start()
-        time.sleep(naps[1])
-        channel.finish()
-        time.sleep(naps[2])
-        check(channel, rank, step)
-        time.sleep(naps[3])
-        channel.release()
+    draw = np.random.default_rng(100 * seed + rank)
+    # Each rank is slow now and then: before packing, before waiting, before reading, before giving back.
+    exchange(channel, rank, REPETITIONS, lambda moment, step: time.sleep(1e-3 if draw.random() < 0.15 else 0.0))
 
 
 def test_one_way_only(communicator):
@@ -82,14 +76,12 @@ def test_one_way_only(communicator):
     counts[0, 1:] = 3000
     channel = open_channel(communicator, counts)
     assert channel.peers == (tuple(range(1, communicator.size)) if communicator.rank == 0 else (0,))
-    for step in range(REPETITIONS):
-        if communicator.rank == 1 and step % 10 == 0:
+
+    def nap(moment, step):
+        if communicator.rank == 1 and step % 10 == 0 and moment == "pack":
             time.sleep(2e-3)  # a slow reader: the sender must not overwrite what it reads
-        pack(channel, communicator.rank, step)
-        channel.start()
-        channel.finish()
-        check(channel, communicator.rank, step)
-        channel.release()
+
+    exchange(channel, communicator.rank, REPETITIONS, nap)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -126,11 +118,7 @@ def test_buffers_stay_where_they_are_and_are_aligned(communicator):
 
     before = addresses()
     assert all(address % 64 == 0 for address in before)
-    for step in range(3):
-        pack(channel, communicator.rank, step)
-        channel.start()
-        channel.finish()
-        channel.release()
+    exchange(channel, communicator.rank, 3)
     assert addresses() == before
     assert not channel.recv_buffer(peer, 0).flags.writeable
     assert channel.send_buffer(peer, 0).shape == (5,)
@@ -168,11 +156,7 @@ def test_buffers_are_aligned_wherever_mpi_begins_its_segments(comm, monkeypatch)
 
 
 def test_a_channel_without_peers_is_free(communicator):
-    channel = communicator.channel({}, {}, np.float32)
-    for _ in range(3):
-        channel.start()
-        channel.finish()
-        channel.release()
+    exchange(communicator.channel({}, {}, np.float32), communicator.rank, 3)
     assert communicator.counters.snapshot() == {}
 
 
@@ -182,10 +166,7 @@ def test_messages_and_bytes_are_counted_by_kind(communicator):
     halo = open_channel(communicator, counts)
     other = open_channel(communicator, counts, np.float64, kind="redistribute")
     for channel, repetitions in ((halo, 3), (other, 2)):
-        for _ in range(repetitions):
-            channel.start()
-            channel.finish()
-            channel.release()
+        exchange(channel, communicator.rank, repetitions)
     messages, elements = np.count_nonzero(mine), int(mine.sum())
     for kind, repetitions, itemsize in (("halo", 3, 4), ("redistribute", 2, 8)):
         booked = communicator.counters[kind]
@@ -202,9 +183,7 @@ def test_recorder_is_told_of_travel_and_waiting(communicator):
     spans = communicator.instruments.recorder = Spans()
     channel = open_channel(communicator, np.full((communicator.size, communicator.size), 10), name="conv1 x")
     before = time.perf_counter()
-    channel.start()
-    channel.finish()
-    channel.release()
+    exchange(channel, communicator.rank, 1)
     after = time.perf_counter()
     assert [s[:2] for s in spans] == [("halo: conv1 x", "communication"), ("halo: conv1 x", "wait")]
     assert all(before <= t0 <= t1 <= after for _, _, t0, t1 in spans)
@@ -250,10 +229,7 @@ def test_wrong_counts_on_one_rank_are_an_error_on_all(communicator):
     with pytest.raises(CommError, match=r"rank 1: recv_counts: expected 5 elements from rank 0 .* got 4"):
         communicator.channel(sends, recvs, np.float32)
     channel = communicator.channel(sends, {0: 5} if communicator.rank == 1 else {}, np.float32)  # still of use
-    pack(channel, communicator.rank, 0)
-    channel.start()
-    channel.finish()
-    check(channel, communicator.rank, 0)
+    exchange(channel, communicator.rank, 1)
 
 
 def test_closing_the_communicator_finishes_what_is_under_way(communicator):
@@ -268,14 +244,10 @@ def test_memory_of_closed_channels_is_used_again(comm):
     with Communicator(comm, "shared") as communicator:
         counts = np.full((comm.size, comm.size), 100_000)
         addresses = set()
-        for step in range(5):
+        for steps in range(5):
             channel = open_channel(communicator, counts)
             addresses.add(channel.send_buffer((comm.rank + 1) % comm.size, 0).ctypes.data)
-            pack(channel, comm.rank, step)
-            channel.start()
-            channel.finish()
-            check(channel, comm.rank, step)
-            channel.release()
+            exchange(channel, comm.rank, steps)
             channel.close()
         assert len(addresses) == 1
 
@@ -303,13 +275,7 @@ def nodes_of_two(monkeypatch):
 def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
     with Communicator(comm, "auto") as communicator:
         for seed in range(4):
-            channel = open_channel(communicator, pattern(comm.size, seed))
-            for step in range(10):
-                pack(channel, comm.rank, step)
-                channel.start()
-                channel.finish()
-                check(channel, comm.rank, step)
-                channel.release()
+            exchange(open_channel(communicator, pattern(comm.size, seed)), comm.rank, 10)
         near = [peer for peer in range(comm.size) if peer // 2 == comm.rank // 2]
         assert sorted(communicator._links.neighbors()) == near
 

@@ -90,17 +90,13 @@ def test_each_rank_reads_only_its_box(path: Path) -> None:
             assert data.bytes_read == 2 * 4 * 5 * 3 * 4 + 2 * 4 * 5
 
 
-def test_a_sample_cut_reads_its_samples_only(path: Path) -> None:
+def test_samples_of_other_ranks_and_empty_boxes_are_not_read(path: Path) -> None:
     x = make(path)
     with Hdf5Dataset(path) as data:
         out = np.empty((1, 6, 8, 3), np.float32)
         data.read("x", [3, 0, 2], Box((2, 0, 0, 0), (3, 6, 8, 3)), out)
         assert data.bytes_read == x[0].nbytes
     np.testing.assert_array_equal(out[0], x[2])
-
-
-def test_an_empty_box_reads_nothing(path: Path) -> None:
-    make(path)
     with Hdf5Dataset(path) as data:
         data.read("x", [0], Box((0, 6, 0, 0), (1, 6, 8, 3)), np.empty((1, 0, 8, 3), np.float32))
         data.read("x", [0], Box((0, 20, 0, 0), (1, 22, 8, 3)), np.empty((1, 2, 8, 3), np.float32))
@@ -157,22 +153,22 @@ def test_a_long_attribute_is_not_printed_whole(path: Path, name: str, value: obj
     assert name in str(caught.value) and len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
-def test_a_missing_file(path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.h5: no such file; correct the path"):
-        Hdf5Dataset(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"a text file, not HDF5"])
-def test_not_hdf5(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="expected an HDF5 file, got something else"):
-        Hdf5Dataset(path)
-
-
-def test_a_truncated_file(path: Path) -> None:
-    make(path)
-    path.write_bytes(path.read_bytes()[:-1500])
-    with pytest.raises(DataError, match="truncated or damaged: write it again") as caught:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"data\.h5: no such file; correct the path"),
+        (b"", "expected an HDF5 file, got something else"),
+        (b"a text file, not HDF5", "expected an HDF5 file, got something else"),
+        ("truncated", "truncated or damaged: write it again"),
+    ],
+)
+def test_no_file_of_hdf5(path: Path, content: bytes | str | None, message: str) -> None:
+    if content == "truncated":
+        make(path)
+        content = path.read_bytes()[:-1500]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
         Hdf5Dataset(path)
     assert "\n" not in str(caught.value)
 

@@ -55,6 +55,7 @@ def write_zarr(path, version, x=None, **options):
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_block_of_zarr(tmp_path, version):
+    """Blocks, groups and attributes are read, and packed numbers unpacked."""
     x = write_zarr(tmp_path / "a.zarr", version)
     with open_dataset(tmp_path / "a.zarr", "fields/x", "mask") as found:
         assert found.groups.tolist() == [0, 0, 1, 1, 2, 2] and found.attributes == {"title": "a field"}
@@ -62,10 +63,6 @@ def test_a_block_of_zarr(tmp_path, version):
         for sample in (0, 5, 1):
             check(found, "x", sample, x[sample])
             check(found, "target", sample, (x[sample][..., :1] > 0))
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_packed_numbers_of_zarr(tmp_path, version):
     stored = RNG.integers(-5, 5, (2, 4, 4, 3)).astype(np.int16)
     write_zarr(tmp_path / "a.zarr", version, stored)
     array = zarr.open_group(str(tmp_path / "a.zarr"))["fields/x"]
