@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import errno
 import itertools
 import json
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd import documents
 from halograd.documents import (
     LARGEST,
     LONGEST,
@@ -151,10 +149,6 @@ def test_values_of_the_command_line_that_are_refused(text, message):
 def test_places():
     assert dotted(["layers", "conv1->width=2", "height", 3]) == "layers.conv1->width=2.height[3]"
     assert dotted(["a\nb", "c"], "model") == "model.'a\\nb'.c" and dotted(["x" * 500]) == f"'{'x' * 56}..."
-
-
-def test_docstrings():
-    assert doctest.testmod(documents).failed == 0
 
 
 # -- writing ------------------------------------------------------------------------------------------

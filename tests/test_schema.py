@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from pydantic import Field, model_validator
 
-from halograd import schema
 from halograd.errors import UserError
 from halograd.schema import STRICT, As, Below1, Count, FilePath, Positive, Table, Text, build, check_fields, table_of
 
@@ -158,7 +156,3 @@ def test_tables_of_functions():
     ):
         with pytest.raises(UserError, match=f"^model.{message}"):
             build(table, data, at="model")
-
-
-def test_docstrings():
-    assert doctest.testmod(schema).failed == 0

@@ -335,8 +335,8 @@ def _checkpoint_text(status: Status) -> str:
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units.
 
-    >>> duration_text(3.7), duration_text(198), duration_text(7500), duration_text(180000)
-    ('4 s', '3 min 18 s', '2 h 05 min', '2 d 2 h')
+    >>> [duration_text(seconds) for seconds in (0.4, 59.7, 198, 7500, 180000)]
+    ['0 s', '1 min 00 s', '3 min 18 s', '2 h 05 min', '2 d 2 h']
     """
     whole = round(seconds)
     if whole < 60:

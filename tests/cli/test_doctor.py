@@ -56,23 +56,22 @@ def test_onednn_is_checked_against_numpy():
     assert lines["convolution"].startswith("ok ") and "ref" not in lines["convolution"].split(",")[0]
 
 
-def test_too_low_thread_level_is_a_failure_with_remedy():
-    code, lines, last = doctor(MPI4PY_RC_THREAD_LEVEL="serialized")
-    assert code == 1 and last == "training cannot run: thread level"
-    assert lines["thread level"].startswith("fail serialized  -> expected multiple")
-
-
-def test_missing_mpi_is_a_failure_with_remedy():
-    code, lines, last = doctor(MPI4PY_LIBMPI=os.path.join(os.sep, "nowhere", "libmpi.so.12"))
-    assert code == 1 and last == "training cannot run: MPI library"
-    assert "pip install 'halograd[mpich]'" in lines["MPI library"]
-    assert "ranks" not in lines and lines["h5py"].startswith("ok ")
-
-
-def test_wrong_launcher_is_a_failure_with_remedy():
-    code, lines, _ = doctor(OMPI_COMM_WORLD_SIZE="4")
-    assert code == 1
-    assert lines["ranks"].startswith("fail the launcher started 4, MPI sees 1  -> start with the mpiexec of the same")
+@pytest.mark.parametrize(
+    ("variables", "name", "text"),
+    [
+        ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, "thread level", "fail serialized  -> expected multiple"),
+        ({"MPI4PY_LIBMPI": os.path.join(os.sep, "nowhere", "libmpi.so.12")}, "MPI library", "'halograd[mpich]'"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            "ranks",
+            "fail the launcher started 4, MPI sees 1  -> start with the mpiexec of",
+        ),
+    ],
+)
+def test_failures_have_a_remedy(variables, name, text):
+    code, lines, last = doctor(**variables)
+    assert code == 1 and last == f"training cannot run: {name}" and text in lines[name]
+    assert lines["h5py"].startswith("ok ") and (name != "MPI library" or "ranks" not in lines)
 
 
 def test_several_ranks_give_one_report():

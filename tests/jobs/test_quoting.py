@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import re
 import shlex
@@ -14,10 +13,11 @@ import pytest
 
 from halograd.documents import to_toml
 from halograd.errors import UserError
-from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, resources, scripts
+from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, scripts
 from tests.harness.limits import LIMIT, wait_until
 from tests.jobs.examples import PROFILING, job
 from tests.jobs.stubs import Stubs
+from tests.support.refusals import refusals
 
 HOSTILE = [
     "a b  c",
@@ -44,11 +44,6 @@ HOSTILE = [
     "",
 ]
 TWO_LINES = ["a\nb", "a\rb", "a\n#SBATCH --nodes=99", "a\x00b", "a\x1bb", "a\u2028b", "a\udc80b"]
-
-
-@pytest.mark.parametrize("module", [quoting, resources], ids=lambda m: m.__name__)
-def test_examples_of_docstrings(module):
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.fixture
@@ -223,22 +218,22 @@ def test_several_lines_are_refused_in_lists(text):
             parse([f"a={text}"])
 
 
-@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "A$(x)", "A'", "Ä"])
-def test_names_of_variables_are_checked(name):
-    with pytest.raises(UserError, match="--env: expected a name of letters"):
-        parse_environment([f"{name}=1"])
-
-
-@pytest.mark.parametrize("text", ["=1", "A"])
-def test_variables_are_pairs(text):
-    with pytest.raises(UserError, match=f"--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got '{text}'"):
-        parse_environment([text])
-
-
-@pytest.mark.parametrize("key", ["mem\n", "Mem", "mem x", "", "-", "$(id)", "mem;x"])
-def test_names_of_directives_are_checked(key):
-    with pytest.raises(UserError, match="--sbatch"):
-        parse_directives([f"{key}=1"])
+test_names_of_variables_are_checked = refusals(
+    *(
+        ([f"{name}=1"], "--env: expected a name of letters")
+        for name in ("A B", "A;touch PWNED", "1A", "A$(x)", "A'", "Ä")
+    ),
+    *(([text], f"--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got '{text}'") for text in ("=1", "A")),
+    call=parse_environment,
+    error=UserError,
+    literal=True,
+)
+test_names_of_directives_are_checked = refusals(
+    *(([f"{key}=1"], "--sbatch") for key in ("mem\n", "Mem", "mem x", "", "-", "$(id)", "mem;x")),
+    call=parse_directives,
+    error=UserError,
+    literal=True,
+)
 
 
 def test_every_output_of_a_template_is_quoted():

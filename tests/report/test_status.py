@@ -10,7 +10,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.report import status as module
-from halograd.report.status import duration_text, read_record, status_of, status_text
+from halograd.report.status import read_record, status_of, status_text
 from tests.support.clock import DrivenClock
 
 NOW = 2e9  # [s], later than all times without a given age
@@ -173,11 +173,3 @@ def test_a_checkpoint_that_has_just_been_removed(tmp_path):
 def test_what_is_no_run(tmp_path):
     with pytest.raises(UserError, match=r"expected the directory of a run, which has a log\.jsonl: there is none"):
         read_record(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0.4, "0 s"), (59.7, "1 min 00 s"), (198, "3 min 18 s"), (7500, "2 h 05 min"), (180000, "2 d 2 h")],
-)
-def test_durations(seconds, text):
-    assert duration_text(seconds) == text
