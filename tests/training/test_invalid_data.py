@@ -70,13 +70,17 @@ def test_others(comm, config):
         train(config, sets, comm=comm)
     found = train(config, skip, comm=comm)
     assert np.isfinite(found["loss"])
-    shown = Callback()
-    shown.samples = (1, 8)
-    with pytest.raises(UserError, match=r'callbacks: .*"skip".* 8'):
-        train(config, [*skip, f"output.directory={config.parent / 'shown'}"], comm=comm, callbacks=[shown])
     with h5py.File(config.parent / "data.h5", "a") as file:
         for sample in split(SAMPLES, 0.3, seed=7)[0]:
             file["inputs"][sample] = np.nan
     assert np.isfinite(evaluate(target, ['data.invalid="skip"'], comm=comm)["loss"]), "no training sample is left"
     with pytest.raises(UserError, match=r"data\.invalid: .*'skip', 'fill' or 'mask'"):
         train(config, ['data.invalid="mend"'], comm=comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_callbacks_get_no_samples_that_are_left_out(comm, config):
+    shown = Callback()
+    shown.samples = (1, 8)
+    with pytest.raises(UserError, match=r'callbacks: .*"skip".* 8'):
+        train(config, ['data.invalid="skip"'], comm=comm, callbacks=[shown])
