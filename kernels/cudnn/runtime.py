@@ -31,7 +31,7 @@ def _cupy() -> Any:
 
 
 def _load_libraries() -> None:
-    """Load the libraries that cuDNN and its frontend open by their names, which those of wheels are not found by.
+    """Load the libraries that cuDNN and its front end open by name: those of wheels would not be found.
 
     Compiled plans need NVRTC, the backward pass of attention the CUDA runtime; without cuBLASLt cuDNN ends the process.
     Those that are missing may be on the loader's path.

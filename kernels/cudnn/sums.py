@@ -152,8 +152,8 @@ def forward(
 def backward_data(
     engine: ConvSettings, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
 ) -> tuple[SumsKey, Callable[[], Kernel]]:
-    """Return the key of the data gradient in ``norm.dy`` and the sums of the norm in one plan, and a function that
-    returns the kernel.
+    """Return the key of the plan that computes the data gradient into ``norm.dy`` with the sums of the norm, and a
+    function that returns its kernel.
 
     Rows that no output reads become zero, and add nothing to the sums.
     """
