@@ -57,9 +57,9 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
     from halograd.comm import Communicator
     from halograd.kernels import get_backend
     from halograd.layers import Strategy
-    from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
-    from halograd.perfmodel.plans import Prediction
-    from halograd.perfmodel.widening import wider
+    from halograd.perfmodel.cost import NetworkModel, Pricing, Training
+    from halograd.perfmodel.cost.simulate import Simulation
+    from halograd.perfmodel.widening import MARGIN, wider
 
     problem, rows = PROBLEMS[spec["network"]], []
     case = Case(problem.make, problem.batch)
@@ -70,19 +70,19 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
             times, network = predictor.times(case), case.make()
             pricing = Pricing(NetworkModel(predictor.machine), times, best_halo=True)
 
-            def predict(strategy: Strategy, network: Any = network, pricing: Pricing = pricing) -> Prediction:
-                return simulate(network, strategy, case.batch, pricing, Training(slots=1), account=False)
+            def simulate(strategy: Strategy, network: Any = network, pricing: Pricing = pricing) -> Simulation:
+                return Simulation(network, strategy, case.batch, pricing, Training(slots=1))
 
             for cut in map(parse_cut, spec["cuts"]):
-                plain = predict(Strategy(cut))
+                plain = simulate(Strategy(cut)).prediction(account=False)
                 halos = {layer.name: layer.halo_algorithm for layer in plain.layers}
                 base = Strategy(cut, {name: {"halo": kind} for name, kind in halos.items() if kind})
-                widened = wider(base, plain, predict, -math.inf)
-                chosen = bool(wider(base, plain, predict))
-                predicted = [plain, predict(widened[0])]
+                fastest = wider(base, plain, simulate)[0]
+                predicted = [plain, fastest.prediction(account=False)]
                 seconds = [prediction.step_seconds for prediction in predicted]
+                chosen = seconds[1] < (1 - MARGIN) * seconds[0]
                 parts = {term: [prediction.total(term) for prediction in predicted] for term in TERMS}
-                runs = [Run(case, comm, backend, strategy) for strategy in (base, widened[0])]
+                runs = [Run(case, comm, backend, strategy) for strategy in (base, fastest.strategy)]
                 for run in runs:
                     run.steps(3)
                     run.seconds.clear()
@@ -93,7 +93,7 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
                 steps = [[comm.allreduce_scalar(taken, "max") for taken in run.seconds] for run in runs]
                 for run in reversed(runs):
                     run.close()
-                wide = [name for name, options in widened[0].layers.items() if options.get("wide")]
+                wide = [name for name, options in fastest.strategy.layers.items() if options.get("wide")]
                 row = {"cut": cut, "alpha": alpha, "predicted": seconds, "parts": parts, "chosen": chosen, "wide": wide}
                 rows.append(row | {"median": [*map(median, steps)], "best": [*map(min, steps)]})
                 if comm.rank == 0:

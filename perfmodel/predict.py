@@ -49,7 +49,7 @@ from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 from .widening import MARGIN, wider
 
-__all__ = ["Planning", "StrategySearch", "plan_frontier", "plan_network", "quick_pricing", "uncollected"]
+__all__ = ["Planning", "StrategySearch", "plan_frontier", "plan_network", "quick_pricing", "uncollected", "with_halos"]
 
 Rule = Literal["none", "auto", "pointwise", "block"]
 
@@ -84,8 +84,8 @@ CUTS = 6
 LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
-#: Number of the fastest strategies that fit, and of all, that are tried with wide values if a limit binds.
-WIDENED = 4
+#: Number of the fastest strategies, of all and of those that fit, that are tried with wide values.
+WIDENED = 3
 
 
 @dataclass(frozen=True)
@@ -451,35 +451,30 @@ class StrategySearch:
     def _widened(self, best: PlanCandidate | None) -> PlanCandidate | None:
         """Return the fastest strategy that fits, also with wide values if that is faster than `best` by a margin.
 
-        If they make the fastest strategy faster, or if the limit binds, several of the fastest strategies are tried,
-        also those that only fit with wide values.
+        Several of the fastest strategies are tried, also those that only fit with wide values: one with many exposed
+        halos may become faster than the fastest plain one.
         """
 
-        def simulation(strategy: Strategy) -> Simulation:
+        def simulate(strategy: Strategy) -> Simulation:
             return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
 
-        def tried() -> Iterator[PlanCandidate]:
-            if plain_best is not None:
-                yield plain_best
-                if best is plain_best and best is self.plan_candidates.fastest():
-                    return
-            bases = [*self.plan_candidates.few(self.limit, WIDENED), *self.plan_candidates.few(math.inf, WIDENED)]
-            yield from (candidate for candidate in dict.fromkeys(bases) if candidate is not plain_best)
-
-        plain_best, limit = best, math.inf if best is None else (1 - MARGIN) * best.seconds
-        for candidate in tried() if self.chooser.widens else ():
-            plain = candidate.simulation.prediction(account=False)
-            if candidate.seconds - plain.total("halo_exposed") - plain.total("packing") >= limit:
+        chosen, below = best, math.inf if best is None else (1 - MARGIN) * best.seconds
+        bases = self.plan_candidates.few(math.inf, WIDENED)
+        if best is not bases[0]:  # the limit binds
+            bases = [*([] if best is None else [best]), *self.plan_candidates.few(self.limit, WIDENED), *bases]
+        tried = set[tuple[tuple[float, ...], ...]]()
+        for base in dict.fromkeys(bases) if self.chooser.widens else ():
+            plain = base.simulation.prediction(account=False)
+            times = tuple((record.seconds, record.halo, record.packing) for record in plain.layers)
+            if times in tried:  # a mirror image: the same cuts of another axis
                 continue
-            base = _with_halos(candidate.strategy, plain)
-            for widened in wider(base, plain, lambda strategy: simulation(strategy).prediction(False)):
-                plan_candidate = PlanCandidate(candidate.name, simulation(widened), indices=candidate.indices)
-                if plan_candidate.seconds >= limit:
+            tried.add(times)
+            for simulation in wider(with_halos(base.strategy, plain), plain, simulate, below):
+                wide = PlanCandidate(base.name, simulation, indices=base.indices)
+                if wide.fits(self.limit):
+                    chosen, below = wide, wide.seconds
                     break
-                if plan_candidate.fits(self.limit):
-                    best, limit = plan_candidate, plan_candidate.seconds
-                    break
-        return best
+        return chosen
 
     # -- what comes of it ----------------------------------------------------------------------
 
@@ -579,7 +574,7 @@ class StrategySearch:
             self.training.dtype,
             self.machine.name,
             best.name,
-            _with_halos(best.strategy, prediction),
+            with_halos(best.strategy, prediction),
             prediction,
             tuple(others),
             self.limit,
@@ -612,7 +607,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:
+def with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:
     """Return the strategy with the halo algorithm that the prediction chose for every layer."""
     layers: dict[str, Mapping[str, Any]] = dict(strategy.layers)
     for record in prediction.layers:

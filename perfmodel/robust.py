@@ -8,7 +8,9 @@ over several variations of the machine is smallest, among
   layers are lowered once;
 * the planner's choices by weighted sums of the costs on all of them, with more weight where the regret is large;
 * their schemes of gradient reduction;
-* changes of the best of these, towards the best strategies of the variations with the largest regrets, and others.
+* changes of the best of these, towards the best strategies of the variations with the largest regrets, and others;
+* all of them with wide values (`widening.py`), without the margin that these have to save in other plans: the
+  variations include machines on which kernels are slower, so their regrets count what wide values compute twice.
 
 It simulates a strategy on further variations only as long as it may still be the choice. All strategies have the halo
 algorithms for the machine itself.
@@ -21,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,9 +41,12 @@ from .machine import SUMS, Link, Machine
 from .plan_candidates import PlanCandidate
 from .planners import NoneFits
 from .plans import Plan
-from .predict import EXPOSED, Planning, StrategySearch, quick_pricing, uncollected
+from .predict import EXPOSED, Planning, StrategySearch, quick_pricing, uncollected, with_halos
+from .widening import wide_layers, wider, with_wide
 
 Cuts = tuple[str, str]
+#: Changed choice of candidates, and the layers with wide values.
+Change = tuple[tuple[int, ...], frozenset[str]]
 
 __all__ = ["FACTOR", "RobustPlan", "VariedMachine", "VariedTimes", "plan_robust", "variations"]
 
@@ -216,7 +222,9 @@ def plan_robust(
                 table.add(plan_candidate)
         table.add_between()
         table.add_variants()
+        table.widen()
         table.descend()
+        table.widen()
         chosen = table.choose()
         plan = first.result(table.plan_candidate(chosen), began)
         names = ["", *(varied.name for varied in varied_machines)]
@@ -236,6 +244,8 @@ class _StepTable:
         self._numbers: dict[tuple[Cuts, object], int] = {}
         self._seconds: dict[tuple[int, int], float] = {}
         self._simulations: dict[Cuts, dict[int, Simulation]] = {}
+        #: Strategies that were tried with wide values, and the machines.
+        self._widened = set[tuple[int, int]]()
         #: Number of changes to try per start of a descent.
         self._budget = max(FEWEST, WORK // len(costs[0].names))
         #: Shortest known step on each machine [s], and its strategy.
@@ -286,17 +296,37 @@ class _StepTable:
     def descend(self) -> None:
         """Add changes of the best strategies, as long as their regrets become smaller."""
         for i in self._few():
-            left, tried = self._budget, set[tuple[int, ...]]()
+            left, tried = self._budget, set[Change]()
             better: int | None = i
             while better is not None:
                 left, better = self._changed(better, left, tried)
+
+    def widen(self) -> None:
+        """Add strategies with wide values that gain on a machine, with the cuts of the best strategy there, and with
+        those of the strategies with the smallest regrets, on the machine where they have the largest one.
+        """
+        fastest = [(i, machine) for machine, (_, i) in enumerate(self._best)]
+        for i, machine in dict.fromkeys((*fastest, *((i, int(np.argmax(self.regrets(i)))) for i in self._few()))):
+            if (i, machine) not in self._widened and not self._candidates[i].strategy.widens:
+                self._widened.add((i, machine))
+                chosen, plain = (self._simulated(i, at).prediction(account=False) for at in (0, machine))
+                base = with_halos(self._candidates[i].strategy, chosen)
+                wider(base, plain, partial(self._simulate, machine), plain.step_seconds)
+
+    def _simulate(self, machine: int, strategy: Strategy) -> Simulation:
+        """Return the simulation of a strategy on a machine; add the strategy if it is new."""
+        number, search = self._numbers.get(_key(strategy)), self._searches[machine]
+        if number is None:
+            arguments = (search.network, strategy, search.batch, search.pricing, search.training, search.ranks)
+            number = self.add(PlanCandidate(search.chooser.name, Simulation(*arguments)))
+        return self._simulated(number, machine)
 
     def _few(self) -> list[int]:
         """Return the strategies with the smallest regrets."""
         known = [i for i in range(len(self._candidates)) if self._below(i, math.inf)]
         return sorted(known, key=self.objective)[:FEW]
 
-    def _changed(self, i: int, left: int, tried: set[tuple[int, ...]]) -> tuple[int, int | None]:
+    def _changed(self, i: int, left: int, tried: set[Change]) -> tuple[int, int | None]:
         """Return how many changes of a strategy are left to try, and the changed strategy; None: nothing is better."""
         first, strategy, regrets = self._searches[0], self._candidates[i].strategy, self.regrets(i)
         indices = first.costs.indices(strategy)
@@ -304,14 +334,14 @@ class _StepTable:
         if indices is None:
             return left, None
         order = sorted(self._machines, key=lambda machine: -regrets[machine])
-        for changed_indices in self._changes(indices, regrets, order):
-            if changed_indices in tried or changed_indices == tuple(indices):
+        for changed_indices, wide in self._changes(i, indices, regrets, order):
+            if (changed_indices, wide) in tried or changed_indices == tuple(indices):
                 continue
             if not left:
                 break
-            tried.add(changed_indices)
+            tried.add((changed_indices, wide))
             left -= 1
-            changed = first.costs.strategy(changed_indices, strategy.bucket_bytes)
+            changed = with_wide(first.costs.strategy(changed_indices, strategy.bucket_bytes), wide)
             if not first.plan_candidates.allows(changed, strategy.reduction):
                 continue
             # The machine with the largest regret comes first: most changes are rejected there.
@@ -324,13 +354,20 @@ class _StepTable:
         return left, None
 
     def _changes(
-        self, indices: Sequence[int], regrets: Sequence[float], order: Sequence[int]
-    ) -> Iterator[tuple[int, ...]]:
-        """Yield changes of a choice: towards the best ones of the machines with large regrets, and single changes."""
+        self, i: int, indices: Sequence[int], regrets: Sequence[float], order: Sequence[int]
+    ) -> Iterator[Change]:
+        """Yield changes of a choice: towards the best ones of the machines with large regrets, and single changes.
+
+        Each has the layers with wide values, also those of the other choice: they stay wide where they exchange halos.
+        """
+        own = wide_layers(self._candidates[i].strategy)
         for machine in order[:TARGETS]:
-            yield from _toward(indices, self._searches[0].costs.indices(self.best(machine)) or indices)
+            target = self.best(machine)
+            for changed in _toward(indices, self._searches[0].costs.indices(target) or indices):
+                yield changed, own | wide_layers(target)
         weights = np.exp(2 * STEEP * np.array(regrets) / max(*regrets, ROUNDING))
-        yield from (change.indices for change in Changes(self._between(weights)).of(indices, -SLACK))
+        for change in Changes(self._between(weights)).of(indices, -SLACK):
+            yield change.indices, own
 
     def _between(self, weights: NDArray[np.float64]) -> NetworkCosts:
         """Return costs between those of the machines, in parts of the shortest steps."""

@@ -4,22 +4,25 @@ The layers between two halo exchanges are a *link*: if all of them are wide, the
 only its last layers are wide, from a norm on, the exchange moves before this norm, and travels during the sum of its
 statistics. Links are joined into runs: the last link of a run is wide from its norm on, the others as a whole. For
 every length in `RUNS` the whole network is simulated. The runs that gain most by these simulations form one more
-strategy. The fastest that fits is taken if it is faster than the plain one by `MARGIN`: the times of kernels on larger
-blocks, and of copies, are less certain than those of exchanges.
+strategy. A plan takes the fastest that fits if it is faster than all plain ones by `MARGIN`: the times of kernels on
+larger blocks, and of copies, are less certain than those of exchanges.
 
-If the halos that computation does not hide, and packing, take less than `MARGIN` of the step, nothing is simulated.
+Nothing is simulated where the step would not become fast enough even without all that wide values can save, and no
+longer runs where the shorter ones save too little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..layers import Strategy
+from .cost.simulate import Simulation
 from .plans import LayerRecord, Prediction
 
-__all__ = ["MARGIN", "RUNS", "wider"]
+__all__ = ["MARGIN", "RUNS", "wide_layers", "wider", "with_wide"]
 
 #: Part of the step's time that wide values must save.
 MARGIN = 0.05
@@ -28,9 +31,9 @@ RUNS = (1, 2, 3, 4, 6, 12)
 
 
 def wider(
-    strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], Prediction], margin: float = MARGIN
-) -> list[Strategy]:
-    """Return strategies with wide values that are faster than the plain one by a margin, the fastest first.
+    strategy: Strategy, plain: Prediction, simulate: Callable[[Strategy], Simulation], below: float = math.inf
+) -> list[Simulation]:
+    """Return simulations of strategies with wide values whose step is faster than `below` [s], the fastest first.
 
     Parameters
     ----------
@@ -39,34 +42,43 @@ def wider(
     plain
         Its prediction.
     simulate
-        Function that returns the prediction of a strategy, without memory and traffic.
-    margin
-        Part of the step's time that they must save.
+        Function that simulates a strategy.
+    below
+        Limit of the step's time [s]. Nothing is simulated if the plain step without all that wide values can save would
+        exceed it.
     """
-    if plain.total("halo_exposed") + plain.total("packing") < margin * plain.step_seconds:
+    if plain.step_seconds - _savable(plain.layers) >= below:
         return []
     links = _links(plain.layers)
-    widened: list[tuple[float, Strategy]] = []
+    tried = [strategy.layers]
+    seconds: dict[Simulation, float] = {}
     gains: list[tuple[float, range]] = []
+
+    def simulate_runs(runs: Sequence[range]) -> None:
+        """Simulate wide runs, if their layers differ from those of the other strategies."""
+        wide = with_wide(strategy, _wide(plain, links, runs))
+        if wide.layers not in tried:
+            tried.append(wide.layers)
+            simulation = simulate(wide)
+            prediction = simulation.prediction(account=False)
+            seconds[simulation] = prediction.step_seconds
+            gains.extend(_gains(plain.layers, prediction.layers, links, runs))
+
     for length in RUNS:
-        runs = [range(first, min(first + length, len(links))) for first in range(0, len(links), length)]
-        candidate = with_wide(strategy, _wide(plain, links, runs))
-        if candidate.layers in [strategy.layers, *(other.layers for _, other in widened)]:
-            continue
-        prediction = simulate(candidate)
-        widened.append((prediction.step_seconds, candidate))
-        gains += _gains(plain.layers, prediction.layers, links, runs)
+        before = len(gains) if length > 2 else 0
+        simulate_runs([range(first, min(first + length, len(links))) for first in range(0, len(links), length)])
+        # Runs of n links save n - 1 of n exchanges. Longer ones, with wider margins, save less than n / (n - 1) of it.
+        saved = sum(max(gain, 0.0) for gain, _ in gains[before:])
+        if length > 1 and plain.step_seconds - saved * length / (length - 1) >= below:
+            break
     chosen, used = list[range](), set[int]()
     for gain, run in sorted(gains, key=lambda pair: -pair[0]):
         if gain > 0 and not used & {*run}:
             chosen.append(run)
             used |= {*run}
     if chosen:
-        candidate = with_wide(strategy, _wide(plain, links, chosen))
-        if candidate.layers not in [strategy.layers, *(other.layers for _, other in widened)]:
-            widened.append((simulate(candidate).step_seconds, candidate))
-    faster = (pair for pair in widened if pair[0] < (1 - margin) * plain.step_seconds)
-    return [candidate for _, candidate in sorted(faster, key=lambda pair: pair[0])]
+        simulate_runs(chosen)
+    return sorted((simulation for simulation in seconds if seconds[simulation] < below), key=seconds.__getitem__)
 
 
 def with_wide(strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -74,6 +86,21 @@ def with_wide(strategy: Strategy, names: Collection[str]) -> Strategy:
     layers = dict(strategy.layers)
     layers |= {name: {**layers.get(name, {}), "wide": True} for name in names}
     return replace(strategy, layers=layers)
+
+
+def wide_layers(strategy: Strategy) -> frozenset[str]:
+    """Return the names of the layers whose outputs are wide."""
+    return frozenset(name for name, options in strategy.layers.items() if options.get("wide"))
+
+
+def _savable(records: Sequence[LayerRecord]) -> float:
+    """Return what wide values save at most [s]: exposed halos and packing, and waits that their layers can hide.
+
+    These are the sums of statistics in the backward pass, which last as long as those in the forward pass.
+    """
+    halos = sum(record.halo_exposed + record.packing for record in records)
+    statistics = sum(record.statistics for record in records if {*record.parts} & {"depth", "height", "width"})
+    return halos + statistics / 2 if halos else 0.0
 
 
 def _links(records: Sequence[LayerRecord]) -> list[range]:

@@ -1,15 +1,20 @@
 """Tests of the choice of wide values in plans: taken where the step is faster by a margin, and nowhere else."""
 
+import math
+
 import pytest
 
 import halograd as hg
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh
 from halograd.perfmodel.cost import NetworkModel, Pricing, simulate
+from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import Planning, plan_network
+from halograd.perfmodel.robust import plan_robust
 from halograd.perfmodel.widening import MARGIN, RUNS, wider
+from tests.perfmodel.invariants import drawn
 
 LASSEN = Machine.load("lassen")
 SLOW = LASSEN.emulated(2e-4, 1e-10)
@@ -50,34 +55,60 @@ def test_wide_values_are_chosen_only_where_the_step_is_faster_by_the_margin(name
         assert not plan.strategy.widens
 
 
-def test_the_fastest_of_the_simulated_runs_is_taken():
-    pricing, network = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW), best_halo=True), NETWORKS["small"]
-    grid, found = Strategy({"height": 2, "width": 2}), []
+def simulations(network, strategy, pricing, part=math.inf):
+    """Return the simulation of a strategy, and what `wider` simulates and returns below a part of its step."""
+    tried = []
 
     def simulated(strategy):
-        made = simulate(network, strategy, 1, pricing, account=False)
-        found.append((made.step_seconds, strategy))
-        return made
+        tried.append(Simulation(network, strategy, 1, pricing, Training()))
+        return tried[-1]
 
-    chosen = wider(grid, simulate(network, grid, 1, pricing, account=False), simulated)
-    assert chosen[0] is min(found, key=lambda one: one[0])[1] and len(chosen) > 1
-    assert len(RUNS) - 2 <= len(found) <= len(RUNS) + 1
+    plain = Simulation(network, strategy, 1, pricing, Training())
+    return plain, tried, wider(strategy, plain.prediction(account=False), simulated, part * plain.step_seconds)
+
+
+def test_the_fastest_of_the_simulated_runs_is_taken():
+    pricing = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW), best_halo=True)
+    _, tried, chosen = simulations(NETWORKS["small"], Strategy({"height": 2, "width": 2}), pricing)
+    assert chosen[0] is min(tried, key=lambda one: one.step_seconds) and len(chosen) > 1
+    assert len(RUNS) - 2 <= len(tried) <= len(RUNS) + 1
+
+
+def test_runs_that_cannot_become_fast_enough_are_not_simulated():
+    pricing = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW), best_halo=True)
+    arguments = NETWORKS["small"], Strategy({"height": 2, "width": 2}), pricing
+    plain, _, chosen = simulations(*arguments)
+    fastest = chosen[0].step_seconds / plain.step_seconds
+    assert simulations(*arguments, fastest * 1.001)[2][0].strategy == chosen[0].strategy
+    assert 0 < len(simulations(*arguments, fastest * 0.8)[1]) < len(RUNS) - 2
+    assert not simulations(*arguments, 0.01)[1]
 
 
 def test_norms_alone_are_tried_as_wide():
     """A halo that travels during a sum of statistics is neither exposed nor computed twice."""
-    pricing, network, grid = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW)), NETWORKS["mesh"], Strategy({"height": 4})
-    plain, tried = simulate(network, grid, 1, pricing), []
-
-    def simulated(strategy):
-        tried.append(strategy)
-        return simulate(network, strategy, 1, pricing)
-
-    wider(grid, plain, simulated)
-    made = simulate(network, tried[0], 1, pricing)
+    pricing, network = Pricing(NetworkModel(SLOW), RooflineTimes(SLOW)), NETWORKS["mesh"]
+    plain, (wide, *_), _ = simulations(network, Strategy({"height": 4}), pricing)
     norms = {name for name, node in network.layers.items() if node.layer.kind == "BatchNorm"}
-    assert {name for name, options in tried[0].layers.items() if options.get("wide")} == norms
-    assert made.traffic["halo"] == plain.traffic["halo"] and made.step_seconds < plain.step_seconds
+    assert {name for name, options in wide.strategy.layers.items() if options.get("wide")} == norms
+    assert wide.prediction().traffic["halo"] == plain.prediction().traffic["halo"]
+    assert wide.step_seconds < plain.step_seconds
+
+
+def test_a_slower_plain_strategy_may_become_the_fastest_wide_one():
+    """Plans for a network and its mirror image differ if only the fastest plain strategy becomes wide."""
+    problem = drawn(60)
+    plans = []
+    for turned in (False, True):
+        network, times = problem.network(turned), RooflineTimes(problem.machine)
+        plans.append(plan_network(network, problem.batch, problem.ranks, problem.machine, times))
+    assert plans[0].strategy.widens and plans[1].strategy.widens
+    assert plans[0].step_seconds == pytest.approx(plans[1].step_seconds, rel=0.05)
+
+
+def test_robust_plans_have_wide_values_where_they_are_good_on_all_machines():
+    machine = Machine.load("p100-cluster")
+    found = plan_robust(convolutions(256), 1, 8, machine, RooflineTimes(machine))
+    assert found.plan.strategy.widens and max(found.regrets.values()) < MARGIN < max(found.fastest.values())
 
 
 def test_a_limit_of_memory_counts_margins(tmp_path):
