@@ -50,7 +50,7 @@ class SearchOptions:
         typer.Option(
             "--robust",
             help="Choose the plan that loses least if latency, launch time or compute rate is off by 3 x; takes about "
-            "4 times as long.",
+            "6 times as long.",
         ),
     ] = False
     frontier: Annotated[
