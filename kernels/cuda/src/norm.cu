@@ -265,7 +265,8 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
 
 // dx = gamma * inverse * (dy' - means[0] - xhat * means[1]), or without gamma on the means. `given` is dy, or dy' where
 // that was stored.
-template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, const T* given) {
+template <int V, bool MASKED, int ROWS>
+DEVICE void gradient_data(const NormParams& p, const T* given) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
     A mean[V], scale[V], slope[V], offset[V], shift[V];
@@ -281,17 +282,17 @@ template <int V, bool MASKED> DEVICE void gradient_data(const NormParams& p, con
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
         slope[k] = outer * inverse * A(sum_at(p.means, p.sums_float, at_mean + at.channels + k) * p.factor);
     }
-    for (Index row = at.row; row < at.rows; row += PAIRS * at.step) {
-        Vec<T, V> x[PAIRS], dy[PAIRS];
+    for (Index row = at.row; row < at.rows; row += ROWS * at.step) {
+        Vec<T, V> x[ROWS], dy[ROWS];
 #pragma unroll
-        for (int t = 0; t < PAIRS; ++t) {
+        for (int t = 0; t < ROWS; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
             x[t] = loaded_from<V>(p.x + from_end(at, r));
             dy[t] = loaded_from<V>(given + from_end(at, r));
         }
 #pragma unroll
-        for (int t = 0; t < PAIRS; ++t) {
+        for (int t = 0; t < ROWS; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
             A dx[V];
@@ -319,8 +320,8 @@ template <int V> DEVICE void whole_forward(const NormParams& p) {
 template <int V> DEVICE void whole_backward(const NormParams& p) {
     gradient_sums<V>(p);
     __syncthreads();
-    if (p.dresidual) gradient_data<V, true>(p, p.dresidual);
-    else gradient_data<V, false>(p, p.dy);
+    if (p.dresidual) gradient_data<V, true, 2>(p, p.dresidual);
+    else gradient_data<V, false, 2>(p, p.dy);
 }
 
 SHARING_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
@@ -331,9 +332,9 @@ KERNEL(forward_1, NormParams) { forward<1, false>(p); }
 KERNEL(forward_v, NormParams) { forward<VECTOR, false>(p); }
 KERNEL(residual_forward_1, NormParams) { forward<1, true>(p); }
 KERNEL(residual_forward_v, NormParams) { forward<VECTOR, true>(p); }
-KERNEL(gradient_data_1, NormParams) { gradient_data<1, false>(p, p.dy); }
-KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR, false>(p, p.dy); }
+KERNEL(gradient_data_1, NormParams) { gradient_data<1, false, PAIRS>(p, p.dy); }
+KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR, false, PAIRS>(p, p.dy); }
 BLOCK_KERNEL(whole_forward_1, NormParams) { whole_forward<1>(p); }
 BLOCK_KERNEL(whole_forward_v, NormParams) { whole_forward<VECTOR>(p); }
-BLOCK_KERNEL(whole_backward_1, NormParams) { whole_backward<1>(p); }
-BLOCK_KERNEL(whole_backward_v, NormParams) { whole_backward<VECTOR>(p); }
+SHARING_KERNEL(whole_backward_1, NormParams) { whole_backward<1>(p); }
+SHARING_KERNEL(whole_backward_v, NormParams) { whole_backward<VECTOR>(p); }

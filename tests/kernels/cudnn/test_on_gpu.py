@@ -92,7 +92,8 @@ def test_attention(opened, name, dtype):
     assert max(found.values()) <= BOUNDS[dtype], (found, impls)
     ours = dtype == "strict" or name == "narrow"
     refused = [s.reason for s in backend.take_substitutes()]
-    assert all(("cuda:" if ours else "cudnn:") in impl for impl in impls), (impls, refused)
+    names = [impl.removeprefix("empty + ") for impl in impls]  # gradients of a bias begin at 0
+    assert all(name.startswith("cuda:" if ours else "cudnn:") for name in names), (impls, refused)
 
 
 def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
