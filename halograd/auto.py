@@ -49,10 +49,10 @@ from .perfmodel.predict import Planning
 from .perfmodel.robust import RobustPlan
 from .plan_text import compared, comparison, plan_text, robust_text
 from .planning import PlanRequest, check_planner, known_baselines, make_plan, make_robust_plan, parse_memory
+from .training.backend import connect_device, open_kernels
 from .training.build import make_network, make_optimizer, state_slots, with_reduction
 from .training.config import Config
 from .training.executor import Executor
-from .training.kernels import connect_device, open_kernels
 from .training.optimizers import OPTIMIZERS
 from .training.root import on_root
 from .training.schedules import Constant

@@ -47,7 +47,7 @@ from ..layers import (
 from ..layers.parameter import ForeignArray, GivenValues
 from .adaptive import ADAPTIVE
 from .attention import ATTENTION
-from .extents import joined, numbers_along, with_tokens
+from .constants import joined, numbers_along, with_tokens
 from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS

@@ -29,7 +29,7 @@ from ..layers import (
     Resize,
     Scale,
 )
-from .extents import along
+from .constants import along
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of
 

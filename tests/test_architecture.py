@@ -528,3 +528,22 @@ def test_nothing_of_one_machine(pattern):
             if pattern.search(line):
                 found.append(f"{name(path)}:{number} {line.strip()[:80]}")
     assert not found, "got\n" + "\n".join(found)
+
+
+def test_the_page_of_the_architecture_names_every_file_of_the_library():
+    """A name without a folder is in the folder named before it in its row; all names are of files that are there."""
+    named: set[str] = set()
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        folder = ""
+        for file in re.findall(r"`([\w./]+\.\w+|(?:\w+/)+)`", line):
+            if "/" in file:
+                folder = file.rpartition("/")[0]
+            elif folder and file.endswith((".py", ".cu", ".cuh")):
+                file = f"{folder}/{file}"
+            named.add(file)
+    assert {"program/runner.py", "kernels/", "kernels/numpy/windows.py"} <= named
+    missing = sorted(path for path in named if "/" in path and not (ROOT / path).exists())
+    assert not missing, f"expected files of this repository, got {missing}"
+    unnamed = {name(path) for path in library() if path.name != "__init__.py"} - named
+    assert not unnamed, f"expected the page to say what these files have, got no line with {sorted(unnamed)}"
+

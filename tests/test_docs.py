@@ -180,11 +180,3 @@ def test_ten_lines_of_the_first_page_train(shared, monkeypatch):
     assert losses[-1] < losses[0]
     with h5py.File(shared / "predicted.h5") as file:
         assert file["prediction"].shape == (1, 64, 64, 1)
-
-
-def test_the_page_of_the_architecture_names_files_that_are_there():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text))
-    assert {"program/runner.py", "kernels/", "perfmodel/cuts.py"} <= named
-    missing = sorted(path for path in named if not (ROOT / path).exists())
-    assert not missing, f"expected files of this repository, got {missing}"

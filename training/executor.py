@@ -34,15 +34,15 @@ from ..program.gradients import check_gradients, reduce_gradients
 from ..program.program import Program, Target
 from ..program.recording import Item
 from ..program.runner import Call, Mode, Runner
+from .backend import check_dtype, report_substitutes
 from .gradient_scaling import GradientCheck
 from .graph import GraphedPass, Graphs, check_graph, graphed_pass
-from .kernels import check_dtype, report_substitutes
+from .inputs import block_of, check_name, name_of
 from .memory import Memory, memory_errors
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
 from .timeline import Spans
-from .transfer import block_of, check_name, name_of
 from .watchdog import Heartbeat
 
 __all__ = ["Block", "Executor", "Gather"]
@@ -471,7 +471,7 @@ class Executor:
         Raises
         ------
         UserError
-            On all ranks, if the array of one of them does not fit (:func:`halograd.training.transfer.block_of`).
+            On all ranks, if the array of one of them does not fit (:func:`halograd.training.inputs.block_of`).
         """
         with self.comm.agreement():
             region = self.input(name)

@@ -31,18 +31,18 @@ from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
 from ..models.own import source_of
 from ..perfmodel.small import SmallLayers
+from .backend import connect_device, open_kernels
 from .build import check_memory, fit_memory, make_network, make_strategy, needs_of, with_reduction
 from .checkpoint import TrainingProgress
 from .config import Config
 from .directory import job_id
 from .executor import Executor
-from .kernels import connect_device, open_kernels
+from .inputs import DeviceFeed
 from .memory import memory_errors
 from .root import on_root
 from .samples import Samples
 from .small import describe, suited
 from .timeline import Timeline
-from .transfer import DeviceFeed
 
 __all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline", "open_loader"]
 

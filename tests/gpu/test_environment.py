@@ -71,8 +71,8 @@ def test_two_ranks_start_on_one_gpu(record_property):
     from mpi4py import MPI
 
     from halograd.comm import Communicator
+    from halograd.training.backend import open_kernels
     from halograd.training.config import BackendConfig
-    from halograd.training.kernels import open_kernels
 
     with Communicator(MPI.COMM_WORLD) as comm, open_kernels(BackendConfig(kernels="cudnn"), comm) as kernels:
         array = kernels.device.array(np.full(3, comm.rank + 1.0))

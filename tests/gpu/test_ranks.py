@@ -19,8 +19,8 @@ from halograd.device import as_dtype, is_low, resolution
 from halograd.kernels import Backend, get_backend
 from halograd.layers import BatchNorm as Norm
 from halograd.testing import grids, run_layer
+from halograd.training.backend import open_kernels
 from halograd.training.config import BackendConfig
-from halograd.training.kernels import open_kernels
 from tests.gpu.place import gpu_count
 from tests.gpu.slow import check_download, check_upload_ahead, reused_message
 from tests.support.fake_device import FakeBackend

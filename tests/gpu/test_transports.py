@@ -22,8 +22,8 @@ from halograd.comm.transports.base import TransportContext
 from halograd.device import as_dtype
 from halograd.dtensor import End, Exchange, Layout
 from halograd.kernels import Backend
+from halograd.training.backend import open_kernels
 from halograd.training.config import BackendConfig
-from halograd.training.kernels import open_kernels
 from tests.gpu.place import gpu_count
 from tests.gpu.slow import Slow, reused_message
 from tests.gpu.test_ranks import SIZE, compare_losses

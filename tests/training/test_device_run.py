@@ -12,13 +12,13 @@ from mpi4py import MPI
 from halograd.errors import UserError
 from halograd.kernels.cudnn.graphs import Arithmetic
 from halograd.training import checkpoints, session
+from halograd.training.backend import open_kernels
 from halograd.training.config import parse_config
-from halograd.training.kernels import open_kernels
+from halograd.training.inputs import DeviceFeed
 from halograd.training.log import RunLog, read_log
 from halograd.training.memory import Memory
 from halograd.training.run import train
 from halograd.training.trained import apply, evaluate
-from halograd.training.transfer import DeviceFeed
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, EDGE, write_config
 

@@ -13,7 +13,7 @@ from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, Network, SoftmaxCrossEntropy, Strategy
 from halograd.training.executor import Executor
-from halograd.training.transfer import block_of
+from halograd.training.inputs import block_of
 
 SHAPE = (2, 6, 5, 3)
 BOX = Box((1, 2, 0, 0), (2, 5, 5, 3))

@@ -16,10 +16,10 @@ from halograd.errors import UserError
 from halograd.layers import MeanSquaredError
 from halograd.report.status import read_record, status_of, status_text
 from halograd.training import evaluate
+from halograd.training.backend import _warn_of_threads
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.config import BackendConfig
 from halograd.training.directory import checkpoint_of
-from halograd.training.kernels import _warn_of_threads
 from halograd.training.log import read_log
 from halograd.training.monitors import BestScore, LossWatch
 from halograd.training.run import train

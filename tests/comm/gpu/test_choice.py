@@ -13,8 +13,8 @@ from halograd.comm.gpu.nccl import load_nccl
 from halograd.device import HOST
 from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
+from halograd.training.backend import connect_device, open_kernels
 from halograd.training.config import BackendConfig
-from halograd.training.kernels import connect_device, open_kernels
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import gpu_ranks
 

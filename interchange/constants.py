@@ -1,4 +1,4 @@
-"""Import of sums and products of a value with an array: they become `Embedding` and `Scale`, trained or not."""
+"""Import of operators with a constant array: sums and products become `Embedding` and `Scale`, trained or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening of a configuration's kernel backend: checks of dtypes, device and transport of each rank."""
+"""Backend of a run: its opening by a configuration, with checks of dtypes, device and transport of each rank."""
 
 from __future__ import annotations
 

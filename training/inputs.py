@@ -1,4 +1,4 @@
-"""Transfer of arrays to the inputs of an executor: blocks of whole arrays, and batches copied ahead to a device."""
+"""Inputs of an executor: blocks of whole arrays, and batches copied ahead to a device."""
 
 from __future__ import annotations
 
