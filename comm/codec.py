@@ -126,7 +126,7 @@ CODECS: Registry[Codec] = Registry("codec", Codec, key="reduction.payload")
 @CODECS.register
 @dataclass(frozen=True)
 class Unchanged(Codec):
-    """Codec that leaves elements unchanged. Any dtype: float32, or float64 in a training in float64."""
+    """Codec that leaves elements unchanged. Elements may have any dtype."""
 
     name: ClassVar[str] = "float32"
     dtype: ClassVar[str] = ""
@@ -160,7 +160,7 @@ class BFloat16(Codec):
 
     A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
     ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; numbers
-    from 2**111 on overflow to NaN, infinity too: a training that has them has diverged.
+    from 2**111 on overflow to NaN, infinity too: training that produces them has diverged.
 
     References
     ----------

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["Line", "Progress", "Stage", "StagedOperation", "Work", "rest"]
+__all__ = ["OperationQueue", "Progress", "Stage", "StagedOperation", "Work", "rest"]
 
 # Pairs of (time since the last change, sleep between two polls) [s]. Sleeps are short at first, so that the rounds of
 # an all-reduce follow each other. An operation that pends for long waits for a late rank, and a wake-up takes some
@@ -103,7 +103,7 @@ class StagedOperation:
         Number of stages that :meth:`start` runs itself.
     last
         Number of stages at the end that only the owner runs.
-    line
+    queue
         Queue whose order the operation keeps; None: it is independent of other operations.
     prepare
         Function that a thread calls before it drives the operation.
@@ -121,11 +121,11 @@ class StagedOperation:
         *runs: Sequence[Stage],
         first: int = 0,
         last: int = 0,
-        line: Line | None = None,
+        queue: OperationQueue | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
         self.runs, self._first, self._last = [list(stages) for stages in runs], first, last
-        self.line, self._prepare = line, prepare
+        self.queue, self._prepare = queue, prepare
         self.fault: Exception | None = None
         self.completed_at, self.worked, self.lock = 0.0, False, threading.Lock()
         self._stages: list[Stage] = []
@@ -208,7 +208,7 @@ class StagedOperation:
             self._stages[self.at].begin()
 
 
-class Line:
+class OperationQueue:
     """Queue of operations that all ranks start in the same order, and that begin every stage in that order.
 
     So a stage may be a collective. Only the first operation in each stage is polled: a poll costs the same for any
@@ -273,7 +273,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._last_change = 0.0
-        self._pending: list[StagedOperation | Line] = []
+        self._pending: list[StagedOperation | OperationQueue] = []
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
@@ -281,19 +281,19 @@ class Progress:
 
     def submit(self, operation: StagedOperation) -> None:
         """Start an operation, and let the thread drive it."""
-        line = operation.line
-        if line is None:
+        queue = operation.queue
+        if queue is None:
             with operation.lock:  # the thread may poll it once more although it was complete
                 operation.start()
         else:
-            operation.start()  # others of the line go on during the owner's first stages
-            with line.lock:
-                line.operations.append(operation)
+            operation.start()  # others of the queue go on during the owner's first stages
+            with queue.lock:
+                queue.operations.append(operation)
         with self._lock:
-            if line is None:
+            if queue is None:
                 self._pending.append(operation)
-            elif line not in self._pending:
-                self._pending.append(line)
+            elif queue not in self._pending:
+                self._pending.append(queue)
             self._last_change = time.perf_counter()
             if self._thread is None:
                 self._launch()
@@ -307,8 +307,8 @@ class Progress:
         Exception
             The exception of the operation, from this thread or from the progress thread.
         """
-        if operation.line is not None:
-            operation.line.complete(operation)
+        if operation.queue is not None:
+            operation.queue.complete(operation)
         else:
             with self._lock:
                 if operation in self._pending:
@@ -351,22 +351,22 @@ class Progress:
             else:
                 time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
 
-    def _advance(self, pending: Sequence[StagedOperation | Line]) -> bool:
+    def _advance(self, pending: Sequence[StagedOperation | OperationQueue]) -> bool:
         """Poll all pending operations once; return whether one of them changed."""
         changed = False
         for item in pending:
             if not item.lock.acquire(blocking=False):  # its owner drives it
                 continue
             try:
-                done = item.poll() if isinstance(item, Line) else _poll(item)
-                changed |= item.worked or (done and not isinstance(item, Line))
+                done = item.poll() if isinstance(item, OperationQueue) else _poll(item)
+                changed |= item.worked or (done and not isinstance(item, OperationQueue))
             finally:
                 item.lock.release()
             if done:
                 self._forget(item)
         return changed
 
-    def _forget(self, item: StagedOperation | Line) -> None:
+    def _forget(self, item: StagedOperation | OperationQueue) -> None:
         with self._lock:
             # After the poll, a queue may have received another operation, or an operation may have been started again.
             if item in self._pending and item.idle:

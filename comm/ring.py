@@ -11,19 +11,20 @@ sums, not of all gradients, and a step allocates nothing. ::
 `Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in them. The next sum
 in this memory passes its `FreeSlot` when they are over.
 
-*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the slot do
-not wait. Let n be the first sum in this order that is not over on some rank, but for the last stages of its owner. On
-a rank that has started n, all sums before n are over, so n has its slot, and no sum of the line is before it. It needs
-the other ranks only until they have started n and got the slot, too. They start n without a wait, or after waits for
-sums before n, which are over. The stages from the slot on need no owner: the progress thread runs them, or a thread
-that waits for any sum of the line. So n comes to its end on all ranks, whichever sums they finish first.
+*No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the slot do not
+wait. The last stages of a sum are run by its owner and need no other rank, so they are left out of account. Let n be
+the first sum in this order that is not over on some rank. On a rank that has started n, all sums before n are over, so
+n has its slot and is the first in the queue. It waits for another rank only until that rank has started n and has the
+slot, too. The other rank starts n without waiting, or after it has waited for sums before n, which are over. The stages
+from the slot on need no owner: the progress thread runs them, or a thread that waits for any sum of the queue. So n
+ends on all ranks, whichever sums they finish first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .progress import Line, Stage, StagedOperation
+from .progress import OperationQueue, Stage, StagedOperation
 from .sums import Held, ring_slots
 
 __all__ = ["FreeSlot", "Ring"]
@@ -71,7 +72,7 @@ class Ring:
         Slot ``(start, stop)`` of each sum in the memory of this library, and in that which MPI may use [B].
     here_bytes, nbytes
         Size of the first memory, and of both [B].
-    line
+    queue
         Queue of the sums if they wait for each other; None if there is memory for all of them at once.
     """
 
@@ -84,7 +85,7 @@ class Ring:
             for slot, (first, end) in zip(self._slots, spans):
                 pairs = zip(self._slots, spans)
                 slot.others += [other for other, (a, b) in pairs if other is not slot and max(a, first) < min(b, end)]
-        self.line = Line() if any(slot.others for slot in self._slots) else None
+        self.queue = OperationQueue() if any(slot.others for slot in self._slots) else None
 
     def operation(
         self, number: int, stages: Sequence[Stage], count: int, first: int = 0, last: int = 0
@@ -100,10 +101,10 @@ class Ring:
         first, last
             As in :class:`StagedOperation`.
         """
-        if self.line is None:
+        if self.queue is None:
             return StagedOperation(stages, first=first, last=last)
         slot = self._slots[number]
         all_stages = [*stages[:first], slot, *stages[first:]]
-        operation = StagedOperation(all_stages, first=first, last=last, line=self.line)
+        operation = StagedOperation(all_stages, first=first, last=last, queue=self.queue)
         slot.serve(operation, first, count)
         return operation

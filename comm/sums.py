@@ -182,7 +182,7 @@ def held_together(sums: Sequence[tuple[int, Held]]) -> int:
 def ring_slots(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
     """Return slots ``(start, stop)`` of these sizes in a ring, and its size [B]. Local.
 
-    Slots follow each other, in whole cache lines, and from the end of the ring again from its start.
+    Slots follow each other in whole cache lines; after the end of the ring they begin again at its start.
 
     >>> ring_slots([6 << 20] * 3)[0] == [(0, 6 << 20), (6 << 20, 12 << 20), (0, 6 << 20)]
     True

@@ -33,8 +33,7 @@ def terminal_columns() -> int | None:
 
 
 def _end(process: int) -> str | None:
-    """Return the terminal at the end of a process's stderr, also through pipes of launchers; None if it is no terminal.
-    """
+    """Return the terminal where a process's stderr ends, also through pipes of launchers; None if there is none."""
     stderr = _files(process).get("2", "")
     for ancestor, name in _ancestors(process):
         if not stderr.startswith("pipe:"):

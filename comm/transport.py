@@ -197,7 +197,7 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
 def doubling_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     """Return the time of an all-reduce by recursive doubling, the algorithm of MPI libraries for few bytes [s].
 
-    All ranks exchange their whole vectors, ``floor(lg size)`` times. If `size` is no power of two, the surplus ranks
+    All ranks exchange their whole vectors, ``floor(lg size)`` times. If `size` is not a power of two, the surplus ranks
     send theirs before, and receive the sum afterwards.
 
     References

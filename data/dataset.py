@@ -217,7 +217,7 @@ class Hdf5Dataset:
         return filled
 
     def _is_finite(self, name: str) -> bool:
-        """Return whether all numbers of an input are finite, because the file has integers as they are."""
+        """Return whether all numbers of an input are finite by their type: integers that are not packed."""
         field, opened = self.fields[name], self._datasets.get(name)
         return not field.is_target and field.packing is None and opened is not None and opened.dtype.kind in "iub"
 

@@ -102,7 +102,7 @@ def _is_plain_folder(path: str, kind: str | None) -> bool:
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
     """Return the files of a format in a folder, and a text on what was expected."""
-    # Hidden files, as macOS adds them to archives (._a.nii), are no samples; patterns do not match them either.
+    # Hidden files, as macOS adds them to archives (._a.nii), are not samples; patterns do not match them either.
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
     for name in formats:
@@ -148,7 +148,7 @@ def check_same_fields(paths: Sequence[Path], structures: Sequence[Structure], se
 def _same_factors(
     mine: tuple[int, ...], my_reference: tuple[int, ...], theirs: tuple[int, ...], reference: tuple[int, ...]
 ) -> bool:
-    """Return whether two grids have the same factors to their references, or one value on an axis."""
+    """Return whether two grids differ by the same factors from their references, or both have one value per axis."""
     if len(mine) != len(theirs) or len(my_reference) != len(reference) or mine[-1] != theirs[-1]:
         return False
     if len(mine) != len(reference):  # a vector per sample
@@ -490,7 +490,7 @@ def _matches(folder: Path, pattern: str) -> Iterator[tuple[str, str]]:
     for path in folder.glob("/".join("*" if SAMPLE in word else glob.escape(word) for word in pattern.split("/"))):
         file = path.relative_to(folder).as_posix()
         match = expression.fullmatch(file)
-        if match is not None and not match["sample"].startswith("."):  # hidden files are no samples
+        if match is not None and not match["sample"].startswith("."):  # hidden files are not samples
             yield file, match["sample"]
 
 

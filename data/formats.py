@@ -87,7 +87,7 @@ class StoredArray(ABC):
         return packing_of(self.attrs, self.dtype, where)
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks that are read as a whole, if samples are read along the axis `rows`; None without such."""
+        """Return the chunks that are read as a whole when samples are read along the axis `rows`, or None."""
         return None
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
@@ -264,7 +264,7 @@ class Channels(StoredArray):
 
 
 class Format(ABC):
-    """Format of files of samples: a class of ``data.format``, which files with its suffixes have without that key."""
+    """Format of files of samples: the one that ``data.format`` names or, without that key, that of a file's suffix."""
 
     #: Name in the configuration, for registered classes.
     name: ClassVar[str] = ""

@@ -18,7 +18,7 @@ from .formats import ChunkCache, Format, StoredArray, StoredFile, Where, library
 __all__ = ["Zarr"]
 
 _REMEDY = "write {dataset} in chunks of {better}"
-#: Name of the array of a file that is no group.
+#: Name of the array of a file that is not a group.
 ALONE = "data"
 
 

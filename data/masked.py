@@ -131,7 +131,7 @@ class Masked(DatasetView):
         return stored.reshape(len(stored), *(high - low for low, high in ranges))
 
     def _valid(self, target: str, weights: int, indices: Sequence[int], part: Box, dtype: Any) -> NDArray[np.bool_]:
-        """Return which elements of a box have valid targets; one channel of `weights` needs valid numbers in all."""
+        """Return the mask of valid targets in a box. With one channel of weights, all channels must be valid."""
         channels = self.dataset.fields[target].shape[-1]
         box = Box.of_ranges([*part.ranges[:-1], (0, channels)])
         values = np.full(box.shape, np.nan, dtype)  # nothing is read beyond a smaller sample: no target is there

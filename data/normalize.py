@@ -144,7 +144,7 @@ class ChannelStatistics:
         """Return normalized values ``(N, *spatial, C')`` in the units of the data: the inverse of :meth:`apply` for
         channels without a transform. Local.
 
-        Channels begin at global `first_channel`. If there are more than the `C` of the statistics, those repeat.
+        The first of the channels has the global number `first_channel`. The `C` statistics repeat along the channels.
         """
         channels = np.arange(first_channel, first_channel + x.shape[-1]) % len(self.mean)
         return x * self.std[channels].astype(x.dtype) + self.mean[channels].astype(x.dtype)

@@ -290,7 +290,7 @@ class SampleWindows:
     # -- reading ---------------------------------------------------------------------------------------
 
     def read_batch(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box of the windows of a batch, in the way of :meth:`Dataset.read`. Local."""
+        """Read a box of the windows of a batch, as :meth:`Dataset.read` does. Local."""
         if name not in self.moved or not (self.cut or (self._shifted and batch.augmented)):
             return self.dataset.read(name, batch.indices, box, out)
         part, filled = overlap(box, (len(batch.indices), *self.fields[name].shape))
@@ -549,7 +549,7 @@ def find_foreground(
     most
         Largest number of positions of a class in a sample.
     ignored
-        Value that is no class.
+        Value that is not a class.
 
     Raises
     ------

@@ -139,7 +139,7 @@ def join(out: Path) -> bool:
     Raises
     ------
     DataError
-        If it is no such file, or parts of it are missing.
+        If it is not such a file, or parts of it are missing.
     """
     with open_file(out) as file:
         if "needs" not in file.attrs:
@@ -155,7 +155,7 @@ def join(out: Path) -> bool:
 def copy_whole(source: Path, path: Path) -> None:
     """Copy a file of predictions to `path`, with the numbers of its virtual datasets. Local.
 
-    Holds 32 MiB at once, or a row of a sample.
+    It holds 32 MiB at a time, or one row of a sample if that is larger.
 
     Raises
     ------

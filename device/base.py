@@ -138,7 +138,7 @@ class TimedEvent(Protocol):
 class Branch:
     """Work that may run concurrently with work enqueued after it, until it is joined. Local.
 
-    Here it runs in its place.
+    This class runs the work where it is enqueued.
     """
 
     def __call__(self, run: Callable[[], object]) -> None:

@@ -322,7 +322,7 @@ class _Operand:
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 
     def windows(self) -> Shape | None:
-        """Return the extents of the windows whose positions are the rows; None if they are no windows."""
+        """Return the extents of the windows whose positions are the rows; None if the rows are not those of windows."""
         space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
         inside = [Factor(a, 1, n) for a, n in enumerate(extents, 1) if n > 1]
@@ -470,7 +470,7 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _is_of_positions(node: Node) -> bool:
-    """Return whether each position of a node depends on this position of its only input."""
+    """Return whether each position of a node depends only on the same position of its only input."""
     layer = node.layer
     if isinstance(layer, Conv):
         extents = node.inputs[0].shape
@@ -479,7 +479,7 @@ def _is_of_positions(node: Node) -> bool:
 
 
 def _map_of(node: Node) -> Shape | None:
-    """Return the extents of the map that a node has as a sequence; None if it is no sequence of a map."""
+    """Return the spatial extents of the map whose positions form the sequence of a node; None without such a map."""
     while _is_of_positions(node):
         node = node.inputs[0]
     before = node.inputs[0].shape if isinstance(node.layer, ReshapedMap) else node.shape

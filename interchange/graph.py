@@ -494,7 +494,7 @@ class Builder:
         return self.add(op, layer, node)
 
     def frozen(self, op: OnnxNode, weights: Sequence[OnnxConstant]) -> bool:
-        """Return whether torch trains none of the weights. Raises UserError if it trains some of them only."""
+        """Return whether torch trains none of the weights. Raises UserError if it trains only some of them."""
         frozen = [weight for weight in weights if weight.frozen]
         if frozen and len(frozen) < len(weights):
             remedy = "set requires_grad of all parameters of the module to the same value"

@@ -107,7 +107,7 @@ def read_onnx(
 def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
     """Return the offsets in a file of the data of its large weights, so that each is read when needed.
 
-    The weights are in the file in their order in the model. One that is not found at its first 64 bytes is left out.
+    The weights are in the file in their order in the model. A weight whose first 64 bytes are not found is left out.
     """
     offsets, end = dict[str, int](), 0
     for tensor in model.graph.initializer:

@@ -249,7 +249,7 @@ def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
 
 
 def _clip(build: Builder, op: OnnxNode) -> Activation:
-    """Import Clip. The largest numbers of float32 count as no limits."""
+    """Import Clip. The largest numbers of float32 do not count as limits."""
     most = float(np.finfo(np.float32).max)
     limits = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
     low, high = (n if limit is None else limit for n, limit in zip(limits, (_number(build, op, i) for i in (1, 2))))

@@ -242,7 +242,7 @@ def _traced(call: _Call) -> Iterator[None]:
 
 
 def _check_modes(module: Any) -> None:
-    """Raise UserError for a norm with running statistics that is in evaluation mode, or is no batch norm."""
+    """Raise UserError for a norm with running statistics that is in evaluation mode, or is not a batch norm."""
     torch = library("torch")
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.modules.instancenorm._InstanceNorm) and submodule.track_running_stats:
@@ -335,7 +335,7 @@ def _written(symbolics: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _refuse_detach(graph: Any, value: Any) -> Any:
-    """Raise an error for ``detach()``, which the old exporter would write as no operation."""
+    """Raise an error for ``detach()``, which the old exporter would leave out of the file."""
     raise UserError(
         "from_torch(): expected gradients of all values, got detach() in forward(); detach no value that is trained"
     )
@@ -445,7 +445,7 @@ def _store_frozen(graph: Any, names: Collection[str]) -> None:
 
 
 def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the arrays of a network under their names in torch: numbers, and whether the network has them. Local.
+    """Return the arrays of a network by their names in torch: numbers, and a mask of those that it has. Local.
 
     Parameters
     ----------

@@ -243,7 +243,7 @@ class TransformerArrangement(Arrangement):
         return self.form if self.part is None else (3 * self.form[0], *self.form[1:])
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
-        """Return the own part of torch's array."""
+        """Return this parameter's part of torch's array."""
         return np.ascontiguousarray((array.reshape(len(array), -1).T if self.transposed else array).reshape(self.form))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:

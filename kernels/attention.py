@@ -333,7 +333,7 @@ class Reach(ABC):
 
 @dataclass(frozen=True)
 class Everywhere(Reach):
-    """Every query reads all keys."""
+    """Rule by which every query reads all keys."""
 
     queries: int
     keys: int
@@ -408,7 +408,7 @@ class Windows(_OfOneAxis):
 
 @dataclass(frozen=True)
 class Neighborhood(_OfOneAxis):
-    """Every query reads the `extent` keys around it at distances that are multiples of the dilation.
+    """Rule by which a query reads the `extent` keys around it at distances that are multiples of the dilation.
 
     At both ends the neighborhood is moved inwards, so that it keeps its extent; if fewer positions have the same
     remainder modulo the dilation, it is all of them. With an even extent there is one more key below than above. The
@@ -645,7 +645,7 @@ class TileGroup:
         ]
 
     def blocked(self) -> list[Any]:
-        """Return for each axis that allows not all keys of a tile the pairs that it does not allow.
+        """Return the pairs of a tile that are not allowed, for each axis on which some are not.
 
         Each is bool, broadcast to ``(*queries, *keys)``.
         """

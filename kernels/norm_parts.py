@@ -158,8 +158,9 @@ def cancellation_limit(dtype: np.dtype) -> float:
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
     """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work` is two float64 arrays of that shape, modified.
 
-    On a device the result is always True, because the host does not wait for the values. On a device only the reference
-    in float64 calls it; in float32, the variance is inaccurate if ``mean^2 / var`` exceeds 5e8.
+    On a device the result is always True, because the host does not wait for the values. There only the reference in
+    float64 calls this function. The kernels in float32 do not, and have an inaccurate variance if ``mean^2 / var``
+    exceeds 5e8.
     """
     if not mean.size:  # the maximum of an empty array is an error
         return False

@@ -76,7 +76,7 @@ class Attention(Layer):
     Communication per process: the keys and values that its queries read and other ranks own, forward, and their
     gradients, backward. Without window and neighborhood these are all of the sample: with the option ``attention =
     "gather"`` they are gathered before the kernel and kept; with ``"ring"`` blocks of them arrive while the kernel
-    computes with the block before, in both passes (Liu et al. 2023). ``"auto"`` follows the option `halo`: a ring for
+    computes with the previous block, in both passes (Liu et al. 2023). ``"auto"`` follows the option `halo`: a ring for
     ``"overlap"``.
 
     Raises
@@ -598,8 +598,8 @@ def _held(array: Any) -> Any:
 class MultiHeadAttention:
     """Attention with its projections: three convolutions of one position, :class:`Attention`, and a fourth.
 
-    It is no layer, but a function of nodes, whose calls share the layers; these are named ``name.query``, ``name.key``,
-    ``name.value``, ``name.attention`` and ``name.out``.
+    It is not a layer, but a function of nodes, whose calls share the layers; these are named ``name.query``,
+    ``name.key``, ``name.value``, ``name.attention`` and ``name.out``.
 
     Parameters
     ----------

@@ -162,8 +162,8 @@ class BatchNorm(Layer):
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.
 
-        If the host can check whether ``E[x^2] - E[x]^2`` cancels, and in float64, this layer computes mean and
-        variance; otherwise the kernels do.
+        This layer computes mean and variance in float64, and where the host can check whether ``E[x^2] - E[x]^2``
+        cancels; otherwise the kernels do.
         """
         boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
@@ -561,7 +561,7 @@ class _NormMargin:
             x.finish()
 
     def _parts(self, boxes: Sequence[Box]) -> dict[str, View]:
-        """Return the inputs in the boxes, by name and number."""
+        """Return views of the inputs in the boxes, by name of the input and number of the box."""
         regions = {name: Region(x.view, x.box) for name, x in self._gathered.items()}
         packed = self.context.packed
         return {f"{name}{i}": packed(r.part(box)) for name, r in regions.items() for i, box in enumerate(boxes)}

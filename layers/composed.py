@@ -1,4 +1,4 @@
-"""Functions that create several layers in one call: sequences, splits, crops, patches. They are no layers."""
+"""Functions that create several layers in one call: sequences, splits, crops, patches. They are not layers."""
 
 from __future__ import annotations
 

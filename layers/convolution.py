@@ -317,7 +317,7 @@ def _local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int) -> G
     for w, (a, b), (c, d) in zip(windows, needed.ranges[1:-1], x.ranges[1:-1]):
         if y.size and c < a:
             raise AssertionError(f"the input box {x} begins before what {y} needs: {needed}")
-        # A box may end with elements that no window reads (a stride skips them): these are no negative padding.
+        # A box may end with elements that no window reads (a stride skips them): these are not negative padding.
         hi = b - d
         padding.append((max(c - a, 0), 0 if -w.stride < hi < 0 else hi))
     return Geometry(

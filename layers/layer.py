@@ -259,7 +259,7 @@ class Layer(TargetReader):
         return {}
 
     def flops(self, *shapes: Shape) -> int:
-        """Return the floating-point operations of the forward pass of one sample (a multiply-add counts two)."""
+        """Return the floating-point operations of the forward pass of one sample (a multiply-add counts as two)."""
         return 0
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:

@@ -473,7 +473,7 @@ class SoftmaxCrossEntropy(Loss):
     Raises
     ------
     ValueError
-        In forward, on the rank that holds the target, if a target is no class. On a device the host does not read
+        In forward, on the rank that holds the target, if a target is not a class. On a device the host does not read
         targets: the loss becomes NaN instead.
     """
 

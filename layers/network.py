@@ -110,7 +110,7 @@ class Network:
     def targets(self) -> tuple[str, ...]:
         """Names of the target-only inputs: the loss compares predictions with them, and no prediction depends on them.
         """
-        # An input that a prediction reads too is no target: it is normalized, and rounded to 16 bits.
+        # An input that a prediction reads too is not a target: it is normalized, and rounded to 16 bits.
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
@@ -352,7 +352,7 @@ def _sorted_nodes(outputs: list[Node]) -> list[Node]:
 
 
 def _check_outputs(network: Network) -> None:
-    """Reject outputs that are no nodes, such as a layer that was not called."""
+    """Reject outputs that are not nodes, such as a layer that was not called."""
     for name, node in network.outputs.items():
         if not isinstance(node, Node):
             called = "; call it on nodes" if isinstance(node, Layer) else ""

@@ -19,7 +19,7 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-#: Attributes that are no settings: an activation after it is its own layer, checkpoints hold parameters, and a resumed
+#: Attributes that are not settings: an activation after it is its own layer, checkpoints hold parameters, and a resumed
 #: run may freeze others.
 _NAMES = ("name", "followed_by", "frozen", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "

@@ -192,7 +192,7 @@ def total_of(*losses: Node) -> LossNode:
     Raises
     ------
     TypeError
-        If an argument is no loss.
+        If an argument is not a loss.
     """
     inputs: list[Node] = []
     terms: list[Term] = []

@@ -75,7 +75,7 @@ def unit(
     padding: str | int = "same",
     **norm: Any,
 ) -> Node:
-    """Add a convolution without bias, batch norm and ReLU; `norm` are options of the batch norm.
+    """Add a bias-free convolution, batch norm and ReLU; `norm` are options of the batch norm.
 
     With odd kernels and stride 1, "same" pads both sides equally.
     """

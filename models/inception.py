@@ -200,7 +200,7 @@ class _Builder:
     def unit(
         self, y: Node, filters: int, kernel: _Kernel, label: str, stride: int = 1, padding: str | int = "same"
     ) -> Node:
-        """Add a unit with scaled number of filters."""
+        """Add a unit with a scaled number of filters."""
         width = scaled(filters, self.width)
         return unit(y, width, kernel, label, stride, padding, statistics=self.statistics, eps=1e-3)
 

@@ -45,7 +45,7 @@ class PlanCandidate:
     optimal
         Whether a planner proved that it is the fastest by additive costs.
     indices
-        Indices of its cuts among the candidates of the layers; None: some of its cuts are no candidates.
+        Indices of its cuts among the candidates of the layers; None: some of its cuts are not candidates.
     """
 
     name: str

@@ -326,7 +326,7 @@ class Plan:
         Raises
         ------
         UserError
-            If the file cannot be read, or is no plan.
+            If the file cannot be read, or is not a plan.
         """
         return cls.from_dict(read_json(path, "plan"), f"plan {shown_path(path)}")
 

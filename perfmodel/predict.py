@@ -1,6 +1,6 @@
 """Planning of a network for a machine: the strategies that are simulated, and the choice among them.
 
-A planner minimizes sums over layers and edges. Overlap is no such sum, so `simulate` decides. It simulates:
+A planner minimizes sums over layers and edges. Overlap is not such a sum, so `simulate` decides. It simulates:
 
 * the baselines, and grids that are the same for all layers (if there are many, those that a neighborhood search finds);
 * the choices of the planner, for several assumed overlaps of the sums of gradients (`EXPOSED`);

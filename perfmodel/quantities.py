@@ -67,7 +67,7 @@ def parse_quantity(text: object, unit: str) -> float:
     Raises
     ------
     ValueError
-        If `text` is no text, has no unit or a unit of another kind, or is negative.
+        If `text` is not a text, has no unit or a unit of another kind, or is negative.
 
     Examples
     --------

@@ -143,7 +143,7 @@ def _times_on(varied: Machine, times: KernelTimes, machine: Machine, rate: float
 
 @dataclass(frozen=True)
 class RobustPlan:
-    """Plan with the smallest largest regret among the strategies of several searches.
+    """Plan whose largest regret is smallest among the strategies of several searches.
 
     Attributes
     ----------
@@ -370,7 +370,7 @@ class _StepTable:
             yield change.indices, own
 
     def _between(self, weights: NDArray[np.float64]) -> NetworkCosts:
-        """Return costs between those of the machines, in parts of the shortest steps."""
+        """Return weighted means of the costs on the machines, each as a multiple of the shortest step there."""
         return mean_costs(self._costs, [w / self._best[m][0] for m, w in enumerate(weights / weights.sum())])
 
     def plan_candidate(self, i: int) -> PlanCandidate:
@@ -421,7 +421,7 @@ class _StepTable:
         return chosen
 
     def _below(self, i: int, least: float, order: Iterable[int] | None = None) -> bool:
-        """Return whether all regrets of a strategy are below a limit; simulate it no longer than they are."""
+        """Return whether all regrets of a strategy are below a limit; the first that is not ends its simulation."""
         machines = self._machines if order is None else order
         return all(self.seconds(i, machine) < (1 + least) * self._best[machine][0] for machine in machines)
 

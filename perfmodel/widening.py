@@ -7,7 +7,7 @@ every length in `RUNS` the whole network is simulated. The runs that gain most b
 strategy. A plan takes the fastest that fits if it is faster than all plain ones by `MARGIN`: the times of kernels on
 larger blocks, and of copies, are less certain than those of exchanges.
 
-Nothing is simulated where the step would not become fast enough even without all that wide values can save, and no
+Nothing is simulated where the step would not be fast enough even if wide values saved as much as they can, and no
 longer runs where the shorter ones save too little.
 """
 

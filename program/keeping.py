@@ -207,7 +207,7 @@ class Keeping:
         return high
 
     def estimate(self, capacity: float) -> float:
-        """Return the time of the repeated layers in the fastest choice within `capacity` [B] [s]; else infinity."""
+        """Return the time that the fastest choice within `capacity` [B] repeats [s]; infinity if there is none."""
         choice = self._search(capacity)
         return math.inf if choice is None else choice[0]
 
@@ -222,12 +222,12 @@ class Keeping:
         return best
 
     def choice(self, capacity: float) -> Strategy | None:
-        """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B]; None: none."""
+        """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B], or None."""
         chosen = self._search(capacity)
         return None if chosen is None else self.strategy(chosen[1])
 
     def within(self, capacity: float) -> Strategy | None:
-        """Return the strategy with the fastest choice that was found in an arena of `capacity` [B]; None: no choice.
+        """Return the strategy with the fastest choice that was found in an arena of `capacity` [B]; None if none fits.
 
         The choices that are compiled do not depend on the capacity. So the arena of a choice is a capacity at which it
         is found again, and a larger capacity has no slower choice.
@@ -328,7 +328,7 @@ def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
 
 
 def _undominated(seconds: _Floats, nbytes: _Floats, most: int) -> NDArray[np.intp]:
-    """Return the states without a state that is not slower and keeps no more, the fastest first.
+    """Return the states that no other state dominates (not slower, and keeping no more), the fastest first.
 
     If there are more than `most`, some are chosen evenly, among them the fastest and that with the fewest bytes.
     """

@@ -332,8 +332,8 @@ class Fork(Pass):
     They fill multiprocessors that small kernels, and the last blocks of large ones, leave idle. On one rank a gradient
     ends before the next one begins, so that one of them runs at a time, and before an operation that uses its result or
     writes what it reads; on several ranks, where its sum may follow the layer, at the latest with the operations of its
-    layer. Its arrays stay in use until then, which takes memory. The results do not change in any bit. Elsewhere than
-    on a GPU it runs in its place. So it does in predictions, which include the memory, but not the time that it saves.
+    layer. Its arrays stay in use until then, which takes memory. The results do not change in any bit. Without a GPU a
+    gradient runs in its place in the order. Predictions assume that, too: they have the memory, but not the time saved.
     """
 
     __pydantic_config__ = STRICT

@@ -36,7 +36,7 @@ class Item:
     again
         Whether it repeats an operation of the forward pass in the backward pass.
     on_gradients
-        Whether it is an operation on gradients (`halograd.program.gradients`), which is no part of the layer's time.
+        Whether it is an operation on gradients (`halograd.program.gradients`), which is not part of the layer's time.
     """
 
     call: Callable[[], object]
@@ -99,7 +99,7 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass; a single call is no graph. `out`: pairs of `separate_pairs` on all ranks."""
+    """Return the sections of a pass; a graph has several calls. `out`: the pairs of `separate_pairs` on all ranks."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

@@ -177,7 +177,7 @@ class _Looked:
 
 
 def _further_times(config: Config, labelled: bool) -> int:
-    """Return how many times of a series are no samples, because others are read with them (``data.lag``)."""
+    """Return how many times of a series have no sample of their own, as other samples include them (``data.lag``)."""
     data = config.data
     return data.lag * (data.history - 1 + (data.rollout if labelled else 0))
 

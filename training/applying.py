@@ -12,7 +12,7 @@
 
 Each job has a folder of its own, so an older OUT does not change until the new one replaces it; then the folders of
 other jobs are removed. The attribute ``needs`` of a virtual file names the parts, one per line, relative to its folder.
-A missing part reads as NaN, or as the largest integer of the class dtype, which is no class. An interrupted job
+A missing part reads as NaN, or as the largest integer of the class dtype, which is not a class. An interrupted job
 continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
 of two batches of an output.
 
@@ -196,7 +196,7 @@ def _of_classes(output: Output, spec: MetricSpec, what: str) -> Output:
         return output
     if what == "probabilities":
         return replace(output, of_block=softmax if spec.threshold is None else sigmoid)
-    dtype = np.min_scalar_type(spec.classes)  # its largest number is no class
+    dtype = np.min_scalar_type(spec.classes)  # its largest number is not a class
     if spec.threshold is not None:
         threshold = spec.threshold
         return replace(output, dtype=dtype, of_block=lambda block: block > threshold)

@@ -101,7 +101,7 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
     Raises
     ------
     UserError
-        If an input of the network has no dataset or two, or a name is no input.
+        If an input of the network has no dataset or two, or a name is not an input.
     """
     compared = network.targets
     masked = weights_of(network) if data.invalid == "mask" else frozenset()
@@ -157,7 +157,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     Raises
     ------
     UserError
-        If a name is no target, or a table of numbers is given for several targets.
+        If a name is not a target, or a table of numbers is given for several targets.
     """
     weights = weights_of(network)
     labels = [name for name in network.targets if name not in weights]
@@ -437,7 +437,7 @@ def check_memory(
 def fit_memory(
     config: Config, comm: Communicator, network: Network, strategy: Strategy, device: Device
 ) -> Strategy:
-    """Return the strategy that computes as little again as fits into a rank's memory, for ``recompute = "auto"``.
+    """Return the strategy that recomputes no more than a rank's memory requires, for ``recompute = "auto"``.
 
     Collective; the same result on all ranks. The limit is the memory of the device, or the share of a rank in that of
     its node; ``strategy.memory`` may be less.
@@ -496,7 +496,7 @@ def _memory_by_node(
 def _fitting_rule(
     config: Config, comm: Communicator, network: Network, strategy: Strategy, workspace: int | None
 ) -> str | None:
-    """Return the rule of recomputation with which the arrays fit; None: neither does. Collective."""
+    """Return the rule of recomputation with which the arrays fit; None if neither rule suffices. Collective."""
     if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
         return None
     for rule in ("pointwise", "block"):

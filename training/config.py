@@ -531,7 +531,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
     """Check the tables of a configuration, as :func:`parse_config`; the tables are modified."""
     if tables.get("strategy") == "auto":
-        # A pydantic validator cannot do this: its result is checked as Python objects, for which a list is no tuple.
+        # A pydantic validator cannot do this: its result is checked as Python objects, for which a list is not a tuple.
         tables["strategy"] = {"auto": True}
     for override in overrides:
         _set(tables, override)

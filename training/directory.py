@@ -280,7 +280,7 @@ class RunLock:
         Raises
         ------
         OSError
-            If it is no regular file: a dangling link exists, but cannot be read.
+            If it is not a regular file: a dangling link exists, but cannot be read.
         """
         no_lock = OSError(errno.EINVAL, "no regular file, so not a lock of a run; remove it", str(self.path))
         try:

@@ -275,7 +275,7 @@ class MeanLoss:
 
     A loss is a mean over samples, so batches of fewer samples have less weight. A term that is divided by a sum of
     weights becomes the quotient of both sums over all batches. A batch without weight is ignored, and so is a term
-    without weight in all batches; without any other term the loss is undefined. Losses that are no means (Dice of a
+    without weight in all batches; without any other term the loss is undefined. Losses that are not means (Dice of a
     batch) are averaged over the batches.
 
     Communication: one sum of 16 B per divided term in :meth:`result`.

@@ -274,7 +274,7 @@ class Executor:
         return Reducer(self.program, self.store, self.comm, self.runner, self._recorded, checks)
 
     def _make_calls(self) -> None:
-        """Make the lists of calls that are a step, in the order of the program. Collective with graphs."""
+        """Make the lists of calls that make up a step, in the order of the program. Collective with graphs."""
         program, runner = self.program, self.runner
         forward, backward = list[Item](), list[Item]()
         for segments, calls, items in (
@@ -363,7 +363,7 @@ class Executor:
         """Sum gradients by another scheme from now on, after all sums and updates in progress. Collective.
 
         Afterwards call :meth:`bind <halograd.training.optimizers.Optimizer.bind>` of the optimizer, and replace
-        references to the old `reducer`. This allocates, so it is no part of a step.
+        references to the old `reducer`. This allocates, so it is not part of a step.
 
         Raises
         ------
@@ -540,7 +540,7 @@ class Gather:
     Raises
     ------
     UserError
-        If a name is unknown, or is the loss, which is no array (:meth:`Executor.loss_value`).
+        If a name is unknown, or is the loss, which is not an array (:meth:`Executor.loss_value`).
     ValueError
         If an output or a gradient is not kept. All errors are raised before any communication, from names that are the
         same on all ranks.

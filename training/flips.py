@@ -55,7 +55,7 @@ class Mirrored(DatasetView):
         return self.dataset.place(index // len(self._images))
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box of the images, in the way of :meth:`Dataset.read`."""
+        """Read a box of the images, as :meth:`Dataset.read` does."""
         shape = self.fields[name].shape
         part = box & Box.of_shape((len(indices), *shape))
         filled = part.slices(origin=box.start)

@@ -205,7 +205,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
     Raises
     ------
     OSError
-        If the file cannot be read, or is no regular file: a read from a pipe could wait forever.
+        If the file cannot be read, or is not a regular file: a read from a pipe could wait forever.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -486,7 +486,7 @@ class Lion(Optimizer):
 
 @OPTIMIZERS.register
 class LAMB(_Moments):
-    """Adam with updates as long as a share of their parameter, for large batches (You et al. 2020, Algorithm 2).
+    """Adam with updates scaled to the norms of their parameters, for large batches (You et al. 2020, Algorithm 2).
 
     Per parameter array ``u = m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + epsilon) + weight_decay * p`` in step `k`,
     with Adam's moments `m` and `v`; ``p -= learning_rate * |p| / |u| * u``. Biases and norm parameters (no weight
@@ -578,7 +578,7 @@ def groups_of(factors: Mapping[str, float], network: Network) -> dict[str, str]:
     Raises
     ------
     ValueError
-        If a pattern matches no layer with parameters, or a factor is no finite number of at least 0.
+        If a pattern matches no layer with parameters, or a factor is not a finite number of at least 0.
     """
     groups: dict[str, str] = {}
     for pattern, factor in factors.items():

@@ -263,7 +263,7 @@ class TrainingRun:
             self.trainer.auto.load_state_dict(progress.reduction)
         if progress.best is not None:
             self.best.load_state_dict(progress.best)
-        # An epoch whose last samples are no whole batch of another size ends here.
+        # An epoch whose last samples do not fill a batch of another size ends here.
         self._unvalidated = progress.unvalidated or self.sampler.epoch != progress.sampler["epoch"]
         self.checkpoints.resumed(self._unvalidated)
         checkpoint.close()
@@ -511,7 +511,7 @@ class TrainingRun:
             scores = self.validate()
             if scores is None:
                 self._stop(unvalidated=True)
-                return  # the scores of part of the samples are no validation
+                return  # the scores of part of the samples are not a validation
             self.validation, self._validated = scores, epoch
             better = self._is_best(scores, epoch, ended)
             self.trainer.schedule.validated(scores)

@@ -637,7 +637,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 
 
 def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
-    """Return the names of the targets to normalize; raise UserError for a name that is no target of a regression."""
+    """Return the names of the targets to normalize; raise UserError for a name that is not a target of a regression."""
     weights, ranges = weights_of(network), _ranges(network)
     numbers = [name for name in network.targets if name not in weights and not ranges.get(name, TargetRange()).bounded]
     if isinstance(data.normalize_targets, bool):

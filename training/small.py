@@ -31,9 +31,9 @@ NAMED = 3
 
 
 def suited(config: Config, comm: Communicator, network: Network, strategy: Strategy) -> SmallLayers | None:
-    """Return the strategy with other cuts of small layers, which rank 0 chooses; None if it stays. Collective.
+    """Return the strategy with other cuts of small layers, which rank 0 chooses; None if nothing changes. Collective.
 
-    Without a cut in space, with a file, or on devices, it stays.
+    Nothing changes without a cut in space, with a file, or on devices.
 
     Raises
     ------

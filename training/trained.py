@@ -144,7 +144,7 @@ def apply(
     overlap: float | None = None,
     rollout: int = 0,
 ) -> dict[str, Any]:
-    """Predict data without labels by a trained network. Collective over all ranks of the job.
+    """Compute the predictions of a trained network for data without labels. Collective over all ranks of the job.
 
     Samples may be larger or smaller than those of the training, if the network allows it. Settings that the overrides
     do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues

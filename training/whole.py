@@ -1,9 +1,9 @@
 """Whole samples in addition to windows of them: sessions of the same parameters at the sizes of the samples.
 
 A run that trains on windows validates whole samples, which may differ in size. For each size there is a session with
-its own executor, which only computes forward, without copies of parameters and statistics. A session of the only size
-is made once; sessions of several sizes are made and closed one after another, so that the memory is that of the
-largest one.
+its own executor, which only computes forward, without copies of parameters and statistics. If all samples
+have one size, its session is made once; sessions of several sizes are made and closed one after another, so that the
+memory is that of the largest one.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Sized:
 
 
 def planned_or_similar(strategy: Strategy, network: Network, size: int, batch: int) -> Strategy:
-    """Return a planned strategy, or if it does not fit whole samples one cut of all layers that does. Local."""
+    """Return a planned strategy or, if it does not fit whole samples, one cut of all layers that does. Local."""
     try:
         strategy.validate(network, size)
         strategy.refuse_empty_blocks(network)

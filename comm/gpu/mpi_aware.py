@@ -64,7 +64,7 @@ def _memory_kinds(mpi: Any) -> str:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the launcher's variables, for a process that is no rank of this job. Local.
+    """Return the environment without the launcher's variables, for a process that is not a rank of this job. Local.
 
     >>> clean_environment({"PMI_RANK": "1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2"})
     {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '2'}

@@ -189,7 +189,7 @@ class MessageSums:
         helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in sums]
         large = [i for i, (flat, _) in enumerate(sums) if is_large(flat.nbytes)]
         ring = Ring([helds[i] for i in large])
-        waits = ring.line is not None and any(not sums[i][1].ordered for i in large)
+        waits = ring.queue is not None and any(not sums[i][1].ordered for i in large)
         common = _Shared(ring, self._clone() if waits else mpi, aligned_bytes(ring.here_bytes), len(large))
         self._shared.append(common)
         for i, ((flat, method), held) in enumerate(zip(sums, helds)):

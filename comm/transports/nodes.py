@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from mpi4py import MPI
 
-from ..progress import Line, Progress, Stage, StagedOperation, Work
+from ..progress import OperationQueue, Progress, Stage, StagedOperation, Work
 from ..reduction import Plain, ReductionPlan
 from ..sums import Method, shards
 from ..transport import Emulated
@@ -51,7 +51,7 @@ class NodeGroup:
         Communicator of the first ranks of nodes that share no memory; COMM_NULL on other ranks, and for a single node.
     network
         Emulated network between the nodes; None without one.
-    line
+    queue
         Queue of all hierarchical sums of a communicator.
     """
 
@@ -60,7 +60,7 @@ class NodeGroup:
     heads: Sequence[int]
     leaders: MPI.Comm = field(default_factory=lambda: MPI.COMM_NULL)
     network: Emulated | None = None
-    line: Line = field(default_factory=Line)
+    queue: OperationQueue = field(default_factory=OperationQueue)
 
     @property
     def leads(self) -> bool:
@@ -180,7 +180,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progr
         runs.append(stages if attempt is None else [*stages, Work([attempt.raise_fault])])
     # The background does everything except raising exceptions; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
-    operation = StagedOperation(*runs, first=copies, last=copies + (attempt is not None), line=node_group.line)
+    operation = StagedOperation(*runs, first=copies, last=copies + (attempt is not None), queue=node_group.queue)
     nbytes = buffers.nbytes + (flat.nbytes if attempt is not None else 0)
     return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[buffers.block.free])
 

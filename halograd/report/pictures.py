@@ -222,8 +222,8 @@ class Masks:
     samples
         ``(n,)`` indices of the samples in the data set.
     truth, predicted
-        ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is no class
-        are left blank.
+        ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is not a
+        class are left blank.
     classes
         Number of classes. With two, a prediction is drawn as hits, misses and false alarms; with more, as classes.
     title
@@ -245,7 +245,7 @@ class Masks:
 def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
     """Compute intersection over union of one sample, as in the scores of a run; 0 if it is not defined.
 
-    Positions whose truth is no class do not count.
+    Positions whose truth is not a class do not count.
     """
     counted, known = Confusion(classes), (truth >= 0) & (truth < classes)
     counted.add(np.eye(classes, dtype=np.float32)[mask[known].astype(int)], truth[known].astype(int)[..., None])

@@ -100,7 +100,7 @@ class SharedMemory:
 
 
 class _Refused(Exception):
-    """cuDNN's attention does not take a geometry, or has no plan for it. The message is the reason."""
+    """Error: cuDNN's attention does not take a geometry, or has no plan for it. The message is the reason."""
 
 
 class CudnnAttention:

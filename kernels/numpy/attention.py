@@ -158,7 +158,7 @@ class _Share(ABC):
         """Compute the share; `first` is the counter of dropout of the first element of all."""
         self.operations.begin()
         try:
-            # -inf minus a finite number and exponentials that are 0 are no faults.
+            # -inf minus a finite number and exponentials that are 0 are not faults.
             with np.errstate(all="ignore"):
                 self.start()
                 for tiles in self.parts:

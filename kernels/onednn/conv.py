@@ -69,7 +69,7 @@ def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = No
 def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> None:
     """Add a step that zeroes the elements outside the leading part, corners included.
 
-    The rows that a negative padding drops are no inputs of the primitive, so its gradient does not write them.
+    The rows that a negative padding drops are not inputs of the primitive, so its gradient does not write them.
     """
     rest = edges(array, [slice(0, n) for n in spatial])
     if rest:

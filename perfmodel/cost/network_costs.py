@@ -260,7 +260,7 @@ class NetworkCosts:
         return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
     def indices(self, strategy: Strategy) -> list[int] | None:
-        """Return the choice of candidates for a strategy; None if one of its cuts is no candidate."""
+        """Return the choice of candidates for a strategy; None if one of its cuts is not a candidate."""
         indices = []
         for name, parts in zip(self.names, self.candidates):
             cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in AXES)

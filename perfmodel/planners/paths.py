@@ -45,7 +45,7 @@ class ShortestPath(Planner):
 
     The graph has a vertex per candidate, and an edge to each candidate of the next layer, weighted with the time of the
     layer and of the redistribution. On chains, `Elimination` is the same dynamic program, also under a memory limit.
-    This planner rejects networks that are no chains.
+    This planner rejects networks that are not chains.
     """
 
     name = "shortest_path"
@@ -74,7 +74,7 @@ class LongestPathFirst(Planner):
     in the paper, edges to layers that were decided before, outside the path, are counted too.
 
     The result is not optimal: a path's choices ignore the branches that come later. The reported gap is the difference
-    to the sum of all minimum times.
+    from the sum of all minimum times.
 
     A Lagrange multiplier (`price` [s/B]) handles a memory limit: bisection finds the smallest one at which the result
     fits. The planner may find no choice although one exists; its error then refers to `Elimination`, which finds it.

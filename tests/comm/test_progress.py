@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halograd.comm import progress as module
-from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
+from halograd.comm.progress import OperationQueue, Progress, Stage, StagedOperation, Work
 from halograd.comm.transport import doubling_seconds, ring_seconds
 from halograd.comm.transports import emulated as timing
 from halograd.comm.transports import memory
@@ -226,28 +226,28 @@ def test_turns_alternate_and_a_waiter_does_everything():
 
 def test_of_a_line_only_the_first_in_every_stage_is_looked_at(progress):
     """In each stage only the first operation of a queue is polled, so none passes another and many cost no more."""
-    line, log = Line(), []
+    queue, log = OperationQueue(), []
     gates = [(Gate(log, f"{i} 1"), Gate(log, f"{i} 2")) for i in range(20)]
-    operations = [StagedOperation(both, line=line) for both in gates]
+    operations = [StagedOperation(both, queue=queue) for both in gates]
     for operation in operations:
         operation.start()
-        line.operations.append(operation)
-    assert not line.poll() and not line.worked
+        queue.operations.append(operation)
+    assert not queue.poll() and not queue.worked
     assert [one.looks for one, _ in gates] == [1] + [0] * 19
     for one, _ in gates[1:]:
         one.open = True
-    assert not line.poll() and [one.at for one in operations] == [0] * 20
+    assert not queue.poll() and [one.at for one in operations] == [0] * 20
     gates[0][0].open = True
-    while line.poll() or line.worked:
+    while queue.poll() or queue.worked:
         pass
     assert [one.at for one in operations] == [1] * 20 and [other.looks for _, other in gates[1:]] == [0] * 19
     assert [entry for entry in log if entry.endswith("2")] == [f"begin {i} 2" for i in range(20)]
     for _, other in gates:
         other.open = True
     operations[7].wait = lambda: log.append("the owner's")
-    progress._pending.append(line)
+    progress._pending.append(queue)
     progress.complete(operations[7])
-    assert log[-1] == "the owner's" and operations[7].arrived and operations[0] not in line.operations
+    assert log[-1] == "the owner's" and operations[7].arrived and operations[0] not in queue.operations
 
 
 def test_sleep_until_is_never_early():

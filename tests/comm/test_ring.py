@@ -53,7 +53,7 @@ def test_places_are_used_by_one_sum_at_a_time_in_the_order_of_the_starts(seed, m
     draw = np.random.default_rng(seed)
     sizes = draw.integers(0, 700, (12, 2)).tolist()
     ring, gates = Ring([sums.Held(0, *both) for both in sizes]), [Gate() for _ in sizes]
-    assert ring.line is not None and ring.here_bytes <= 1024 and ring.nbytes <= 2048
+    assert ring.queue is not None and ring.here_bytes <= 1024 and ring.nbytes <= 2048
     operations = [ring.operation(i, [Work([]), gate, Stage()], 1, first=1, last=1) for i, gate in enumerate(gates)]
     for _ in range(3):
         for gate in gates:
@@ -64,9 +64,9 @@ def test_places_are_used_by_one_sum_at_a_time_in_the_order_of_the_starts(seed, m
             if waiting and draw.random() < 0.5:
                 number = waiting.pop(0)
                 operations[number].start()
-                ring.line.operations.append(operations[number])
-            while ring.line.poll() or ring.line.worked:
-                if not ring.line.operations:
+                ring.queue.operations.append(operations[number])
+            while ring.queue.poll() or ring.queue.worked:
+                if not ring.queue.operations:
                     break
             begun += [i for i in order if gates[i].begun and i not in begun]
             in_use = [i for i in begun if not operations[i].arrived]
@@ -74,12 +74,12 @@ def test_places_are_used_by_one_sum_at_a_time_in_the_order_of_the_starts(seed, m
             if in_use:
                 gates[in_use[int(draw.integers(len(in_use)))]].open = True
             left = [i for i in left if not (gates[i].begun and operations[i].arrived)]
-        assert ring.line.idle
+        assert ring.queue.idle
 
 
 def test_sums_with_room_for_all_are_independent():
     ring = Ring([sums.Held(7, 100), sums.Held(), sums.Held(0, 0, 200)])
-    assert ring.line is None and (ring.here_bytes, ring.nbytes) == (128, 128 + 256)
+    assert ring.queue is None and (ring.here_bytes, ring.nbytes) == (128, 128 + 256)
     assert len(ring.operation(0, [Stage()], 1).runs[0]) == 1
 
 
@@ -178,7 +178,7 @@ def test_any_order_of_finish_has_the_bits_of_sums_with_memory_of_their_own(comm,
         monkeypatch.setattr(sums, "RING_BYTES", RING)
         made = mixed(communicator, kinds)
         assert communicator.size == 1 or communicator.buffer_bytes < whole
-        assert communicator.size == 1 or any(one._plan.operation.line is not None for one in made)
+        assert communicator.size == 1 or any(one._plan.operation.queue is not None for one in made)
         for one, other in zip(bits(communicator, made, seed), expected):
             np.testing.assert_array_equal(one, other)
 
@@ -196,7 +196,7 @@ def test_memory_is_that_of_a_few_sums_as_predicted(comm, method, codec, monkeypa
         encoders = len(made) * codec.held(4) if codec is not UNCHANGED else 0
         shares = 12 * (80_000 + 64) if method == "reduce_scatter" else 0
         assert communicator.buffer_bytes - encoders <= 160_000 + min(shares, 100_000) + 1000
-        assert made[-1]._plan.operation.line is None, "a small sum has memory of its own"
+        assert made[-1]._plan.operation.queue is None, "a small sum has memory of its own"
         messages = communicator._links._messages
         assert sum(shared.memory.nbytes for shared in messages._shared) <= 160_000 + 64
 
