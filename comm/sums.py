@@ -138,7 +138,7 @@ class Method:
         largest = largest_shard(size, ranks, encoded)
         if not self.ordered:
             return Held(0, largest * itemsize if self.adds and not self.gathers else 0, size * itemsize)
-        # Encoded data are in the buffer, if they fit; the error is that of the sum of the own share.
+        # Encoded data are in the buffer, if they fit; the error is that of the sum of this rank's share.
         own = shard(size, ranks, encoded, rank)
         always = 0 if codec.identity else codec.held(itemsize) + (own.stop - own.start) * itemsize * feedback
         if encoded > itemsize:

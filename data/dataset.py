@@ -204,7 +204,7 @@ class Hdf5Dataset:
         Raises
         ------
         DataError
-            NaN or infinity in the box, a target out of range, or a file that cannot be read any more.
+            NaN or infinity in the box, a target out of range, or a file that can no longer be read.
         """
         if name not in self.fields:
             raise DataError(

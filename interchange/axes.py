@@ -151,8 +151,8 @@ class Axes:
         return shape, not first
 
     def with_channels_at(self, last: bool) -> Shape | None:
-        """Return the shape of the samples ``(*spatial, C)`` if ONNX has the channels last, or first; None for a value
-        in another order.
+        """Return the shape of the samples ``(*spatial, C)`` of a value whose channels are last, or first, in ONNX; None
+        for a value in another order.
         """
         samples, *inner = self.dims
         if samples != _digits(self.shape, [0]) or not 2 <= len(inner) <= 4:

@@ -202,7 +202,7 @@ class Scratch:
         return self._buffer[offset : offset + size].view(dtype).reshape(shape)
 
     def release(self) -> None:
-        """Free the buffer; kernels built on it must not run any more."""
+        """Free the buffer; kernels built on it can no longer run."""
         self._buffer, self.nbytes = None, 0
         self._kept.clear()
         self._keeps = False

@@ -361,7 +361,7 @@ class _Lowering:
         return self.context.timing(phase, inputs=inputs, filters=filters)
 
     def finish_output(self) -> None:
-        """Copy the own channels of the heads."""
+        """Copy the channels of the heads that this rank owns."""
         if not self.aligned:
             self.context.copy((self.y.part(self.own, self.context.box.shape), self.context.y))
 
@@ -479,7 +479,7 @@ class _Ring(_Lowering):
             yield number, (views, steps[number][0][self.context.rank])
 
     def _start(self, pair: tuple[Blocks, Blocks]) -> tuple[list[View], list[ExchangeSpec]]:
-        """Start the exchange of a block of keys and values; the own block, with whole heads, needs none."""
+        """Start the exchange of a block of keys and values; this rank's block, with whole heads, needs none."""
         context, views, messages = self.context, [], []
         for value, boxes in zip(context.inputs[1:], pair):
             if boxes == value.layout.boxes and value.view.packed:

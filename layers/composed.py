@@ -185,7 +185,7 @@ class PatchMerging:
         self._layers: dict[Any, Layer] = {}
 
     def __call__(self, node: Node) -> Node:
-        """Return the merged positions. A further call uses the same parameters, as that of a layer."""
+        """Return the merged positions. A further call uses the same parameters, as with a layer."""
         amounts, filters = [(0, n % 2) for n in node.shape[:-1]], self.channels or 2 * node.shape[-1]
         if any(map(any, amounts)):
             node = self._layer("pad", tuple(amounts), lambda name: Pad(amounts, name=name))(node)

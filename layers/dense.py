@@ -3,8 +3,8 @@
 Instead of summing ``units * F`` gradients, the ranks can gather ``(F + units) * N`` activations and errors, and each of
 them then computes the weight gradient of all `N` samples (:func:`lower_replicated`)::
 
-    forward    x    all-gather, started; y of the own samples
-    backward   dx   of the own samples; dy is kept
+    forward    x    all-gather, started; y of this rank's samples
+    backward   dx   of this rank's samples; dy is kept
                dy   all-gather, started when backward is over
     later      dw   = dy^T x of all samples, when the layer is needed next (`program/gradients.py`)
 
@@ -189,7 +189,7 @@ def lower_replicated(context: Context) -> Lowered:
 class ReplicatedDense:
     """Kernels of a dense layer whose gradients are those of the whole batch.
 
-    `replicates` chooses the gradient that `backward` computes. False: that of the own samples, which is summed over the
+    `replicates` chooses the gradient that `backward` computes. False: that of its samples, which is summed over the
     ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
     (`halograd.program.gradients`).
 
@@ -281,7 +281,7 @@ class RowGather:
 
     ::
 
-        gather.put()       # copy the own rows; their source may be overwritten afterwards
+        gather.put()       # copy this rank's rows; their source may be overwritten afterwards
         gather.start()     # send them; does not wait
         ...                # compute
         gather.finish()    # `array` holds the rows of all ranks

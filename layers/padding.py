@@ -453,7 +453,7 @@ class WindowPadding:
     stencil
         Windows of the layer, with the padding.
     mode
-        As of :class:`Pad`, with ``"zeros"`` for constant rows.
+        As for :class:`Pad`, with ``"zeros"`` for constant rows.
     name
         Name of the :class:`Pad`; None: one by its kind.
 

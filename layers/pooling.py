@@ -133,7 +133,7 @@ def _pool(
 class MaxPool(_Pool):
     """Max pooling: the maximum of each window, channel by channel.
 
-    ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding never is the maximum. Of several equal
+    ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding is never the maximum. Of several equal
     maxima, the first in row-major order of the window receives the gradient.
 
     Output size per axis: ``floor((n + pad_lo + pad_hi - dilation * (kernel - 1) - 1) / stride) + 1``.
@@ -345,7 +345,7 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _lower_largest(context: Context, own: View) -> None:
-    """Write the maxima of the own block, and their positions as numbers in row-major order, to `own` ``(n, 1, 2, C)``.
+    """Write the maxima of this block, and their positions as numbers in row-major order, to `own` ``(n, 1, 2, C)``.
     """
     value = context.inputs[0]
     if not value.box.size:

@@ -175,7 +175,7 @@ class Value:
     gathered
         Gathered copies of the value, by boxes and fill.
     stored_channels
-        Number of channels of the storage; further channels than those of the value are zeros; 0: no further channels.
+        Number of channels of the storage, in which those beyond the value's own are zeros; 0: the value's own only.
     """
 
     name: str

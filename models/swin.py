@@ -158,7 +158,7 @@ def swin_unet(
     depths, heads
         Blocks, and heads of their attention, per stage of the encoder; the decoder has as many.
     width, window, patch, hidden_factor, random_depth
-        As of :func:`swin`.
+        As for :func:`swin`.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 

@@ -135,7 +135,7 @@ def plan_network(
     ----------
     quick
         Cost model of the candidates of all layers (:func:`quick_pricing`), which searches for several numbers of ranks
-        and batches share; None: an own one.
+        and batches share; None: one of its own.
 
     Raises
     ------

@@ -77,8 +77,9 @@ def suit_small_layers(
 ) -> SmallLayers:
     """Return a strategy in which layers whose blocks are too small have other cuts. Local, the same on all ranks.
 
-    These layers keep their cut: those with an own cut in `strategy`, those that read an input with spatial axes, those
-    that share parameters, those whose result depends on their cut, and all layers if an axis is cut in unequal shares.
+    These layers keep their cut: those with a cut of their own in `strategy`, those that read an input with spatial
+    axes, those that share parameters, those whose result depends on their cut, and all layers if an axis is cut in
+    unequal shares.
 
     Parameters
     ----------

@@ -335,5 +335,5 @@ class Plans:
             return None
 
     def close(self) -> None:
-        """Free all plans; kernels built on them must not run any more. `close` may be called twice."""
+        """Free all plans; kernels built on them can no longer run. `close` may be called twice."""
         self._known.clear()

@@ -155,7 +155,7 @@ class _Share(ABC):
             tiles.bias = None if bias is None else tiles.part.of_bias(bias, self.g.heads[0], self.margins)
 
     def run(self, first: np.uint64) -> None:
-        """Compute the share; `first` is the counter of dropout of the first element of all."""
+        """Compute the share; `first` is the dropout counter of the first element of all shares."""
         self.operations.begin()
         try:
             # -inf minus a finite number and exponentials that are 0 are not faults.

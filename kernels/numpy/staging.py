@@ -66,7 +66,7 @@ class StandInBuffers:
         return buffer
 
     def release(self) -> None:
-        """Forget all buffers; staged kernels must not run any more."""
+        """Drop all buffers; staged kernels can no longer run."""
         self._buffers.clear()
 
 

@@ -191,7 +191,7 @@ class OnednnBatchNorm:
         return is_far
 
     def _sums_of(self, sums: Any) -> Callable[[], None]:
-        """Return a function that turns `sums`, mean and variance of every `repeat`-th row, into the sums."""
+        """Return a function that computes the sums of all rows from mean and variance of the merged rows, in `sums`."""
         a, rows = self.a, self.a.rows / self.repeat
         mean, square = (np.empty(sums.shape[1:]) for _ in range(2))
 
@@ -257,7 +257,7 @@ class OnednnBatchNorm:
     def _correction(self, means: Any) -> Kernel:
         """Return the kernel that adds ``(x - mean) / sqrt(var + eps) * slope + offset`` to `dx`.
 
-        It normalizes again with other scale and shift, in scratch that stays in the cache, and adds the result.
+        It normalizes again with another scale and shift, in scratch that stays in the cache, and adds the result.
         """
         a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         slope, offset = aligned_empty((2, a.x.shape[-1]), np.float32)

@@ -457,7 +457,7 @@ class _Maker:
         return rows
 
     def _sum(self, network_model: NetworkModel, nbytes: int, group: Ranks) -> float:
-        """Return the time to sum a layer's gradients: an own sum if they fill a bucket, else a share of one [s]."""
+        """Return the time to sum a layer's gradients: a separate sum if they fill a bucket, else a share of one [s]."""
         if nbytes >= self.bucket_bytes:
             return network_model.sum(nbytes, group)
         return network_model.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes

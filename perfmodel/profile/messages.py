@@ -222,7 +222,7 @@ def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
     axis, shape = (2, (1, count, 4, CHANNELS)) if strided else (1, (1, 4, count, CHANNELS))
     whole = Blocks([((0, n),) for n in shape], pair.size)
     sources = whole.replace(axis, ((0, 2), (2, 4)))
-    targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to the own columns
+    targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to this rank's columns
     array, origin = np.ones(shape, np.float32), (0, 0, 0, 0)
     return Exchange(pair, End(sources, array, origin), End(targets, array, origin), kind="profile")
 

@@ -39,7 +39,7 @@ class Fit:
     bytes, seconds
         Measured sizes [B] and times [s].
     short
-        Line of few bytes, where it takes less time; None: there is one line.
+        Second line, which holds for few bytes, where it gives less time; None: there is only one.
     """
 
     __pydantic_config__ = STRICT
