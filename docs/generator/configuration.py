@@ -197,11 +197,11 @@ def _inner(table: type) -> Iterator[Inner]:
 
 
 def _tables_of(annotation: Any, metadata: Any = ()) -> Iterator[Inner]:
-    given = next((part.table for part in metadata if isinstance(part, schema.As)), None)
+    mapped = next((part.table for part in metadata if isinstance(part, schema.As)), None)
     chosen = next((part.tables for part in metadata if isinstance(part, Chosen)), None)
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if given is not None:
-        yield Inner("", given)
+    if mapped is not None:
+        yield Inner("", mapped)
     elif chosen is not None:
         yield from (Inner("", kind, names, len(chosen) > 1) for kind, names in chosen.items())
     elif origin is Annotated:
@@ -210,7 +210,7 @@ def _tables_of(annotation: Any, metadata: Any = ()) -> Iterator[Inner]:
         for part in parts:
             yield from _tables_of(part)
     elif isinstance(origin, type) and issubclass(origin, Mapping):
-        yield from (dataclasses.replace(one, step=f".NAME{one.step}") for one in _tables_of(parts[1]))
+        yield from (dataclasses.replace(inner, step=f".NAME{inner.step}") for inner in _tables_of(parts[1]))
     elif isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         yield Inner("", annotation)
 
@@ -247,8 +247,8 @@ def _kind(annotation: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(checks: list[Any]) -> str:
-    found = {name: getattr(check, name) for check in checks for name in BOUNDS if hasattr(check, name)}
-    shown = [BOUNDS[name].format(_number(bound)) for name, bound in found.items() if bound not in BEYOND]
+    bounds = {name: getattr(check, name) for check in checks for name in BOUNDS if hasattr(check, name)}
+    shown = [BOUNDS[name].format(_number(bound)) for name, bound in bounds.items() if bound not in BEYOND]
     return " and ".join(shown)
 
 
@@ -281,9 +281,9 @@ def _text(table: type, name: str) -> str:
 
 def _described(thing: griffe.Object) -> dict[str, str]:
     """Return the texts in a class's docstring by the name of the attribute or parameter."""
-    wanted = (griffe.DocstringSectionKind.attributes, griffe.DocstringSectionKind.parameters)
+    kinds = (griffe.DocstringSectionKind.attributes, griffe.DocstringSectionKind.parameters)
     parsed = thing.docstring.parse("numpy", warnings=False) if thing.docstring else ()
-    return {entry.name: entry.description for part in parsed if part.kind in wanted for entry in part.value}
+    return {entry.name: entry.description for part in parsed if part.kind in kinds for entry in part.value}
 
 
 def _summary(thing: griffe.Object | None) -> str:

@@ -94,8 +94,8 @@ def target_of(name: str, thing: griffe.Object) -> str | None:
     """
     package = thing.package
     for path in _candidates(name, thing):
-        if found := _canonical(package, path):
-            return found
+        if canonical := _canonical(package, path):
+            return canonical
     ends = [path for path in _all_paths(package) if path.endswith("." + name.lstrip("."))]
     if len(ends) == 1:
         return ends[0]
