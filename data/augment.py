@@ -249,14 +249,14 @@ class Rules(AugmentationSettings):
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """Map from elements of a sample to elements of its window, per axis of the sample.
+    """Map from elements of a window to elements of its sample, per axis of the window.
 
     Attributes
     ----------
     axes
-        The axis of the window.
+        The axis of the sample.
     mirrored
-        Whether the axis is reversed.
+        Whether it is reversed.
     """
 
     axes: tuple[int, ...]

@@ -96,8 +96,12 @@ def _expanded(text: str, kind: str | None) -> list[Path]:
 
 def _is_plain_folder(path: str, kind: str | None) -> bool:
     """Return whether a path is a folder that contains files, and not one that is a file of its format."""
-    name = kind or format_of(path, None)
-    return os.path.isdir(path) and (name is None or not FORMATS[name].folder)
+    own = format_of(path, None)
+    name = kind or own
+    if not os.path.isdir(path):
+        return False
+    # Files of Zarr are folders: one without their suffix is plain if it has such files.
+    return name is None or not FORMATS[name].folder or (own != name and bool(_in_folder(path, name)[0]))
 
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:

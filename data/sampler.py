@@ -18,7 +18,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from .disk import DataError
 
-__all__ = ["KINDS", "Batch", "Batches", "Sampler", "Unit", "belonging_to", "held_out", "split", "years"]
+__all__ = [
+    "KINDS",
+    "Batch",
+    "Batches",
+    "Sampler",
+    "Unit",
+    "belonging_samples",
+    "belonging_to",
+    "held_out",
+    "split",
+    "years",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -374,7 +385,7 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
     mask = np.zeros(len(dataset), np.bool_)
     for name in names:
         for kind in KINDS:
-            own = _own(dataset, kind, name)
+            own = belonging_samples(dataset, kind, name)
             if own.any():
                 break
         else:
@@ -393,7 +404,11 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
     return mask
 
 
-def _own(dataset: Any, kind: Unit, name: str) -> NDArray[np.bool_]:
+def belonging_samples(dataset: Any, kind: Unit, name: str) -> NDArray[np.bool_]:
+    """Return which samples of a data set belong to a name, ``(N,)``. Local.
+
+    Data sets without a method `belonging` only have their groups.
+    """
     if hasattr(dataset, "belonging"):
         return dataset.belonging(kind, name)
     if kind == "simulation" and dataset.groups is not None:

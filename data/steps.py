@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
-from .sampler import Unit
+from .sampler import Unit, belonging_samples
 from .source import DatasetView, checked_index, overlap
 from .structure import Field
 
@@ -143,7 +143,7 @@ class TimeSteps(DatasetView):
 
     def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
         """Return which samples belong to a file, a simulation or a year of this name, ``(N,)`` (:func:`held_out`)."""
-        return self.dataset.belonging(kind, name)[self.rows]
+        return belonging_samples(self.dataset, kind, name)[self.rows]
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a sample's file, and the sample's number in it."""

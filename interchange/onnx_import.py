@@ -479,6 +479,8 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
             raise value.refusal
     bias = None if bias is None or bias.is_all(0) else bias
     units, features = weights.shape if transposed else weights.shape[::-1]
+    if bias is not None and math.prod(bias.shape) != units:
+        raise build.refused(op, f"a bias of {units} numbers", f"{bias.shape}")
     if len(value.node.shape) > 1 and not value.last and arranged is None:
         raise build.refused(op, "channels at the last axis", "a spatial axis there")
 

@@ -244,7 +244,10 @@ def _gather(build: Builder, op: OnnxNode) -> Activation:
     """Import the choice of one position or channel, or of channels by constant numbers."""
     chosen, shape = build.constant(op, 1), build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
-    numbers = [] if chosen is None else [int(n) % shape[axis] for n in chosen.read().reshape(-1)]
+    numbers = [] if chosen is None else [int(n) for n in chosen.read().reshape(-1)]
+    if any(not -shape[axis] <= n < shape[axis] for n in numbers):  # the modulo would choose another one silently
+        raise build.refused(op, f"indices of {shape[axis]} elements", f"{numbers}")
+    numbers = [n % shape[axis] for n in numbers]
     if chosen is not None and not chosen.shape:
         ranges = [(0, n) for n in shape]
         ranges[axis] = numbers[0], numbers[0] + 1

@@ -344,6 +344,7 @@ def _resize(build: Builder, op: OnnxNode) -> Activation:
     axes = [axis % (len(value.node.shape) + 1) for axis in attributes.get("axes") or ()]
     spatial = list(range(2, len(value.node.shape) + 1))
     others = [name for name in ("antialias", "exclude_outside") if attributes.get(name)]
+    others += ["keep_aspect_ratio_policy"] if attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch" else []
     others += ["another cubic"] if mode == "cubic" and abs(attributes.get("cubic_coeff_a", -0.75) + 0.75) > 1e-6 else []
     if key not in _RESIZES or others or axes not in ([], spatial):
         raise build.refused(

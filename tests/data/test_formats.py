@@ -236,8 +236,9 @@ def test_a_missing_package_and_a_missing_array(tmp_path, monkeypatch):
 def test_a_folder_gives_files_of_one_format(tmp_path):
     write_zarr(tmp_path / "b.zarr", 3)
     write_nifti(tmp_path / "a.nii", VOLUME)
-    with open_dataset(tmp_path, "fields/x", None) as found:
-        assert found.path.name == "b.zarr"
+    for kind in (None, "zarr"):
+        with open_dataset(tmp_path, "fields/x", None, format=kind) as found:
+            assert found.path.name == "b.zarr"
     with open_dataset(tmp_path, "data", None, format="nifti") as found:
         assert found.path.name == "a.nii"
 

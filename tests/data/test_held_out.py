@@ -55,6 +55,8 @@ def test_groups_of_arrays():
     assert held(found, "8") == [1]
     with pytest.raises(DataError, match="got '2018', to which no sample belongs"):
         held(found, "2018")
+    times = ArrayDataset({"x": np.zeros((5, 4, 4, 1))}, (), groups=[7, 7, 8, 8, 8])
+    assert held(TimeSteps(times, 1), "8") == [1, 2]
 
 
 @pytest.mark.parametrize("units, step", [("hours", 3600), ("days", 86400), ("seconds", 1), ("minutes", 60)])

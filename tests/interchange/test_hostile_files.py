@@ -113,6 +113,30 @@ def test_malformed_attributes_are_refused_by_name(kind, attributes, tmp_path):
     assert "\n" not in str(found.value)
 
 
+#: By operator: attributes, and a constant input that no layer can read exactly.
+INEXACT = {
+    "Gather": (["x", "c"], {"axis": 1}, np.array([2, 3])),
+    "Gemm": (["x", "w", "c"], {}, np.ones(1, np.float32)),
+    "Resize": (
+        ["x", "", "", "c"],
+        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        | {"keep_aspect_ratio_policy": "not_larger"},
+        np.array([1, 3, 16, 8]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INEXACT)
+def test_what_would_give_other_numbers_is_refused_by_name(kind, tmp_path):
+    inputs, attributes, constant = INEXACT[kind]
+    node = _onnx().helper.make_node(kind, inputs, ["y"], "c", **attributes)
+    weights = {"c": constant} | ({"w": np.ones((3, 5), np.float32)} if kind == "Gemm" else {})
+    extents = (1, 3) if kind == "Gemm" else (1, 3, 8, 8)
+    path = _file(tmp_path / "m.onnx", [node], weights, extents, extents)
+    with pytest.raises(UserError, match=rf"^{path}: node 'c' \({kind}\): expected"):
+        hg.onnx.load(path)
+
+
 @pytest.mark.parametrize("attributes", [{"pads": [2**33, 0, 0, 0]}, {"dilations": [9, 1]}])
 def test_extents_that_no_value_has_are_refused(attributes, tmp_path):
     """Impossible extents are an error before any loop over them, and before ONNX's library would end the process."""
