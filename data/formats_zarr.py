@@ -45,10 +45,12 @@ class _ZarrFile(StoredFile):
     def get(self, name: str) -> StoredArray | None:
         """Return the array of this name."""
         with opening(self.path, f"an array {name!r} of Zarr"):
-            member = self._root if isinstance(self._root, self._array) else self._member(name.strip("/"))
+            member = self._member(name.strip("/"))
         return _ZarrArray(self, member, name.strip("/")) if isinstance(member, self._array) else None
 
     def _member(self, name: str) -> Any:
+        if isinstance(self._root, self._array):
+            return self._root if name == ALONE else None
         try:
             return self._root[name] if name else None
         except KeyError:

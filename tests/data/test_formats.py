@@ -243,6 +243,18 @@ def test_a_folder_gives_files_of_one_format(tmp_path):
         assert found.path.name == "a.nii"
 
 
+def test_an_array_of_zarr_alone_has_one_name(tmp_path, caplog):
+    x = RNG.random((3, 4, 5, 1), np.float32)
+    zarr.save_array(str(tmp_path / "a.zarr"), x)
+    with Hdf5Dataset(tmp_path / "a.zarr", "data", None, "NHWC") as found:
+        out = np.empty(x.shape, np.float32)
+        found.read("x", range(3), Box.of_shape(x.shape), out)
+        np.testing.assert_array_equal(out, x)
+        assert found.groups is None and not caplog.records
+    with pytest.raises(DataError, match=r"expected a dataset 'mask', got data \(3, 4, 5, 1\)"):
+        Hdf5Dataset(tmp_path / "a.zarr", "data", "mask", "NHWC")
+
+
 def predictions(tmp_path, dataset, shape):
     """Write the coordinates of a data set into a file of predictions; return it and what was left out."""
     file = h5py.File(tmp_path / "p.h5", "w")
