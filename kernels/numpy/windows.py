@@ -28,7 +28,9 @@ class NumpyWindows(Pointwise):
         # Training holds the positions from forward to backward, so they take one byte each where that is enough.
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
-        kept = 0 if position is None else position.nbytes
+        # Among elements that are all -inf, the maximum is the first, and no padding before it.
+        start = None if position is None else first_taps(outputs, geometry, position.dtype)
+        kept = 0 if position is None or start is None else position.nbytes + start.nbytes
         first, mask_bytes = round_up(margins.nbytes), round_up(y.size)
         scratch_bytes = first + 2 * mask_bytes
 
@@ -42,7 +44,7 @@ class NumpyWindows(Pointwise):
                 fill()
                 np.copyto(y, views[0])
                 if position is not None:
-                    position.fill(0)
+                    np.copyto(position, start)
                 for i, view in enumerate(views[1:], 1):
                     # Strictly greater: the first of equal elements stays the maximum, and gets the gradient.
                     np.greater(view, y, out=better)
@@ -196,3 +198,12 @@ def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geo
         row = np.arange(o)[:, None] * s - lo + d * np.arange(k)
         counts = counts[..., None] * ((row >= 0) & (row < n)).sum(axis=1)
     return np.maximum(counts, 1.0).reshape(*outputs, 1)
+
+
+def first_taps(outputs: Sequence[int], geometry: Geometry, dtype: Any) -> Any:
+    """Return the number of each window's first tap behind the padding, as an array ``(1, *outputs, 1)``."""
+    first, g = np.zeros((1,), dtype), geometry
+    for n, k, s, d, (lo, _) in zip(outputs, g.kernel, g.stride, g.dilation, g.padding):
+        before = -((np.arange(n) * s - lo) // d)  # taps in the padding
+        first = first[..., None] * k + np.clip(before, 0, k - 1).astype(dtype)
+    return first[..., None]

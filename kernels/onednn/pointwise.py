@@ -95,7 +95,8 @@ class Finite:
             positive, negative, infinity = self._bits
             self._failed = positive.max() >= infinity or negative.max() >= infinity + (1 << 15)
         else:
-            self._failed = not math.isfinite(np.dot(self._first, self._second))
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._failed = not math.isfinite(np.dot(self._first, self._second))
         return self._failed
 
     def failed(self) -> bool:

@@ -70,13 +70,13 @@ def conv_filter(x, dy, geometry: Geometry, w_shape):
 
 
 def max_pool(x, dy, geometry: Geometry, y_shape):
-    """Return max pooling and its gradient, which goes to the first of equal elements."""
+    """Return max pooling and its gradient, which goes to the first of equal elements, also of -inf."""
     y = np.full(y_shape, -np.inf)
     chosen = np.empty(y_shape, object)
     for o, _, i in windows(x.shape[1:-1], geometry):
         for n in range(x.shape[0]):
             for c in range(x.shape[-1]):
-                if x[(n, *i, c)] > y[(n, *o, c)]:
+                if chosen[(n, *o, c)] is None or x[(n, *i, c)] > y[(n, *o, c)]:
                     y[(n, *o, c)] = x[(n, *i, c)]
                     chosen[(n, *o, c)] = i
     dx = np.zeros(x.shape)

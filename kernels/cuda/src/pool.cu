@@ -79,6 +79,7 @@ template <int V> DEVICE void max_forward(const PoolParams& p) {
             best[k] = -A(INFINITY);
             chosen[k] = 0;
         }
+        bool any = false;
         int tap = 0;
         for (Index a = 0; a < Index(p.kernel[0]); ++a) {
             const Index i = o.at[0] * Index(p.stride[0]) - Index(p.lo[0]) + a * Index(p.dilation[0]);
@@ -92,12 +93,13 @@ template <int V> DEVICE void max_forward(const PoolParams& p) {
                     load<V>(p.x + offset(o.sample, p.in, i, j, l, Index(p.channels)) + o.channel, value);
 #pragma unroll
                     for (int k = 0; k < V; ++k) {
-                        // The first of equal elements stays; a NaN wins and is not lost again.
-                        if (value[k] > best[k] || value[k] != value[k]) {
+                        // The first of equal elements stays, also of -inf; a NaN wins and is not lost again.
+                        if (!any || value[k] > best[k] || value[k] != value[k]) {
                             best[k] = value[k];
                             chosen[k] = tap;
                         }
                     }
+                    any = true;
                 }
             }
         }
