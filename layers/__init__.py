@@ -28,7 +28,7 @@ from .composed import Crop, PatchEmbedding, PatchMerging, Sequential, Split
 from .convolution import Conv, ConvTranspose
 from .dense import Dense
 from .dice import Dice, Tversky
-from .dropout import Dropout, StochasticDepth
+from .dropout import ChannelDropout, Dropout, StochasticDepth
 from .embedding import Embedding, SinusoidalEmbedding, Token
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .layer import Input, Layer, Node, Shape
@@ -81,6 +81,7 @@ __all__ = [
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
     "BroadcastAdd",
+    "ChannelDropout",
     "ChannelMax",
     "ChannelMean",
     "ChannelShuffle",

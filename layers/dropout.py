@@ -1,4 +1,5 @@
-"""Dropout of elements and of whole samples. The mask depends only on global indices, so it is the same under every cut.
+"""Dropout of elements, channels and whole samples. The mask depends only on global indices, so it is the same under
+every cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..lowering.context import Context, Lowered
 from .layer import ElementwiseLayer, Layer, Passes
 from .merge import product
 
-__all__ = ["Dropout", "StochasticDepth"]
+__all__ = ["ChannelDropout", "Dropout", "StochasticDepth"]
 
 
 class Dropout(ElementwiseLayer):
@@ -63,7 +64,61 @@ class Dropout(ElementwiseLayer):
         return Lowered(backward)
 
 
-class StochasticDepth(ElementwiseLayer):
+class _SharedDropout(ElementwiseLayer):
+    """Dropout of elements that share a random number: the mask of :class:`Dropout` for one number each, and a product.
+    """
+
+    def __init__(self, rate: float, name: str | None = None) -> None:
+        super().__init__(name)
+        self.rate = _checked(self, rate)
+
+    def _shared(self, extent: int, channels: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        """Return the random numbers per sample, and the range of those of a block, from these channels."""
+        raise NotImplementedError
+
+    def lower(self, context: Context) -> Lowered:
+        # Ranks that have other elements of the same number draw the same number.
+        (samples, *_, channels), (batch, *space, extent) = context.box.ranges, context.output.layout.shape
+        numbers, own = self._shared(extent, channels)
+        box = Box.of_ranges([samples, own])
+        ones = context.keep(box.shape, context.wide, "statistics", fill=1.0)
+        drawn = context.scratch(box.shape, context.wide)
+        kernel = context.kernel(partial(_DropoutKernel, self.rate, (batch, numbers), box), x=ones, y=drawn)
+        context.run(kernel, "forward")
+        factor = drawn.reshape(box.shape[0], *(1 for _ in space), box.shape[1])
+        views = {"x": context.inputs[0].view, "g": factor, "y": context.y}
+        context.run(context.kernel(product, **views), timing=context.timing("forward"))
+
+        def backward() -> None:
+            views = {"x": context.dy, "g": factor, "y": context.gradient(0)}
+            context.run(context.kernel(product, **views), timing=context.timing("backward_data"))
+
+        return Lowered(backward)
+
+
+class ChannelDropout(_SharedDropout):
+    """Dropout of whole feature maps: all positions of a channel of a sample (Tompson et al. 2015; Dropout2d and
+    Dropout3d of torch, SpatialDropout of Keras).
+
+    In training, each channel of each sample is zeroed with probability `rate`, and the others are scaled by ``1 / (1 -
+    rate)``. In evaluation the layer is the identity.
+
+    Parameters
+    ----------
+    rate
+        Probability in ``[0, 1)``.
+
+    Notes
+    -----
+    The dropped channels are a function of the run's seed, the step, the layer's name, the sample's index in the batch
+    and the channel. Communication: none.
+    """
+
+    def _shared(self, extent: int, channels: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        return extent, channels
+
+
+class StochasticDepth(_SharedDropout):
     """Dropout of whole samples, for the branch of a residual block (Huang et al. 2016; EfficientNet and ConvNeXt use
     it).
 
@@ -78,30 +133,11 @@ class StochasticDepth(ElementwiseLayer):
     Notes
     -----
     The dropped samples are a function of the run's seed, the step, the layer's name and the sample's index in the
-    batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
+    batch. Communication: none.
     """
 
-    def __init__(self, rate: float, name: str | None = None) -> None:
-        super().__init__(name)
-        self.rate = _checked(self, rate)
-
-    def lower(self, context: Context) -> Lowered:
-        # Dropout of one number per sample: ranks with other positions of a sample draw the same number.
-        samples, axes = context.box.ranges[0], len(context.box.shape)
-        ones = context.keep((context.box.shape[0], 1), context.wide, "statistics", fill=1.0)
-        drawn = context.scratch(ones.shape, context.wide)
-        box, shape = Box.of_ranges([samples, (0, 1)]), (context.output.layout.shape[0], 1)
-        kernel = context.kernel(partial(_DropoutKernel, self.rate, shape, box), x=ones, y=drawn)
-        context.run(kernel, "forward")
-        factor = drawn.reshape(ones.shape[0], *(1 for _ in range(axes - 1)))
-        views = {"x": context.inputs[0].view, "g": factor, "y": context.y}
-        context.run(context.kernel(product, **views), timing=context.timing("forward"))
-
-        def backward() -> None:
-            views = {"x": context.dy, "g": factor, "y": context.gradient(0)}
-            context.run(context.kernel(product, **views), timing=context.timing("backward_data"))
-
-        return Lowered(backward)
+    def _shared(self, extent: int, channels: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        return 1, (0, 1)
 
 
 def _checked(layer: Layer, rate: float) -> float:

@@ -48,6 +48,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
     "stochastic depth": (lambda: hg.StochasticDepth(0.5, name="l"), 1),
     "pixel shuffle": (lambda: hg.PixelShuffle(2, name="l"), 1),
     "dropout": (lambda: hg.Dropout(0.3, name="l"), 1),
+    "channel dropout": (lambda: hg.ChannelDropout(0.3, name="l"), 1),
     "concat": (lambda: hg.Concat("l"), 2),
     "sum": (lambda: hg.Add(activation="relu", name="l"), 2),
 }

@@ -139,7 +139,7 @@ WRITTEN = {
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "joined rows": (lambda: [lambda x: hg.Concat(axis="width")(x, hg.ReLU()(x))], IMAGE),
     "tokens": (lambda: [hg.Reshape((-1, 4)), hg.Conv(6, 3), hg.Reshape((5, 2, -1))], (3, 4, 4)),
-    "random depth": (lambda: [hg.StochasticDepth(0.5)], IMAGE),
+    "random depth": (lambda: [hg.StochasticDepth(0.5), hg.ChannelDropout(0.5)], IMAGE),
 }
 
 

@@ -166,6 +166,7 @@ LAYERS = {
     "conv stride 2": (lambda: hg.Conv(4, 3, 2, padding=1, name="l"), SPATIAL),
     "dense": (lambda: hg.Dense(5, name="l"), [(7,)]),
     "dropout": (lambda: hg.Dropout(0.4, name="l"), SPATIAL),
+    "channel dropout": (lambda: hg.ChannelDropout(0.4, name="l"), SPATIAL),
     "flatten": (lambda: hg.Flatten("l"), SPATIAL),
     "gelu": (lambda: hg.GELU(name="l"), SPATIAL),
     "gelu by tanh": (lambda: hg.GELU("tanh", "l"), SPATIAL),

@@ -170,7 +170,7 @@ class Graphs:
         return hg.Concat()(x, self.pick(*alike))
 
     def _dropout(self, x, same, alike):
-        return self.pick(hg.Dropout, hg.StochasticDepth)(0.3)(x)
+        return self.pick(hg.Dropout, hg.ChannelDropout, hg.StochasticDepth)(0.3)(x)
 
     def _pointwise(self, x, same, alike):
         return self.pick(

@@ -10,7 +10,7 @@ from halograd.comm import Communicator
 from halograd.dtensor import Box
 from halograd.kernels import get_backend
 from halograd.kernels.numpy.pointwise import global_counters, mix64, mix64_inplace
-from halograd.layers import Dropout, Input, Network, StochasticDepth
+from halograd.layers import ChannelDropout, Dropout, Input, Network, StochasticDepth
 from halograd.training.executor import Executor
 from tests.support.refusals import refusals
 
@@ -75,15 +75,16 @@ def test_hash_is_splitmix64():
 test_refuses_rates_outside = refusals(
     *((partial(Dropout, rate), r"Dropout: expected a rate in \[0, 1\), got") for rate in (-0.1, 1.0, 1.5)),
     *((partial(StochasticDepth, rate), r"StochasticDepth: expected a rate in \[0, 1\), got") for rate in (-0.1, 1.0)),
+    (partial(ChannelDropout, 1.0), r"ChannelDropout: expected a rate in \[0, 1\), got"),
 )
 
 
 DEPTH_SHAPES = [(7, 6, 3), (9, 2), (5, 4, 3, 2), (4,)]
 
 
-def dropped(step=0, seed=0, rate=0.4, training=True, name="drop", samples=400):
-    """Return the factor by which stochastic depth multiplies each sample."""
-    network = Network(StochasticDepth(rate, name)(Input((2, 3, 2))))
+def dropped(step=0, seed=0, rate=0.4, training=True, name="drop", samples=400, kind=StochasticDepth):
+    """Return the factor by which the layer multiplies each sample, or each of its two channels."""
+    network = Network(kind(rate, name)(Input((2, 3, 2))))
     with (
         Communicator(MPI.COMM_SELF) as alone,
         get_backend("numpy") as kernels,
@@ -92,9 +93,21 @@ def dropped(step=0, seed=0, rate=0.4, training=True, name="drop", samples=400):
         executor.mode.step = step
         executor.set_input("x", np.ones((samples, 2, 3, 2)))
         executor.forward(training=training)
-        y = executor.gather(name).reshape(samples, -1)
-    assert (y == y[:, :1]).all(), "a sample is dropped whole"
-    return y[:, 0]
+        y = executor.gather(name).reshape(samples, 6, 2)
+    assert (y == y[:, :1]).all(), "a channel is dropped whole"
+    if kind is ChannelDropout:
+        return y[:, 0]
+    assert (y == y[..., :1]).all(), "a sample is dropped whole"
+    return y[:, 0, 0]
+
+
+def test_channels_are_dropped_independently():
+    factors = dropped(samples=200, kind=ChannelDropout)
+    first, second = factors.T == 0
+    # Five standard deviations: 0.122 of 400 draws at 0.4, 0.13 of 200 at 0.16.
+    assert set(factors.ravel()) == {0.0, 1 / 0.6} and abs(np.mean(factors == 0) - 0.4) < 0.122
+    assert abs(np.mean(first & second) - 0.16) < 0.13
+    assert (dropped(training=False, kind=ChannelDropout) == 1).all()
 
 
 def test_rate_and_scale_of_depth():

@@ -109,16 +109,18 @@ for name, make in SCALES.items():
     before = partial(hg.Conv, 3, 3, padding=1, name="c")
     add("grids", f"{name} behind a convolution", behind(make, before), (7, 6, 5), gradient=False)
 
-dropout, depth = partial(hg.Dropout, 0.4), partial(hg.StochasticDepth, 0.5)
+dropout = partial(hg.Dropout, 0.4)
 for shape in SHAPES:
     add("grids", f"dropout {shape}", dropout, shape, batch=3)
-for shape in [SHAPE, (9, 2), (5, 4, 3, 2), (4,)]:
-    add("grids", f"stochastic depth {shape}", depth, shape, batch=5)
 before = partial(hg.Conv, 3, 3, padding=1, name="c")
 add("uneven", "dropout", behind(dropout, before), (6, 7, 2), gradient=False)
 add("channels", "dropout", dropout, (7, 6, 5), batch=3, axes=("sample", "height", "channel"), gradient=False)
 add("channels", "dropout of vectors", dropout, (5,), batch=3, axes=("sample", "channel"), gradient=False)
-add("channels", "stochastic depth", depth, SHAPE, batch=5, axes=("sample", "height", "channel"), gradient=False)
+for kind in (hg.StochasticDepth, hg.ChannelDropout):
+    name, make = kind.__name__, partial(kind, 0.5)
+    for shape in [SHAPE, (9, 2), (5, 4, 3, 2), (4,)]:
+        add("grids", f"{name} {shape}", make, shape, batch=5)
+    add("channels", name, make, SHAPE, batch=5, axes=("sample", "height", "channel"), gradient=False)
 
 # -- norms -----------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ LAYERS = {
     "affine": lambda x: 1 - x / 2,
     "channel shuffle": lambda x: hg.ChannelShuffle(2)(x),
     "dropout": lambda x: hg.Dropout(0.3)(x),
+    "channel dropout": lambda x: hg.ChannelDropout(0.3)(x),
     "nearest": lambda x: hg.Resize(2)(x),
     "bilinear": lambda x: hg.Resize(2, mode="bilinear")(x),
     "bilinear, any ratio": lambda x: hg.Resize(size=(50, 71), mode="bilinear")(x),

@@ -124,7 +124,7 @@ def _network(draw: Draw, ignored: int | None) -> hg.Network:
         y = norm(y) if draw.chance(0.4) else y
         y = bent(y, values[-1]) if draw.chance(0.5) else y
         y = hg.Dropout(0.3)(y) if draw.chance(0.3) else y
-        y = hg.StochasticDepth(0.3)(y) if draw.chance(0.3) else y
+        y = draw.one(hg.StochasticDepth, hg.ChannelDropout)(0.3)(y) if draw.chance(0.3) else y
         values.append(y + values[-1] if draw.chance(0.5) else y)
     y = hg.BatchNorm(eps=0.1, name="batch_norm")(values[-1]) if draw.chance(0.3) else values[-1]
     vector = hg.GlobalAveragePool()(again(hg.AveragePool(2)(values[-1])))
