@@ -468,6 +468,7 @@ class WeightsFile:
             raise UserError(f"init_fresh: expected layers of network {network.name!r}, got {strange[0]!r}")
         self._arrangements = arrangements(network, fresh)
         self._shapes = self._read_shapes()
+        self._wrapper = self._find_wrapper()
         self._keys = {name: self._key(name, arrangement) for name, arrangement in self._arrangements.items()}
         self.names = list(self._arrangements)
 
@@ -488,9 +489,24 @@ class WeightsFile:
                 "state_dict by safetensors.torch.save_file"
             ) from error
 
+    def _find_wrapper(self) -> str:
+        """Return what begins all names, if a wrapper of the module has put it there: ``module.`` of data-parallel
+        training, ``model.`` of Lightning.
+
+        It is that of a file with all names of the network behind one such beginning, and none without it. With two,
+        such as the weights and their moving averages, the file is ambiguous.
+        """
+        names = [arrangement.names for arrangement in self._arrangements.values()]
+        if any(key in self._shapes for keys in names for key in keys):
+            return ""
+        before = {key[: i + 1] for key in self._shapes for i, letter in enumerate(key) if letter == "."}
+        fitting = [w for w in before if all(any(w + key in self._shapes for key in keys) for keys in names)]
+        return fitting[0] if len(fitting) == 1 else ""
+
     def _key(self, name: str, arrangement: Arrangement) -> str:
         """Return the name of a parameter in the file."""
-        key = next((key for key in arrangement.names if key in self._shapes), None)
+        keys = [self._wrapper + key for key in arrangement.names]
+        key = next((key for key in keys if key in self._shapes), None)
         if key is None:
             raise UserError(
                 f"weights {self.path}: expected {name} under the name {' or '.join(arrangement.names)}, got none; the "

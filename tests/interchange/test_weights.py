@@ -118,6 +118,25 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
         save_weights(network, {}, path)
 
 
+def test_what_a_wrapper_puts_before_the_names_is_left_out(tmp_path):
+    network, path = _network(), tmp_path / "w.safetensors"
+    save_weights(network, None, path)
+    numpy = __import__("safetensors.numpy").numpy
+    plain, expected = numpy.load_file(path), load_weights(network, path)
+    wrapped = {f"module.model.{key}": array for key, array in plain.items()}
+    numpy.save_file({**wrapped, "module.step": np.zeros(1)}, tmp_path / "wrapped")
+    actual = load_weights(network, tmp_path / "wrapped")
+    assert actual.keys() == expected.keys() and all(np.array_equal(actual[key], expected[key]) for key in expected)
+    with pytest.raises(UserError, match=r"expected head/w as module\.model\.head\.weight of shape \(7, 192\)"):
+        load_weights(_network(7), tmp_path / "wrapped")
+    averages = {f"averages.{key}": array for key, array in plain.items()}
+    lacking = {key: array for key, array in wrapped.items() if not key.endswith("head.weight")}
+    for several in ({**wrapped, **averages}, lacking):  # no choice is made for the user, and no part is taken
+        numpy.save_file(several, tmp_path / "several")
+        with pytest.raises(UserError, match=r"expected conv/w under the name conv\.weight, got none"):
+            load_weights(network, tmp_path / "several")
+
+
 #: Some parameters of torchvision 0.28, by our models; the program `zoo` checks all of them.
 VISION = {
     "resnet50": {
