@@ -43,6 +43,8 @@ INSTRUCTION_SETS: dict[str, dict[str, str]] = {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        # torch.compile caches programs of the native instruction set, which compute NaN under this limit.
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "halograd-inductor-avx2"),
     },
 }
 

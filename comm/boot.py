@@ -61,14 +61,15 @@ _begun = _booted = _warned = False
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
     """Return the number of ranks that the launcher started, None without a launcher. Local.
 
-    Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, hydra and ``srun --mpi=pmi2`` set PMI_SIZE, and srun without either
-    sets SLURM_STEP_NUM_TASKS (SLURM_NTASKS belongs to the allocation, not to this step).
+    Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, hydra and ``srun --mpi=pmi2`` set PMI_SIZE, jsrun of LSF sets
+    JSM_NAMESPACE_SIZE, and srun without any of these sets SLURM_STEP_NUM_TASKS (SLURM_NTASKS belongs to the
+    allocation, not to this step).
 
     >>> launched_size({"PMI_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
     4
     """
     environment = os.environ if environment is None else environment
-    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"]
     if "SLURM_STEP_ID" in environment:  # inside srun, not in the bare batch shell
         names.append("SLURM_STEP_NUM_TASKS")
     for name in names:

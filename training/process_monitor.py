@@ -119,7 +119,10 @@ def cause_of(text: str, out_of_memory: bool, other_nodes: bool) -> str:
         # MPICH was seen to abort a rank whose connection broke, and it does not name the other rank.
         hint = "; or MPI ended it, with a message of its own, because a rank on another node is gone"
         return cause + hint * other_nodes
-    return f"{cause}; the node is out of memory, so the kernel kills processes: use more nodes, or smaller batches"
+    return (
+        f"{cause}; the kernel kills processes because the memory of the node, or the limit of the job or container, is "
+        "exhausted: use more nodes, or smaller batches"
+    )
 
 
 def _killed_for_memory() -> int:

@@ -35,6 +35,7 @@ def run(body, ranks=3):
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}, 8),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, 4),
         ({"PMI_SIZE": ""}, None),
+        ({"JSM_NAMESPACE_SIZE": "42"}, 42),
     ],
 )
 def test_size_the_launcher_says(environment, size):

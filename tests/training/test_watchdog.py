@@ -179,7 +179,7 @@ def held_processes(pid):
 
 def test_a_process_that_the_kernel_kills_for_lack_of_memory():
     assert cause_of("", False, other_nodes=False) == DEAD
-    assert cause_of("", True, other_nodes=True).startswith(f"{DEAD}; the node is out of memory")
+    assert cause_of("", True, other_nodes=True).startswith(f"{DEAD}; the kernel kills processes")
 
 
 CRASHES = """
