@@ -490,11 +490,11 @@ class WeightsFile:
             ) from error
 
     def _find_wrapper(self) -> str:
-        """Return what begins all names, if a wrapper of the module has put it there: ``module.`` of data-parallel
-        training, ``model.`` of Lightning.
+        """Return the prefix that a wrapper of the module gives all names, such as ``module.`` of data-parallel training
+        and ``model.`` of Lightning; an empty text if there is none.
 
-        It is that of a file with all names of the network behind one such beginning, and none without it. With two,
-        such as the weights and their moving averages, the file is ambiguous.
+        All names of the network must have it. If two prefixes fit, such as those of weights and of their moving
+        averages, none is chosen.
         """
         names = [arrangement.names for arrangement in self._arrangements.values()]
         if any(key in self._shapes for keys in names for key in keys):

@@ -29,8 +29,8 @@ class NumpyWindows(Pointwise):
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
         # Among elements that are all -inf, the maximum is the first, and no padding before it.
-        start = None if position is None else first_taps(outputs, geometry, position.dtype)
-        kept = 0 if position is None or start is None else position.nbytes + start.nbytes
+        start = np.empty(0) if position is None else first_taps(outputs, geometry, position.dtype)
+        kept = 0 if position is None else position.nbytes + start.nbytes
         first, mask_bytes = round_up(margins.nbytes), round_up(y.size)
         scratch_bytes = first + 2 * mask_bytes
 
@@ -201,7 +201,7 @@ def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geo
 
 
 def first_taps(outputs: Sequence[int], geometry: Geometry, dtype: Any) -> Any:
-    """Return the number of each window's first tap behind the padding, as an array ``(1, *outputs, 1)``."""
+    """Return the number of each window's first tap after the padding, as an array ``(1, *outputs, 1)``."""
     first, g = np.zeros((1,), dtype), geometry
     for n, k, s, d, (lo, _) in zip(outputs, g.kernel, g.stride, g.dilation, g.padding):
         before = -((np.arange(n) * s - lo) // d)  # taps in the padding
