@@ -12,6 +12,7 @@ the operation that writes it again. Buffers that are kept from step to step occu
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,13 +96,19 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     result: dict[Buffer, Spans] = {}
     released: set[Buffer] = set()
     always = frozenset(kept)
+
+    def is_placed(buffer: Buffer) -> bool:
+        return buffer.location is None and not buffer.kept and buffer not in always
+
     for at, operation in enumerate(operations):
         if isinstance(operation, Release):
             released.update(operation.released)
         for buffer in operation.buffers():
-            if buffer.location is not None or buffer.kept or buffer in always:
-                continue
-            spans = result.setdefault(buffer, [])
+            spans = result.get(buffer)
+            if spans is None:
+                if not is_placed(buffer):
+                    continue
+                spans = result[buffer] = []
             if not spans or buffer in released:
                 released.discard(buffer)
                 spans.append((at, at))
@@ -110,8 +117,8 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
     # A kernel is made with arrays that no operation uses, such as work space of a backward pass that is left out.
     for at, operation in enumerate(operations):
         for buffer in operation.held():
-            if buffer.location is None and not buffer.kept and buffer not in always:
-                result.setdefault(buffer, [(at, at)])
+            if buffer not in result and is_placed(buffer):
+                result[buffer] = [(at, at)]
     return result
 
 
@@ -135,60 +142,70 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
     the memory of all buffers that are used at one time.
     """
     changes = Counter[int]()
+    nbytes = {buffer: buffer.nbytes for buffer in spans}
     for buffer, intervals in spans.items():
+        size = aligned(nbytes[buffer])
         for first, last in intervals:
-            changes[first] += aligned(buffer.nbytes)
-            changes[last + 1] -= aligned(buffer.nbytes)
+            changes[first] += size
+            changes[last + 1] -= size
     least = begin + max(accumulate(changes[at] for at in sorted(changes)), default=0)
     few = len(spans) <= FEW
     near = least if few else NEAR * least
     length = {buffer: sum(last - first for first, last in intervals) for buffer, intervals in spans.items()}
     orders: list[Callable[[Buffer], Any]] = [
-        lambda buffer: (-buffer.nbytes, spans[buffer]),
-        lambda buffer: (-buffer.nbytes, -length[buffer]),
-        lambda buffer: (-length[buffer], -buffer.nbytes),
+        lambda buffer: (-nbytes[buffer], spans[buffer]),
+        lambda buffer: (-nbytes[buffer], -length[buffer]),
+        lambda buffer: (-length[buffer], -nbytes[buffer]),
     ]
     best: tuple[dict[Buffer, int], int] | None = None
     if all(len(intervals) == 1 for intervals in spans.values()):
         best = _in_time(spans, begin)
     for order in orders:
         if best is None or best[1] > near:
-            placement = _in_order(sorted(spans, key=order), spans, begin)
-            best = placement if best is None or placement[1] < best[1] else best
+            best = _in_order(sorted(spans, key=order), spans, begin, math.inf if best is None else best[1]) or best
     assert best is not None
     if any(len(intervals) > 1 for intervals in spans.values()):
         trial = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes))
         left = tries = TRIES_OF_FEW if few else TRIES
         while left and best[1] > near:
             # What lies at the end is placed first.
-            offsets, end = placement = _in_order(trial, spans, begin)
+            placement = _in_order(trial, spans, begin)
+            assert placement is not None
+            offsets, end = placement
             best, left = (placement, tries) if end < best[1] else (best, left - 1)
             trial.sort(key=lambda buffer: offsets[buffer] + aligned(buffer.nbytes) < end)
     return best
 
 
-def _in_order(order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
+def _in_order(
+    order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int, below: float = math.inf
+) -> tuple[dict[Buffer, int], int] | None:
     """Return the offsets of buffers that are placed in this order, each where it fits best, and the end of the memory.
 
-    A buffer has one offset in all its spans.
+    A buffer has one offset in all its spans. The result is None if the memory does not end before `below`.
     """
     offsets, end, count = dict[Buffer, int](), begin, sum(map(len, spans.values()))
-    placed, number = np.zeros((4, count), np.int64), 0  # first and last operation, start and stop in memory
+    # First and last operation, start and stop in memory, of the spans that are placed, in the order of their starts.
+    placed, number = np.zeros((4, count), np.int64), 0
+    first, last, starts, stops = placed
+    used = np.full(count + 1, begin, np.int64)  # end of the memory in use before each span that exists at the same time
     for buffer in order:
-        first, last, starts, stops = placed[:, :number]
         at_once = np.zeros(number, bool)
         for begins, ends in spans[buffer]:
-            at_once |= (first <= ends) & (last >= begins)
-        size, at, offset, gap = aligned(buffer.nbytes), begin, None, 0
-        for start, stop in sorted(zip(starts[at_once].tolist(), stops[at_once].tolist())):
-            if start - at >= size and (offset is None or start - at < gap):
-                offset, gap = at, start - at
-            at = max(at, stop)
-        offsets[buffer] = offset = at if offset is None else offset
+            at_once |= (first[:number] <= ends) & (last[:number] >= begins)
+        others, size = at_once.nonzero()[0], aligned(buffer.nbytes)
+        np.maximum.accumulate(stops[others], out=used[1 : len(others) + 1])
+        gaps = starts[others] - used[: len(others)]
+        fitting = (gaps >= size).nonzero()[0]
+        offset = int(used[fitting[gaps[fitting].argmin()] if len(fitting) else len(others)])
+        offsets[buffer], end = offset, max(end, offset + size)
+        if end >= below:
+            return None
+        at = int(starts[:number].searchsorted(offset))
         for begins, ends in spans[buffer]:
-            placed[:, number] = begins, ends, offset, offset + size
+            placed[:, at + 1 : number + 1] = placed[:, at:number]
+            placed[:, at] = begins, ends, offset, offset + size
             number += 1
-        end = max(end, offset + size)
     return offsets, end
 
 

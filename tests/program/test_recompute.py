@@ -366,6 +366,24 @@ def test_no_two_arrays_share_memory_while_both_are_used(operations):
                 assert not any(_alive(spans[a], at) and _alive(spans[b], at) for at in range(len(operations)))
 
 
+@given(programs())
+def test_each_array_takes_the_smallest_gap_that_fits(operations):
+    spans = lifetimes(operations, [])
+    offsets, end = arena._in_order(spans, spans, 64)
+    before = []
+    for buffer in spans:
+        size, at, gaps = arena.aligned(buffer.nbytes), 64, []
+        together = [b for b in before if any(_alive(spans[b], n) and _alive(spans[buffer], n) for n in range(16))]
+        for start, stop in sorted((offsets[b], offsets[b] + arena.aligned(b.nbytes)) for b in together):
+            gaps += [(start - at, at)] if start - at >= size else []
+            at = max(at, stop)
+        assert offsets[buffer] == (min(gaps)[1] if gaps else at)
+        before.append(buffer)
+    assert end == max((offsets[b] + arena.aligned(b.nbytes) for b in spans), default=64)
+    assert arena._in_order(spans, spans, 64, end + 1) == (offsets, end)
+    assert arena._in_order(spans, spans, 64, end) is None or not spans
+
+
 def _alive(spans, at):
     return any(first <= at <= last for first, last in spans)
 
