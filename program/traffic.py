@@ -7,6 +7,8 @@ that a rank sends is thus a product of sums over one axis each, minus the elemen
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,7 +21,18 @@ from ..dtensor.layout import Blocks, Intervals, outer, padded
 from ..lowering.operations import ExchangeSpec, Operation, Sum, Total, Transfer
 from .program import Program
 
-__all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "Sent", "messages_of", "senders", "sums_of"]
+__all__ = [
+    "ExchangeTraffic",
+    "GroupSum",
+    "Ledger",
+    "MessagePattern",
+    "Move",
+    "Sender",
+    "Sent",
+    "messages_of",
+    "senders",
+    "sums_of",
+]
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Move:
         return own
 
     @cached_property
-    def _crossings(self) -> tuple[int, list[tuple[int, int, Crossing]]]:
+    def _crossings(self) -> tuple[int, tuple[tuple[int, int, Crossing], ...]]:
         """Size of a message without cut axes [B], and the cut axes: number, target parts, overlaps."""
         nbytes, cut = self.itemsize, list[tuple[int, int, Crossing]]()
         for axis, (own, others) in enumerate(zip(self.source.axes, self.target.axes)):
@@ -99,22 +112,20 @@ class Move:
                 cut.append((axis, len(others), crossing(own, others)))
             else:
                 nbytes *= sum(elements for _, elements in crossing(own, others)[0])
-        return nbytes, cut
+        return nbytes, tuple(cut)
+
+    def pattern(self, ranks: tuple[int, ...]) -> tuple[int, MessagePattern]:
+        """Return the size of an element of :attr:`MessagePattern.units` [B], and the pattern of some ranks' messages.
+
+        Exchanges that differ only in axes that are not cut, such as channels, have the same pattern.
+        """
+        nbytes, cut = self._crossings
+        return nbytes, patterns(self.source.grid, cut, ranks if nbytes else ())
 
     def messages(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the messages of some ranks: position of the sender in `ranks`, receiver, and size [B], one each."""
-        nbytes, cut = self._crossings
-        messages: list[tuple[int, int, int]] = []
-        for i, rank in enumerate(ranks if nbytes else ()):
-            at = self.source.coordinates(rank)
-            if at is not None:
-                others = [(0, nbytes)]
-                for axis, parts, overlaps in cut:
-                    row = overlaps[at[axis]]
-                    others = [(peer * parts + part, size * n) for peer, size in others for part, n in row]
-                messages += [(i, peer, size) for peer, size in others if peer != rank]
-        senders, peers, sizes = np.array(messages, np.int64).reshape(-1, 3).T
-        return senders, peers, sizes
+        nbytes, pattern = self.pattern(tuple(ranks))
+        return pattern.senders, pattern.peers, pattern.units * nbytes
 
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the other ranks to which `rank` sends, and the bytes per rank [B]."""
@@ -196,12 +207,65 @@ class Crossing(dict[int, list[tuple[int, int]]]):
 
     def __init__(self, source: Intervals, target: Intervals) -> None:
         self._source, self._target = source, target
+        starts, stops = zip(*target)
+        #: Bounds of the target's intervals, if these are in order, so that those that intersect one are adjacent.
+        self._bounds = (starts, stops) if list(starts) == sorted(starts) and list(stops) == sorted(stops) else None
 
     def __missing__(self, i: int) -> list[tuple[int, int]]:
         start, stop = self._source[i]
-        common = ((k, min(b, stop) - max(a, start)) for k, (a, b) in enumerate(self._target))
+        near = range(len(self._target))
+        if self._bounds is not None:
+            starts, stops = self._bounds
+            near = range(bisect_right(stops, start), bisect_left(starts, stop))
+        common = ((k, min(self._target[k][1], stop) - max(self._target[k][0], start)) for k in near)
         self[i] = [(k, n) for k, n in common if n > 0]
         return self[i]
+
+    # Two crossings are equal if they are one object: patterns are looked up by them.
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+@dataclass(frozen=True, eq=False)
+class MessagePattern:
+    """Messages of some ranks in exchanges along the same cut axes.
+
+    Attributes
+    ----------
+    senders, peers
+        Position of the sender in the list of ranks, and receiver, per message.
+    units
+        Number of elements per message along the cut axes.
+    """
+
+    senders: np.ndarray
+    peers: np.ndarray
+    units: np.ndarray
+
+
+@lru_cache(maxsize=16384)
+def patterns(
+    grid: tuple[int, ...], cut: tuple[tuple[int, int, Crossing], ...], ranks: tuple[int, ...]
+) -> MessagePattern:
+    """Return the pattern of the messages of some ranks.
+
+    Parameters
+    ----------
+    grid
+        Parts of the source per axis.
+    cut
+        Cut axes: number, parts of the target, overlaps.
+    """
+    strides, placed = [math.prod(grid[axis + 1 :]) for axis, _, _ in cut], math.prod(grid)
+    messages: list[tuple[int, int, int]] = []
+    for i, rank in enumerate(ranks):
+        if rank < placed:
+            others = [(0, 1)]
+            for (axis, parts, overlaps), stride in zip(cut, strides):
+                row = overlaps[rank // stride % grid[axis]]
+                others = [(peer * parts + part, units * n) for peer, units in others for part, n in row]
+            messages += [(i, peer, units) for peer, units in others if peer != rank]
+    return MessagePattern(*np.array(messages, np.int64).reshape(-1, 3).T.copy())
 
 
 #: Overlaps of two cuts of an axis: layers that differ in other axes share them.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...dtensor import Blocks, Intervals
-from ...program.traffic import Move
+from ...program.traffic import MessagePattern, Move
 from .. import collectives
 from ..machine import LEVELS, Link, Machine
 
@@ -85,6 +85,64 @@ class ExchangeTimes(NamedTuple):
     peers: int = 0
 
 
+class _Load(NamedTuple):
+    """Messages of some ranks, which are those of whole nodes in increasing order, on the links of a machine.
+
+    Attributes
+    ----------
+    senders, units
+        As in :class:`~halograd.program.traffic.MessagePattern`, per message.
+    beta
+        Inverse bandwidth of the link, per message [s/B].
+    outside, beyond
+        Whether a message leaves the node, and the switch.
+    first
+        Positions of the first ranks of the nodes.
+    counts, units_by_rank
+        Number of messages, and of their units, per rank.
+    farthest
+        Units of the largest message to another node; 0 if there is none.
+    alphas
+        Sum of the latencies of the messages of each rank [s].
+    latest
+        Per node, the largest sum of latencies of a rank's messages to other nodes [s].
+    """
+
+    senders: np.ndarray
+    units: np.ndarray
+    beta: np.ndarray
+    outside: np.ndarray
+    beyond: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    units_by_rank: np.ndarray
+    farthest: int
+    alphas: np.ndarray
+    latest: np.ndarray
+
+
+class _Loads(NamedTuple):
+    """Messages of an exchange, in one or in both directions.
+
+    Attributes
+    ----------
+    ways
+        The messages of each direction.
+    farthest
+        Units of the largest message to another node; 0 if there is none.
+    peers
+        Largest number of messages of a rank in one direction.
+    packed_units, packed_messages
+        Units, and messages, that the rank that packs most packs and unpacks.
+    """
+
+    ways: list[_Load]
+    farthest: int
+    peers: int
+    packed_units: float
+    packed_messages: float
+
+
 class NetworkModel:
     """Times of communication on a machine. Local; caches its results.
 
@@ -99,6 +157,7 @@ class NetworkModel:
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
         self._exchanges: dict[Move, ExchangeTimes] = {}
+        self._loads: dict[tuple[object, ...], _Loads] = {}
         self._sums: dict[tuple[str, float, Ranks, int], tuple[float, float]] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
@@ -257,26 +316,53 @@ class NetworkModel:
             return ExchangeTimes(0.0, 0.0)
         # In most exchanges receivers have as much work as senders.
         ways = [move] if self.quick else [move, move.adjoint]
-        ranks = np.array(self._ranks(move))
-        sent = [way.messages(ranks.tolist()) for way in ways]
-        busy = 0.0
-        if self.emulated:
-            seconds = max(self._farthest(ranks[senders], *others) for senders, *others in sent)
+        ranks = self._ranks(move)
+        sent = [way.pattern(ranks) for way in ways]
+        unit, key = sent[0][0], (*(pattern for _, pattern in sent), ranks)
+        if key not in self._loads:
+            loads = [self._new_load(pattern, np.array(ranks)) for _, pattern in sent]
+            self._loads[key] = _Loads(
+                loads,
+                max(load.farthest for load in loads),
+                max(int(load.counts.max()) for load in loads),
+                2 * float(np.add.reduce([load.units_by_rank for load in loads]).max()) / len(loads),
+                2 * float(np.add.reduce([load.counts for load in loads]).max()) / len(loads),
+            )
+        together, busy = self._loads[key], 0.0
+        if self.emulated:  # all messages to other nodes travel at the same time
+            farthest = together.farthest * unit
+            seconds = self.machine.links["across"].seconds(farthest) if farthest else 0.0
         else:
-            seconds, busy = max(self._nodewise(ranks, *moves) for moves in sent)
-        counts = [np.bincount(senders, minlength=len(ranks)) for senders, _, _ in sent]
-        sizes = [np.bincount(senders, nbytes, len(ranks)) for senders, _, nbytes in sent]
+            seconds, busy = max(self._nodewise(load, unit) for load in together.ways)
         packing = 0.0
         if not self.packed:
-            nbytes, messages = (2 * float(np.add.reduce(moves).max()) / len(sent) for moves in (sizes, counts))
-            packing = self.copy(nbytes) + self.machine.launch * messages
-        peers = max(int(count.max()) for count in counts)
-        return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, peers)
+            packing = self.copy(together.packed_units * unit) + self.machine.launch * together.packed_messages
+        return ExchangeTimes(seconds, packing, busy if self.machine.topology else 0.0, together.peers)
 
-    def _ranks(self, move: Move) -> list[int]:
+    def _new_load(self, pattern: MessagePattern, ranks: np.ndarray) -> _Load:
+        senders, peers, units, count = pattern.senders, pattern.peers, pattern.units, len(ranks)
+        levels = self.levels(ranks[senders], peers)
+        outside, first = levels > 0, np.flatnonzero(ranks % self.machine.devices_per_node == 0)
+        far = units[peers // self.per_node != ranks[senders] // self.per_node]
+        alpha = self._alpha[levels]
+        return _Load(
+            senders,
+            units,
+            self._beta[levels],
+            outside,
+            levels > 1,
+            first,
+            np.bincount(senders, minlength=count),
+            np.bincount(senders, units, count),
+            int(far.max(initial=0)),
+            np.bincount(senders, alpha, count),
+            np.maximum.reduceat(np.bincount(senders, alpha * outside, count), first),
+        )
+
+    def _ranks(self, move: Move) -> tuple[int, ...]:
         ranks = max(move.source.placed, move.target.placed)
         if ranks <= max(FEW, self.machine.devices_per_node):
-            return list(range(ranks))
+            return tuple(range(ranks))
         sample = (
             {middle_rank(move.source)}
             if self.quick
@@ -284,44 +370,35 @@ class NetworkModel:
         )
         width = self.machine.devices_per_node
         nodes = {rank // width for rank in sample}
-        return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
+        return tuple(rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width)))
 
-    def _farthest(self, senders: np.ndarray, peers: np.ndarray, nbytes: np.ndarray) -> float:
-        """Return the time of the largest message to another node [s]; all these messages travel at the same time."""
-        far = nbytes[peers // self.per_node != senders // self.per_node]
-        return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
-
-    def _nodewise(
-        self, ranks: np.ndarray, senders: np.ndarray, peers: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[float, float]:
+    def _nodewise(self, load: _Load, unit: int) -> tuple[float, float]:
         """Return the time of the slowest rank, and the time in which the adapters of a node are busy [s].
 
-        All ranks of a node send to other nodes through its adapters. `senders` are positions in `ranks`, which are the
-        ranks of whole nodes in increasing order.
+        All ranks of a node send to other nodes through its adapters. `unit` is the size of an element of the load's
+        units [B].
         """
-        topology, width = self.machine.topology, self.machine.devices_per_node
-        levels = self.levels(ranks[senders], peers)
-        alpha, beta, outside = self._alpha[levels], self._beta[levels] * nbytes, levels > 0
-        first = np.flatnonzero(ranks % width == 0)
+        topology, nbytes = self.machine.topology, load.units * unit
+        beta = load.beta * nbytes
 
         def by_rank(weights: np.ndarray) -> np.ndarray:
-            return np.bincount(senders, weights, len(ranks))
+            return np.bincount(load.senders, weights, len(load.counts))
 
         def by_node(weights: np.ndarray) -> np.ndarray:
-            return np.add.reduceat(by_rank(weights * outside), first)
+            return np.add.reduceat(by_rank(weights * load.outside), load.first)
 
-        alphas, totals = by_rank(alpha), by_rank(beta)
+        totals = by_rank(beta)
         shared = by_node(beta) / (1 if topology is None else self.machine.rails)
-        slowest = float((alphas + totals).max())
+        slowest = float((load.alphas + totals).max())
         if topology is not None:
             shared = by_node(nbytes) / topology.network if topology.network else shared
             if topology.uplink:
-                shared = np.maximum(shared, by_node(nbytes * (levels > 1)) / topology.uplink)
+                shared = np.maximum(shared, by_node(nbytes * load.beyond) / topology.uplink)
             if topology.node_links:
-                inside = np.split(by_rank(beta * ~outside), first[1:])
+                inside = np.split(by_rank(beta * ~load.outside), load.first[1:])
                 before = np.concatenate([traffic.cumsum() for traffic in inside])
-                slowest = max(slowest, float((alphas + before / topology.node_links).max()))
-        beyond = shared + np.maximum.reduceat(by_rank(alpha * outside), first)
+                slowest = max(slowest, float((load.alphas + before / topology.node_links).max()))
+        beyond = shared + load.latest
         return max(slowest, float(beyond.max())), float(shared.max())
 
     def levels(self, ranks: np.ndarray, peers: np.ndarray) -> np.ndarray:
