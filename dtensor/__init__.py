@@ -5,7 +5,7 @@ from .disttensor import DistTensor, Halo
 from .exchange import End, Exchange
 from .groups import Groups, group_of, in_group, reductions_in_groups, sample_groups
 from .layout import Blocks, Interval, Intervals, Layout, axis_names, balanced_boundaries, intervals, shared_boundaries
-from .plan import Piece, plan_exchange
+from .plan import Piece, has_peers, plan_exchange
 
 __all__ = [
     "Blocks",
@@ -23,6 +23,7 @@ __all__ = [
     "axis_names",
     "balanced_boundaries",
     "group_of",
+    "has_peers",
     "hull",
     "in_group",
     "input_box",

@@ -23,7 +23,7 @@ from functools import cached_property
 __all__ = ["Box", "Window", "hull", "input_box", "output_box"]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, init=False)
 class Box:
     """A half-open index range ``[start, stop)`` per axis, in global indices.
 
@@ -40,9 +40,12 @@ class Box:
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop):
-            raise ValueError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
+    def __init__(self, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+        if len(start) != len(stop):
+            raise ValueError(f"a box needs as many starts as stops, got {start} and {stop}")
+        # A plan makes many boxes, and the `__init__` of a frozen dataclass takes three times as long.
+        attributes = self.__dict__
+        attributes["start"], attributes["stop"] = start, stop
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> Box:
@@ -96,9 +99,9 @@ class Box:
 
     def replace(self, axis: int, start: int, stop: int) -> Box:
         """Return this box with another range on one axis."""
-        ranges = list(self.ranges)
-        ranges[axis] = (start, stop)
-        return Box.of_ranges(ranges)
+        starts, stops = list(self.start), list(self.stop)
+        starts[axis], stops[axis] = start, stop
+        return Box(tuple(starts), tuple(stops))
 
     def __repr__(self) -> str:
         return f"Box({self.start}, {self.stop})"

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -77,7 +77,7 @@ class Groups:
             if runs and runs[-1][1] == kind:
                 parts *= runs.pop()[0]
             runs.append((parts, kind))
-        return cls(tuple(runs), size)
+        return _groups_of(tuple(runs), size)
 
     @classmethod
     def whole(cls, size: int) -> Groups:
@@ -136,6 +136,10 @@ class Groups:
         """Return whether a rank is the first of its group."""
         color = self.color(rank)
         return color is not None and self.members(color)[0] == rank
+
+
+#: Equal groupings are one object, which dictionaries find without a comparison.
+_groups_of = lru_cache(maxsize=65536)(Groups)
 
 
 def sample_groups(boxes: Blocks) -> Groups:

@@ -229,17 +229,16 @@ class Blocks(Sequence[Box]):
         self.size = self.placed if size is None else size
         if self.size < self.placed:
             raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
+        self._hash: int | None = None
         self._last: tuple[int, Box] | None = None  # a program looks up the same rank many times
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
 
     def __hash__(self) -> int:
+        if self._hash is None:  # blocks are long, and are hashed far more often than created
+            self._hash = hash((self.axes, self.size))
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.axes, self.size))  # blocks are long, and are hashed far more often than created
 
     def __repr__(self) -> str:
         return f"Blocks({self.axes}, {self.size})"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from functools import lru_cache
 from .box import Box
 from .layout import Blocks, Interval, Intervals
 
-__all__ = ["Piece", "owners", "plan_exchange"]
+__all__ = ["Piece", "has_peers", "owners", "plan_exchange"]
 
 
 @dataclass(frozen=True, order=True)
@@ -70,6 +71,26 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
         own = [Piece(rank, rank, targets[rank])] if targets[rank].size else []
         return sorted(own + sent)
     return sorted([Piece(peer, rank, box) for peer, box in intersecting(first, targets[rank])] + sent)
+
+
+def has_peers(sources: Blocks, targets: Blocks, rank: int) -> bool:
+    """Return whether a piece of :func:`plan_exchange` travels between `rank` and another rank."""
+    if sources.overlapping:
+        return any(piece.source != piece.target for piece in plan_exchange(sources, targets, rank))
+    return _intersects_others(sources, targets[rank], rank) or _intersects_others(targets, sources[rank], rank)
+
+
+def _intersects_others(blocks: Blocks, box: Box, rank: int) -> bool:
+    """Return whether the box of another rank than `rank` intersects this box."""
+    if not box.size:
+        return False
+    parts_of = [_common_parts(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
+    if math.prod(map(len, parts_of)) != 1:
+        return all(parts_of)
+    only = 0
+    for axis, ((part, _),) in zip(blocks.axes, parts_of):
+        only = only * len(axis) + part
+    return only != rank
 
 
 def intersecting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:

@@ -148,7 +148,8 @@ class BatchNorm(Layer):
 
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
         sums = ranks > 1 and options.get("statistics", self.statistics) != "local"
-        return self.changed(statistics="global" if sums else "local"), sums
+        statistics = "global" if sums else "local"
+        return self if self.statistics == statistics else self.changed(statistics=statistics), sums
 
     def may_widen(self, inputs: int, parts: Mapping[str, int], options: Mapping[str, Any]) -> bool:
         # In a margin, the statistics of another rank's block would be needed.
@@ -632,6 +633,8 @@ def _around(box: Box, own: Box) -> list[Box]:
     >>> _around(Box((0, 2), (9, 6)), Box((3, 2), (9, 5)))
     [Box((0, 2), (3, 6)), Box((3, 5), (9, 6))]
     """
+    if box == own:
+        return []
     if not own.size:
         return [box] if box.size else []
     boxes, rest = [], box

@@ -367,8 +367,9 @@ def _lower_strips(
     value = context.inputs[0]
     shape, y, origin = value.layout.shape, context.y, context.box.start
     before, kernels, after = [], [], []
+    whole, w, b = Box.of_shape(shape), context.params["w"], context.params.get("b")
     for box in boundary_boxes(windows, context.box, value.box, shape):
-        need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
+        need = input_box(windows, box, shape[-1]) & whole
         source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
         target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
         xs = source if source.packed else context.scratch(need.shape, value.dtype)
@@ -376,7 +377,6 @@ def _lower_strips(
         before += [] if xs is source else [(source, xs)]
         after += [] if ys is target else [(ys, target)]
         geometry = local_geometry(windows, need, box, groups)
-        w, b = context.params["w"], context.params.get("b")
         timing = context.timing("boundary", inputs=(need.shape,), outputs=box.shape[1:-1])
         kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
     # One operation copies all strips: each strip has its own arrays.

@@ -33,6 +33,8 @@ from .targets import TargetReader
 
 __all__ = ["ElementwiseLayer", "Input", "Layer", "Node", "Passes", "Shape"]
 
+#: Stencil of layers without one; made once, because `Layer.windows` is called many times per layer and cut.
+_POINTWISE = Stencil(1)
 #: Type variable of a layer class.
 LayerType = TypeVar("LayerType", bound="Layer")
 
@@ -239,8 +241,7 @@ class Layer(TargetReader):
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
         """Return one window per spatial axis for an input sample of this shape."""
-        stencil = self.stencil or Stencil(1)
-        return stencil.windows(shape[:-1])
+        return (self.stencil or _POINTWISE).windows(shape[:-1])
 
     def output_shape(self, *shapes: Shape) -> Shape:
         """Return the shape of one output sample from those of the inputs (by default with the channels of the first

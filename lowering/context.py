@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..device import wide
-from ..dtensor import Blocks, Box, Groups, Layout, plan_exchange
+from ..dtensor import Blocks, Box, Groups, Layout, has_peers
 from ..kernels.access import reads, writes
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from .views import Buffer, Region, Value, View
@@ -190,8 +190,8 @@ class Context:
         return self._needed[i]
 
     def _needed_for(self, i: int, outputs: Blocks) -> Blocks:
-        layout = Layout(self.output.layout.shape, outputs)
-        return self.layer.needed_blocks(i, [v.layout for v in self.inputs], layout)
+        layouts = [value.layout for value in self.inputs]
+        return self.layer.needed_blocks(i, layouts, self.output.layout_of(outputs))
 
     def clipped(self, i: int, slack: Sequence[int] | None = None, own: bool = False) -> Blocks:
         """Return `needed`, clipped to the array; with `own`, what the owned boxes of the output need.
@@ -208,7 +208,7 @@ class Context:
     def gradient_blocks(self) -> Blocks:
         """Boxes of the output's gradient that each rank gathers."""
         x = self.inputs[0]
-        blocks = self.layer.gradient_blocks(Layout(x.layout.shape, x.held_gradient), self.output.layout)
+        blocks = self.layer.gradient_blocks(x.layout_of(x.held_gradient), self.output.layout)
         assert blocks is not None, f"{self.layer.kind} does not gather the gradient of its output"
         return blocks
 
@@ -478,8 +478,7 @@ class Gathered:
     def communicates(self) -> bool:
         """Whether this rank sends or receives messages in the exchange."""
         exchange = self.exchange
-        pieces = [] if exchange is None else plan_exchange(exchange.sources, exchange.targets, self._context.rank)
-        return any(piece.source != piece.target for piece in pieces)
+        return exchange is not None and has_peers(exchange.sources, exchange.targets, self._context.rank)
 
     def start(self) -> None:
         """Add the start of the exchange."""

@@ -116,8 +116,8 @@ class View(NamedTuple):
         """Return a box within the view."""
         if self.form is not None:
             raise ValueError(f"expected a view in the shape of its buffer, got one in shape {self.form}")
-        first = tuple(a + b for a, b in zip(self.start, start, strict=True))
-        return View(self.buffer, first, tuple(extent))
+        first = [a + b for a, b in zip(self.start, start, strict=True)]
+        return View(self.buffer, tuple(first), tuple(extent))
 
     def resolve(self, array: np.ndarray) -> np.ndarray:
         """Return this view of the buffer's array."""
@@ -208,6 +208,10 @@ class Value:
     def hold_gradient(self, boxes: Blocks) -> None:
         """Compute the gradient in these boxes, which contain the owned ones."""
         self.held_gradient, self.gradient_box = boxes, boxes[self.rank]
+
+    def layout_of(self, boxes: Blocks) -> Layout:
+        """Return the layout of the value in which the ranks hold these boxes; they may overlap."""
+        return self.layout if boxes == self.layout.boxes else Layout(self.layout.shape, boxes)
 
     @property
     def wide(self) -> bool:

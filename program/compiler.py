@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low, wide
-from ..dtensor import Blocks, Layout
+from ..dtensor import Blocks
 from ..kernels.access import reads, writes
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of
@@ -24,7 +24,7 @@ from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
 from .recompute import exchanges, exchanges_again, recompute
-from .widening import hide_sums, layout_held, widen
+from .widening import hide_sums, widen
 
 __all__ = ["Alone", "compile_program", "lower_program", "outline"]
 
@@ -172,7 +172,7 @@ class _Compiler:
         """Choose the storage of values, with margins for halos if the owned block then stays packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
-            layouts, output = [v.layout for v in step.inputs], layout_held(step.output)
+            layouts, output = [v.layout for v in step.inputs], step.output.layout_of(step.output.held)
             for i, value in enumerate(step.inputs):
                 if value in needs:
                     blocks = step.layer.needed_blocks(i, layouts, output)
@@ -187,8 +187,8 @@ class _Compiler:
             self._pad(value)
         self.choose_storage([*inputs, *(step.output for step in self.program.steps)])
         for step in self.program.steps:
-            x = step.inputs[0].layout.shape, step.inputs[0].held_gradient
-            blocks = step.layer.gradient_blocks(Layout(*x), step.output.layout)
+            x = step.inputs[0]
+            blocks = step.layer.gradient_blocks(x.layout_of(x.held_gradient), step.output.layout)
             if blocks is not None:
                 step.output.choose_gradient_storage(blocks[self.target.rank])
 

@@ -181,8 +181,9 @@ class _Placing:
     """Builder of a program with operations on gradients: their lists, before they are put into segments."""
 
     def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
-        self._program, self._buckets, self._scheme, self._parts = program, buckets, scheme, parts
-        self._low = is_low(program.target.dtype)
+        self._program, self._buckets, self._parts = program, buckets, parts
+        self._low, self._kind, self._keeps_errors = is_low(program.target.dtype), scheme.kind, scheme.keeps_errors
+        self._methods = scheme.sums
         self._before: defaultdict[str, list[Operation]] = defaultdict(list)
         self._after: defaultdict[str, list[Operation]] = defaultdict(list)
         self._end: list[Operation] = []
@@ -214,7 +215,7 @@ class _Placing:
 
     def _add_sums(self, summed: Sequence[int]) -> None:
         """Add the operations that sum gradients and update parameters, with whole or sharded buckets."""
-        sums, kind = {i: self._sums(i) for i in summed}, self._scheme.kind
+        sums, kind = {i: self._sums(i) for i in summed}, self._kind
         for i in summed:
             last = None if kind.waits else self._last(i)
             (self._end if last is None else self._after[last]).extend(self._starts(i, sums[i][0]))
@@ -241,7 +242,7 @@ class _Placing:
         """Return the local operations on the gradients of a bucket that come before their sum."""
         own = self._own[i]
         operations: list[Operation] = [Accumulate("", i, own, self._parts)] if self._parts > 1 else []
-        return [*operations, Compensate("", i, own, when="step")] if self._scheme.keeps_errors else operations
+        return [*operations, Compensate("", i, own, when="step")] if self._keeps_errors else operations
 
     def _add_replicated(self, replicated: Sequence[int]) -> None:
         """Add gathers of errors, whole gradients, and updates of dense layers with replicated gradients."""
@@ -275,19 +276,19 @@ class _Placing:
 
     def _sums(self, i: int) -> list[Sum]:
         """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
-        bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
+        bucket, dtype = self._buckets[i], self._program.wide
         shape, label, sums = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
-        for location, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
-            kind = method.name if scheme.kind.shards else "allreduce"  # the kind under which traffic is counted
+        for location, method in zip((GRADIENTS, PARAMETERS), self._methods):
+            kind = method.name if self._kind.shards else "allreduce"  # the kind under which traffic is counted
             view = Buffer(shape, dtype, "parameter gradient", location=(location, label)).view
-            sent = method.name, method.codec, scheme.keeps_errors
+            sent = method.name, method.codec, self._keeps_errors
             sums.append(Sum(bucket.sharing, view, bucket.nbytes, kind, None, *sent))
         return sums
 
     def _update(self, i: int) -> Update:
         bucket, own = self._buckets[i], self._own[i]
         updated, largest = own, float(max(bucket.nbytes))
-        if self._scheme.kind.shards and not bucket.replicated:
+        if self._kind.shards and not bucket.replicated:
             updated, largest = self._shard(bucket, own), largest / bucket.sharing.members_each
         return Update("", i, own, updated, largest)
 

@@ -25,17 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..dtensor import Blocks, Layout
+from ..dtensor import Blocks
 from ..lowering.operations import Operation, Run, Total
 from ..lowering.views import Value
 from .program import Program, Step
 
-__all__ = ["hide_sums", "layout_held", "widen"]
-
-
-def layout_held(value: Value) -> Layout:
-    """Return the layout whose boxes are those that the ranks compute; they may overlap."""
-    return Layout(value.layout.shape, value.held) if value.wide else value.layout
+__all__ = ["hide_sums", "widen"]
 
 
 def widen(steps: Sequence[Step]) -> None:
@@ -68,7 +63,8 @@ def _needed(value: Value, reader: Step) -> Blocks:
     """Return the boxes of a value that a layer needs for the boxes of its output that it computes."""
     layouts = [source.layout for source in reader.inputs]
     numbers = [i for i, source in enumerate(reader.inputs) if source is value]
-    needed = [reader.layer.needed_blocks(i, layouts, layout_held(reader.output)) for i in numbers]
+    held = reader.output.layout_of(reader.output.held)
+    needed = [reader.layer.needed_blocks(i, layouts, held) for i in numbers]
     return needed[0].joined(needed[1:]).clipped(value.layout.shape)
 
 
@@ -78,14 +74,14 @@ def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
     """
     value, own = step.output, step.output.layout
     needed = [
-        step.layer.whole_gradient_blocks(Layout(x.layout.shape, x.held_gradient), own)
+        step.layer.whole_gradient_blocks(x.layout_of(x.held_gradient), own)
         for x in step.inputs
         if x.trainable
     ]
     known = [blocks for blocks in needed if blocks is not None]
     boxes = own.boxes.joined(known)
     for reader in readers:
-        if reader.layer.whole_gradient_blocks(Layout(own.shape, boxes), reader.output.layout) is None:
+        if reader.layer.whole_gradient_blocks(value.layout_of(boxes), reader.output.layout) is None:
             return own.boxes
         if reader.layer.stencil is None and not reader.output.held.contain(boxes):
             return own.boxes

@@ -14,6 +14,7 @@ from halograd.dtensor import (
     Layout,
     Window,
     balanced_boundaries,
+    has_peers,
     hull,
     input_box,
     intervals,
@@ -157,6 +158,7 @@ def run_plan(sources, targets, shape, summed=False):
     whole = np.random.default_rng(0).standard_normal(shape)
     plans = [plan_exchange(sources, targets, r, summed=summed) for r in range(len(sources))]
     for r, plan in enumerate(plans):
+        assert summed or has_peers(sources, targets, r) == any(piece.source != piece.target for piece in plan)
         assert plan == sorted(set(plan)), "every piece once, in an order that both ends share"
         for piece in plan:
             assert piece in plans[piece.source] and piece in plans[piece.target] and r in (piece.source, piece.target)
