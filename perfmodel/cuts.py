@@ -283,6 +283,8 @@ class Baseline(Chooser):
         nodes = network.layers
         parts = {layer: tuple(self.parts(node, batch, ranks, samples)) for layer, node in nodes.items()}
         for layer, owner in network.owners.items():
+            if layer == owner:
+                continue
             specs = network.own_parameters(owner)
             blocks = [held(specs, nodes[member], dict(zip(AXES, parts[member])), ranks) for member in (layer, owner)]
             if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters

@@ -103,7 +103,7 @@ class LayerWork:
             Options of the layer in the strategy, if it is cut over several ranks (which may sum its `statistics`);
             None: it is on one rank.
         """
-        shapes = tuple(tuple(int(n) for n in shape) for shape in inputs)
+        shapes = tuple([tuple(map(int, shape)) for shape in inputs])
         local = layer if filters is None else layer.of_filters(filters)
         if outputs is not None:
             local, sample = local.of_outputs(shapes[0][1:], tuple(outputs))

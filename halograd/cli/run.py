@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     error. Only rank 0 prints; an error on any rank ends the job at once with that rank's traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] in (["plan"], ["predict"]):
-        gc.disable()  # they keep what they make, and scanning it takes long
+    if arguments[:1] not in (["plan"], ["predict"]):  # they keep what they make, and scanning it takes long
+        gc.enable()
     world = _world(arguments)
     end_on_interrupt(world)
     if world is not None and world.rank:

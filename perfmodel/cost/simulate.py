@@ -25,7 +25,7 @@ from ...program.keeping import Keeping
 from ...program.program import Program, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
-from .account import count_program, gradients_memory, layers_memory, program_of
+from .account import count_program, gradients_memory, layers_memory
 from .network_model import middle_rank
 from .pricing import Pricing
 from .steps import price_replicated, price_steps
@@ -33,6 +33,8 @@ from .timeline import LayerCost, StepTimeline, play
 
 __all__ = ["Simulation", "Training", "simulate"]
 
+#: Number of compiled programs that are cached for the count of their traffic.
+PROGRAMS = 16
 #: Up to this number of ranks, the memory of every rank is computed.
 FEW = 4
 
@@ -102,14 +104,14 @@ class _Chunked:
     buckets: dict[object, list[GradientChunk]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Remembered:
     """Cached results that simulations of one strategy share under all schemes."""
 
     memory: dict[tuple[int, tuple[str, ...]], dict[str, int]] = field(default_factory=dict)
     replicated: dict[str, tuple[LayerCost, KernelSpec]] = field(default_factory=dict)
     fullest: int | None = None
-    uniform: bool | None = None
+    uniform: int | None = None
 
 
 class Simulation:
@@ -164,9 +166,25 @@ class Simulation:
         return Target(self.batch, self.ranks, rank, dtype, overlaps=self.pricing.overlaps, rounds=rounds)
 
     def _program(self, rank: int) -> Program:
-        """Return the program of one rank, with the dense layers that the scheme replicates."""
+        """Return the program of one rank, with the dense layers that the scheme replicates.
+
+        The last ones of the rank whose traffic is counted are cached: the memory of a plan is counted before.
+        """
+        exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
+        programs: dict[object, Program] = self.pricing.known.setdefault("programs", {})
+        key = self._known, exposed
+        if rank == self._rank and not self.costs and not exposed:
+            program = self._outline
+        elif rank == self._rank and key in programs:
+            program = programs[key]
+        else:
+            program = compile_program(self.network, self.strategy, self._target(rank), self.blocks, exposed)
+        if rank == self._rank:
+            programs[key] = program
+            if len(programs) > PROGRAMS:
+                del programs[next(iter(programs))]
         parts = 2 if self.training.accumulates else 1
-        return self._checked(program_of(self.network, self.strategy, self._target(rank), self.blocks, parts))
+        return self._checked(reduce_gradients(program, self._buckets, self.strategy.reduction, parts))
 
     def _checked(self, program: Program) -> Program:
         """Return a program with the norm of its gradients, if they are clipped."""
@@ -229,7 +247,8 @@ class Simulation:
         return max((self._memory(rank) for rank in ranks), key=lambda m: sum(m.values()))
 
     def _memory(self, rank: int) -> dict[str, int]:
-        key = rank * (not self._uniform), tuple(exposed_layers(self.strategy, self.network, self.batch))
+        same = 0 if rank < self._uniform else rank
+        key = same, tuple(exposed_layers(self.strategy, self.network, self.batch))
         if key not in self._known.memory:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks, self.training.ahead)
         target = replace(self._outline.target, rank=rank)
@@ -239,9 +258,9 @@ class Simulation:
         return dict(memory)
 
     @property
-    def _uniform(self) -> bool:
-        """Whether the programs of all ranks have arrays of the same shapes: equal blocks, and no element of another
-        rank is read.
+    def _uniform(self) -> int:
+        """Number of the first ranks whose programs have arrays of the same shapes: equal blocks, and no element of
+        another rank is read; 0 if they differ.
         """
         known = self._known
         if known.uniform is None:
@@ -249,9 +268,9 @@ class Simulation:
             separate = all(boxes == v.layout.boxes for v in values for boxes, *_ in gathered.get(v, ()))
             held = (*(v.layout.boxes for v in values), *(blocks.boxes for blocks in self.blocks.values()))
             equal = all(len(set(lengths.tolist())) == 1 for boxes in set(held) for lengths in boxes.extents)
-            everywhere = all(boxes.placed == self.ranks for boxes in held)
             moved = any(step.name not in self.network.layers for step in self._outline.steps)
-            known.uniform = separate and equal and everywhere and not moved
+            placed = min(boxes.placed for boxes in held)
+            known.uniform = placed if separate and equal and not moved else 0
         return known.uniform
 
     @property
@@ -309,7 +328,8 @@ class Simulation:
         """Return the outline of the program with operations on gradients by the strategy's scheme."""
         exposed = {name: kernel for name, (_, kernel) in self._replicated().items()}
         parts = 2 if self.training.accumulates else 1
-        outlined = replace(outlined, exposed=exposed)
+        if exposed or outlined.exposed:
+            outlined = replace(outlined, exposed=exposed)
         return self._checked(reduce_gradients(outlined, self._buckets, self.strategy.reduction, parts))
 
     def _play(self) -> tuple[Mapping[str, LayerCost], StepTimeline]:

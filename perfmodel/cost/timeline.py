@@ -300,8 +300,7 @@ class _StepPlayer(_Player):
     """Simulator of a whole step with its gradient reductions; time 0 is the beginning of backward."""
 
     def __init__(self, program: Program, costs: Mapping[str, LayerCost], pricing: Pricing, slots: int) -> None:
-        steps = {step.name: step for step in program.steps}
-        super().__init__(pricing, steps, {segment.name for segment in program.backward})
+        super().__init__(pricing, {}, ())
         self._program, self._costs, self._slots = program, costs, slots
         self._gradients = _Link(pricing.concurrent)
         self._buckets: dict[Sum, tuple[float, float]] = {}  # end of each sum in progress, and work of its finish
@@ -332,19 +331,49 @@ class _StepPlayer(_Player):
                 self._send(gather, self.pricing.sum(gather.sum), begins[segment.name] - previous.now)
 
     def backward(self) -> None:
-        for segment in self._program.backward:
-            self._backward += self._segment(segment, "again" if segment.again else "backward_data")
-            if segment.after:
-                self.run(segment.after)
+        self._backward += self._pass(self._program.backward, True)
         self.run(self._program.end)
 
     def forward(self, barrier: bool) -> None:
         if barrier:
             self.run(completions(self._program))
-        for segment in self._program.forward:
-            if segment.before and not barrier:
+        self._forward += self._pass(self._program.forward, False, barrier)
+
+    def _pass(self, segments: Sequence[Segment], backward: bool, completed: bool = False) -> float:
+        """Simulate the segments of a pass and their operations on gradients; return the time of the layers [s].
+
+        If the parameters are `completed`, the operations before the segments are left out.
+        """
+        total, costs, gradients = 0.0, self._costs, self._gradients
+        for segment in segments:
+            if segment.before and not completed:
                 self.run(segment.before)
-            self._forward += self._segment(segment, "forward")
+            cost = costs.get(segment.name)
+            if cost is None or gradients.load:
+                own = "forward" if not backward else "again" if segment.again else "backward_data"
+                seconds = self._segment(segment, own)
+            else:  # a search simulates thousands of steps: most layers take the known time
+                seconds = cost.backward_seconds if backward else cost.forward_seconds
+                self._all += cost.squares[backward]
+                self.now += seconds
+            total += seconds
+            if segment.after:
+                self.run(segment.after)
+        return total
+
+    def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
+        self._index_steps()
+        super().compute(name, operations, own)
+
+    def _seconds(self, timing: Timing, layer: str) -> float:
+        self._index_steps()
+        return super()._seconds(timing, layer)
+
+    def _index_steps(self) -> None:
+        """Index the steps and the trained layers, which most simulations of a search do not need."""
+        if not self._steps:
+            self._steps = {step.name: step for step in self._program.steps}
+            self._trained = {segment.name for segment in self._program.backward}
 
     def _segment(self, segment: Segment, own: str) -> float:
         """Simulate the layer of a segment; return its time [s]."""

@@ -63,12 +63,14 @@ def test_sizes_of_buckets_that_hold_the_same_gradients_are_simulated_once():
     assert {one.strategy.bucket_bytes for one in variants} == {1 << 10, 1 << 20}  # all gradients are below 1 MiB
 
 
-@pytest.mark.parametrize("parts", [{"sample": 4}, {"height": 4}, {"sample": 2, "width": 2}])
-def test_uniform_programs_need_the_same_memory_on_all_ranks(parts):
+@pytest.mark.parametrize(
+    ("parts", "uniform"), [({"sample": 4}, 4), ({"sample": 2}, 2), ({"height": 4}, 0), ({"sample": 2, "width": 2}, 0)]
+)
+def test_uniform_programs_need_the_same_memory_on_all_ranks(parts, uniform):
     simulation = Simulation(small(), Strategy(parts), 4, priced(LASSEN), Training(), 4)
-    assert simulation._uniform == (parts == {"sample": 4})
+    assert simulation._uniform == uniform
     shared = [simulation._memory(rank) for rank in range(4)]
-    simulation._known.uniform = False
+    simulation._known.uniform = 0
     simulation._known.memory.clear()
     assert shared == [simulation._memory(rank) for rank in range(4)]
 
