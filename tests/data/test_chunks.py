@@ -1,4 +1,4 @@
-"""Tests of compressed chunks: the size of the cache against brute force, and the warning about slow reading."""
+"""Compressed chunks: the cache, slow reading, copies with other chunks, regular selections, and files in one piece."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from h5py import h5s
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.data import FileSet, Hdf5Dataset
+from halograd.cli.run import run
+from halograd.data import DataError, FileSet, Hdf5Dataset
+from halograd.data import repack as module
 from halograd.data.chunks import CACHE, SLOW, Chunks
 from halograd.data.hdf5 import Hdf5Array
+from halograd.data.repack import repack
+from halograd.data.storage import Hyperslab, hyperslabs
+from halograd.data.writers import join
 from halograd.dtensor import Box
 
 
@@ -223,3 +229,176 @@ def test_what_overflows_is_infinite(tmp_path):
     out = np.empty(x.shape, np.float32)
     dataset.read("x", [0], Box.of_shape(x.shape), out)
     assert np.isposinf(out).all()
+
+
+X = np.random.default_rng(1).integers(0, 9, (7, 6, 5, 2)).astype(">i2")
+
+
+def write_repack(path):
+    with h5py.File(path, "w") as file:
+        file.attrs["title"] = "t"
+        x = file.create_dataset("run/x", data=X, chunks=(4, 6, 5, 1), compression=3, shuffle=True, fillvalue=3)
+        x.attrs.update(layout="NHWC", units="K")
+        file.create_dataset("run/plain", data=X)
+        file["mask"] = X[..., 0]
+        file["link"] = h5py.SoftLink("/run/x")
+        for axis, (name, n) in enumerate((("time", 7), ("lat", 6))):
+            file[name] = np.arange(float(n))
+            file[name].make_scale(name)
+            for dataset in ("run/x", "mask"):
+                file[dataset].dims[axis].attach_scale(file[name])
+    return path
+
+
+def test_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SLAB", 200)
+    source, path = write_repack(tmp_path / "a.h5"), tmp_path / "b.h5"
+    repack(source, path, {"run/x": (1, 3, 5, 2), "run/plain": (7, 2, 2, 2)})
+    with h5py.File(source) as old, h5py.File(path) as new:
+        for name in ("run/x", "run/plain", "mask", "time", "link"):
+            assert new[name].dtype == old[name].dtype
+            np.testing.assert_array_equal(new[name][()], old[name][()])
+        x = new["run/x"]
+        assert (x.chunks, x.compression, x.compression_opts, x.shuffle) == ((1, 3, 5, 2), "gzip", 3, True)
+        assert new["run/plain"].chunks == (7, 2, 2, 2) and new["mask"].chunks is None and x.fillvalue == 3
+        assert dict(new.attrs) == {"title": "t"} and x.attrs["units"] == "K"
+        for name in ("run/x", "mask"):
+            assert [new[name].dims[k][0] == new[scale] for k, scale in enumerate(("time", "lat"))] == [True, True]
+        assert isinstance(new.get("link", getlink=True), h5py.SoftLink)
+
+
+def test_command(tmp_path, capsys):
+    source = write_repack(tmp_path / "a.h5")
+    assert run(["data", "repack", str(source), str(tmp_path / "b.h5"), "--chunk", "mask=1x6x5"]) == 0
+    assert "with other chunks of mask" in capsys.readouterr().out
+    assert run(["data", "repack", str(source), str(tmp_path / "c.h5"), "--chunk", "mask=1x6y5"]) == 2
+    assert "expected DATASET=SHAPE, such as inputs=1x128x128x4, got 'mask=1x6y5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ({"y": (1,)}, "expected a dataset 'y', got none; it has "),
+        ({"run": (1,)}, "expected a dataset 'run', got none"),
+        ({"mask": (1, 6)}, "expected a chunk within 7x6x5, got 1x6"),
+        ({"mask": (1, 7, 5)}, "expected a chunk within 7x6x5, got 1x7x5"),
+    ],
+)
+def test_refused(tmp_path, chunks, message):
+    with pytest.raises(DataError, match=message):
+        repack(write_repack(tmp_path / "a.h5"), tmp_path / "b.h5", chunks)
+    assert not (tmp_path / "b.h5").exists()
+    with pytest.raises(DataError, match=r"missing\.h5: no such file"):
+        repack(tmp_path / "missing.h5", tmp_path / "b.h5", chunks)
+    with pytest.raises(DataError, match="it exists; give another name"):
+        repack(tmp_path / "a.h5", tmp_path / "a.h5", {"mask": (1, 6, 5)})
+
+
+def test_a_virtual_dataset(tmp_path):
+    """It becomes a dataset of its own; without its source, which HDF5 would read as zeros, it is refused."""
+    write_repack(tmp_path / "a.h5")
+    layout = h5py.VirtualLayout(X.shape, X.dtype)
+    layout[:] = h5py.VirtualSource("a.h5", "run/x", X.shape)
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    repack(tmp_path / "virtual.h5", tmp_path / "b.h5", {"x": (1, 3, 5, 2)})
+    with h5py.File(tmp_path / "b.h5") as new:
+        assert not new["x"].is_virtual
+        np.testing.assert_array_equal(new["x"][()], X)
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(DataError, match=r"a\.h5"):
+        repack(tmp_path / "virtual.h5", tmp_path / "c.h5", {"x": (1, 3, 5, 2)})
+    assert not (tmp_path / "c.h5").exists()
+
+
+def chosen(slab: Hyperslab, n: int) -> list[int]:
+    """Return the indices along the single axis of a selection, by the definition of regular selections."""
+    count = n if slab.count[0] == h5s.UNLIMITED else slab.count[0]
+    starts = (slab.start[0] + k * slab.stride[0] for k in range(count))
+    return [i for start in starts for i in range(start, start + slab.block[0]) if i < n]
+
+
+def test_what_is_selected_within_an_array() -> None:
+    for start, block, gap, count in itertools.product(range(4), range(1, 4), range(3), (0, 1, 2, 5, h5s.UNLIMITED)):
+        slab = Hyperslab((start,), (block + gap,), (count,), (block,))
+        for n in range(12):
+            indices = chosen(slab, n)
+            assert slab.selected((n,)) == (len(indices),) and slab.size((n,)) == len(indices)
+            inside = slab.within((n,))
+            assert chosen(inside, n) == indices
+            assert not inside.count[0] or inside.start[0] + (inside.count[0] - 1) * inside.stride[0] < n
+        if count not in (0, h5s.UNLIMITED):
+            assert slab.stop == (chosen(slab, 100)[-1] + 1,) and slab.block_size == len(chosen(slab, 100))
+
+
+def test_one_block_of_a_growing_selection() -> None:
+    slab = Hyperslab((1, 0), (4, 1), (h5s.UNLIMITED, 1), (2, 3))
+    assert slab.growing == 0 and slab.stop == (None, 3) and slab.block_size == 6
+    assert slab.part(0, 5) == Hyperslab((21, 0), (4, 1), (1, 1), (2, 3))
+
+
+def test_selections_of_hdf5() -> None:
+    """The union of the regular selections equals HDF5's selection, also if that is irregular."""
+    rng = np.random.default_rng(0)
+    space = h5s.create_simple((9, 7))
+    assert [slab.size((9, 7)) for slab in hyperslabs(space, (9, 7))] == [63]
+    space.select_none()
+    assert hyperslabs(space, (9, 7)) == []
+    for _ in range(20):
+        expected = np.zeros((9, 7), bool)
+        space.select_none()
+        for _ in range(3):
+            low = [int(rng.integers(0, n)) for n in (9, 7)]
+            size = [int(rng.integers(1, n - a + 1)) for n, a in zip((9, 7), low)]
+            space.select_hyperslab(tuple(low), (1, 1), (1, 1), tuple(size), h5s.SELECT_OR)
+            expected[low[0] : low[0] + size[0], low[1] : low[1] + size[1]] = True
+        found = np.zeros((9, 7), int)
+        for slab in hyperslabs(space, (9, 7)):
+            for rows in range(slab.count[0]):
+                for columns in range(slab.count[1]):
+                    a = [s + k * t for s, k, t in zip(slab.start, (rows, columns), slab.stride)]
+                    found[a[0] : a[0] + slab.block[0], a[1] : a[1] + slab.block[1]] += 1
+        np.testing.assert_array_equal(found, expected)
+    space.select_elements([(0, 0), (3, 3)])
+    with pytest.raises(ValueError, match="a selection of points"):
+        hyperslabs(space, (9, 7))
+
+
+def write_joining(folder):
+    """Write a file of two parts with a dimension scale; return its path and numbers."""
+    out, x = folder / "p.h5", np.arange(2 * 6 * 4 * 1, dtype=np.float32).reshape(2, 6, 4, 1)
+    (folder / "p.h5.parts/0").mkdir(parents=True)
+    layout = h5py.VirtualLayout(x.shape, x.dtype)
+    for k in range(2):
+        with h5py.File(folder / f"p.h5.parts/0/{k}.h5", "w") as file:
+            file["y"] = x[:, 3 * k : 3 * k + 3]
+        layout[:, 3 * k : 3 * k + 3] = h5py.VirtualSource(f"p.h5.parts/0/{k}.h5", "y", (2, 3, 4, 1))
+    with h5py.File(out, "w") as file:
+        y = file.create_virtual_dataset("y", layout, np.nan)
+        y.attrs["units"] = "K"
+        file["lat"] = np.arange(6.0)
+        file["lat"].make_scale("lat")
+        y.dims[1].attach_scale(file["lat"])
+        y.dims[1].label = "lat"
+        file.attrs["needs"] = "p.h5.parts/0/0.h5\np.h5.parts/0/1.h5"
+    return out, x
+
+
+def test_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SLAB", 40)
+    out, x = write_joining(tmp_path)
+    assert join(out) and not join(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.h5"]
+    with h5py.File(out) as file:
+        y = file["y"]
+        np.testing.assert_array_equal(y[()], x)
+        assert not y.is_virtual and y.attrs["units"] == "K" and "needs" not in file.attrs
+        assert y.dims[1].label == "lat" and y.dims[1][0] == file["lat"] and sorted(file) == ["lat", "y"]
+
+
+def test_missing_part(tmp_path):
+    out, _ = write_joining(tmp_path)
+    (tmp_path / "p.h5.parts/0/1.h5").unlink()
+    with pytest.raises(DataError, match=r"1.h5, a part of .*p.h5: no such file; apply again"):
+        join(out)
+    assert (tmp_path / "p.h5.parts/0/0.h5").exists()

@@ -1,17 +1,25 @@
-"""Reading by boxes: correct values, only the rank's own box, and one-line errors."""
+"""Reading by boxes, from files and arrays, of shared fields and pairs of times: correct values, one-line errors."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from halograd.data import ArrayDataset, StandardAugmentation, open_dataset
+from halograd.data.augment import Rules
 from halograd.data.dataset import Hdf5Dataset
 from halograd.data.disk import DataError
+from halograd.data.steps import TimeSteps, simulations
 from halograd.data.structure import OF_NUMBERS, plain_attributes
+from halograd.data.survey import find_invalid
 from halograd.data.targets import TargetRange
+from halograd.data.windows import SampleWindows
 from halograd.dtensor.box import Box
 
 N, CHANNELS = 5, 3
@@ -322,3 +330,296 @@ def test_integers_of_inputs_are_finite_without_a_check(path, monkeypatch, dtype,
         dataset.read("target", range(N), Box.of_shape(mask.shape), mask)
         np.testing.assert_array_equal(out, x.astype(np.float32))
     assert names == ["x"] * checked + ["target"]
+
+
+SHAPE = (4, 6, 5, 3)
+
+
+@given(st.data())
+def test_boxes(data):
+    """Boxes of maps, vectors and scalars are read; elements outside of the arrays are not changed."""
+    rng = np.random.default_rng(1)
+    arrays = {"x": rng.random(SHAPE), "v": rng.random((4, 3)), "k": rng.integers(0, 3, 4)}
+    dataset = ArrayDataset(arrays, ["k"])
+    indices = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+    for name, array in arrays.items():
+        whole = array[indices].reshape(len(indices), *dataset.fields[name].shape)
+        ranges = [sorted(data.draw(st.tuples(st.integers(-1, n + 1), st.integers(-1, n + 1)))) for n in whole.shape]
+        box = Box.of_ranges(ranges)
+        out, want = np.full(box.shape, 9.0), np.full(box.shape, 9.0)
+        inside = box & Box.of_shape(whole.shape)
+        if inside.size:
+            want[inside.slices(origin=box.start)] = whole[inside.slices()]
+        filled = dataset.read(name, indices, box, out)
+        np.testing.assert_array_equal(out, want)
+        assert out[filled].size == inside.size
+
+
+def test_of_a_file_and_of_its_arrays(tmp_path):
+    """A data set of a memory map is read like the HDF5 file with the same data, including names and order."""
+    import h5py
+
+    rng = np.random.default_rng(1)
+    x, t = rng.random(SHAPE).astype(np.float32), rng.integers(0, 2, (*SHAPE[:-1], 1)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("inputs", data=x).attrs.update(layout="NHWC", channel_names=["a", "b", "c"])
+        file["mask"] = t[..., 0]
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    mine = ArrayDataset({"target": t, "x": mapped}, channel_names={"x": ["a", "b", "c"]})
+    theirs = Hdf5Dataset(tmp_path / "a.h5")
+    assert list(mine.fields) == list(theirs.fields) == ["x", "target"] and len(mine) == len(theirs)
+    for name, field in theirs.fields.items():
+        assert (mine.fields[name].shape, mine.fields[name].is_target) == (field.shape, field.is_target)
+        box = Box.of_shape((2, *field.shape))
+        found, want = np.empty(box.shape), np.empty(box.shape)
+        mine.read(name, [3, 1], box, found)
+        theirs.read(name, [3, 1], box, want)
+        np.testing.assert_array_equal(found, want)
+    assert mine.fields["x"].channel_names == theirs.fields["x"].channel_names
+    assert mine.bytes_read == 2 * (x[0].nbytes + t[0].nbytes)
+
+
+def test_numbers_that_are_no_numbers():
+    x, t = np.zeros(SHAPE), np.zeros((*SHAPE[:-1], 1))
+    x[2, 5, 4, 1], t[1, 0, 3] = np.nan, 3
+    dataset = ArrayDataset({"x": x, "target": t}, path="mine")
+    dataset.ranges = {"target": TargetRange(0, 1, True)}
+    assert find_invalid(dataset, dataset.ranges, range(4)) == {1: "3 in target 'target'", 2: "nan in channel 1"}
+    box = Box((0, 4, 0, 0), (3, 6, 5, 3))
+    with pytest.raises(DataError, match=r"mine: nan in sample 2, channel 1 at \(5, 4\); expected finite numbers"):
+        dataset.read("x", [0, 1, 2], box, np.empty(box.shape))
+    with pytest.raises(
+        DataError, match=r"mine: target 3 in sample 1 of 'target' at \(0, 3, 0\); expected a whole number of 0 .. 1"
+    ):
+        dataset.read("target", [1], Box.of_shape((1, 6, 5, 1)), np.empty((1, 6, 5, 1)))
+
+
+def test_refusals():
+    x = np.zeros(SHAPE)
+    for arguments, options, message in (
+        (({},), {}, "expected arrays of as many samples each"),
+        (({"x": x, "target": x[:3]},), {}, "expected arrays of as many samples each"),
+        (({"x": x},), {}, "expected targets out of x, got 'target'"),
+        (({"x": x}, []), {"channel_names": {"x": ["a"]}}, "expected 3 names of channels of 'x', got 1"),
+        (({"x": x}, []), {"groups": [1, 2]}, r"expected a group per sample, \(4,\), got \(2,\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ArrayDataset(*arguments, **options)
+    for index in (-1, len(x)):
+        with pytest.raises(DataError, match=f"expected a sample of 0 .. 3, got {index}"):
+            ArrayDataset({"x": x}, []).read("x", [index], Box.of_shape(x[:1].shape), np.empty(x[:1].shape))
+
+
+STATIC_N, STATIC_GRID, STATIC_C = 5, (4, 6), 3
+
+
+def write_static(path, field, order="NHWC", scales=(), **attributes):
+    """Write inputs and a dataset `field`; `scales` are the names of the scales of its axes."""
+    names = {"NHWC": ("time", "lat", "lon", "level"), "NCHW": ("time", "level", "lat", "lon")}[order]
+    sizes = dict(zip(("time", "lat", "lon", "level"), (STATIC_N, *STATIC_GRID, STATIC_C)))
+    with h5py.File(path, "w") as file:
+        file["x"] = np.ones([sizes[name] for name in names])
+        file["x"].attrs["layout"] = order
+        file["field"] = field
+        file["field"].attrs.update(attributes)
+        if scales:
+            for name, size in sizes.items():
+                file[name] = np.arange(size)
+                file[name].make_scale(name)
+            for dataset, some in ((file["x"], names), (file["field"], scales)):
+                for axis, name in enumerate(some):
+                    dataset.dims[axis].attach_scale(file[name])
+    return path
+
+
+#: Shape, layout of the inputs, attributes, scales; and the axes that are found.
+CASES = {
+    "grid": ((4, 6), "NHWC", {}, (), "HW"),
+    "coarser": ((2, 6), "NHWC", {}, (), "HW"),
+    "channels last": ((4, 6, 2), "NHWC", {}, (), "HWC"),
+    "channels first": ((2, 4, 6), "NCHW", {}, (), "CHW"),
+    "stated": ((2, 4, 6), "NHWC", {"layout": "CHW"}, (), "CHW"),
+    "stated out of order": ((6, 4), "NHWC", {"layout": "WH"}, (), "WH"),
+    "a single sample": ((1, 4, 6), "NHWC", {}, (), "NHW"),
+    "a single sample with channels": ((1, 2, 4, 6), "NCHW", {}, (), "NCHW"),
+    "per row": ((4,), "NHWC", {"layout": "H"}, (), "H"),
+    "as many rows as samples": ((5, 6), "NHWC", {"layout": "HW"}, (), "HW"),
+    "scale of rows": ((4,), "NHWC", {}, ("lat",), "H"),
+    "scale of columns": ((6,), "NCHW", {}, ("lon",), "W"),
+    "scales": ((4, 6), "NHWC", {}, ("lat", "lon"), "HW"),
+    "channels by scale": ((3,), "NHWC", {}, ("level",), "C"),
+    "scales out of order": ((6, 4), "NHWC", {}, ("lon", "lat"), "WH"),
+    "packed": ((4, 6), "NHWC", {"scale_factor": 0.5, "_FillValue": 7.0}, (), "HW"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_box_is_the_slice(tmp_path, case):
+    shape, layout, attributes, scales, axes = CASES[case]
+    stored = np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    if case == "packed":
+        stored[stored == 7] = 8
+    with Hdf5Dataset(
+        write_static(tmp_path / "a.h5", stored, layout, scales, **attributes), "x", {"w": "field"}
+    ) as dataset:
+        once, named = (stored[0], axes[1:]) if axes[0] == "N" else (stored, axes)
+        values = np.einsum(f"{named}->{''.join(sorted(named, key='DHWC'.index))}", once)
+        values = values.reshape([dict(zip(named, once.shape)).get(axis, 1) for axis in "HWC"])
+        values = values * attributes.get("scale_factor", 1)
+        field = dataset.fields["w"]
+        assert field.static == axes and field.shape == values.shape and field.is_target
+        indices = [3, 0, 3]
+        whole = np.broadcast_to(values, (3, *values.shape))
+        for start in np.ndindex(2, *values.shape):
+            for stop in ((3, *values.shape), tuple(n + 2 for n in whole.shape)):
+                box, dtype = Box(start, stop), np.float32 if start[0] else np.float64
+                out = np.full(box.shape, -1, dtype)
+                filled = dataset.read("w", indices, box, out)
+                part = (box & Box.of_shape(whole.shape)).slices()
+                np.testing.assert_array_equal(out[filled], whole[part].astype(dtype))
+                out[filled] = -1
+                assert (out == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "static"),
+    [((5, 6), (), ""), ((5, 6), ("time", "lon"), ""), ((5, 4, 6), (), ""), ((5,), (), "")],
+)
+def test_what_has_samples_is_not_shared(tmp_path, shape, scales, static):
+    path = write_static(tmp_path / "a.h5", np.ones(shape), scales=scales)
+    assert Hdf5Dataset(path, "x", {"w": "field"}).fields["w"].static == static
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes"), [((4,), {}), ((3, 6), {}), ((), {}), ((4, 6, 2, 2), {}), ((6, 4), {"layout": "WW"})]
+)
+def test_others_are_refused(tmp_path, shape, attributes):
+    with pytest.raises(DataError, match=r"or a field that all samples share: on the same grid, or with an attribute"):
+        Hdf5Dataset(write_static(tmp_path / "a.h5", np.ones(shape), **attributes), "x", {"w": "field"})
+
+
+def test_it_is_read_once_and_of_its_own_file(tmp_path):
+    box = Box.of_ranges([(0, 2), (1, 3), (0, 6), (0, 1)])
+    for number, name in enumerate(("a.nc", "b.nc")):
+        write_static(tmp_path / name, np.full(STATIC_GRID, number))
+    dataset = open_dataset(tmp_path, "x", {"w": "field"})
+    out = np.empty(box.shape)
+    for _ in range(3):
+        dataset.read("w", [1, STATIC_N + 1], box, out)
+        assert (out[0] == 0).all() and (out[1] == 1).all()
+    assert dataset.bytes_read == 2 * 12 * 8
+    dataset.close()
+    write_static(tmp_path / "b.nc", np.full((2, 6), 1))
+    with pytest.raises(DataError, match=r"b.nc: expected 'field' to be \(4, 6, 1\), .* got \(2, 6, 1\)"):
+        dataset.read("w", [STATIC_N], box.replace(0, 0, 1), np.empty((1, 2, 6, 1)))
+
+
+STEPS_GRID, STEPS_C = (3, 4), 2
+
+
+def arrays_of(rows):
+    rng = np.random.default_rng(rows)
+    return {
+        "x": rng.standard_normal((rows, *STEPS_GRID, STEPS_C)),
+        "t": rng.standard_normal((rows, *STEPS_GRID, 1)),
+        "n": rng.random(rows),
+    }
+
+
+def samples_of(numbers, lag, history, rollout):
+    """Return, by a loop, the rows of inputs and of targets of every sample."""
+    found = []
+    for row, number in enumerate(numbers):
+        chain = [k for k, other in enumerate(numbers) if other == number]
+        at = chain.index(row)
+        steps = [at + lag * k for k in range(1 - history, rollout + 1)]
+        if steps[0] >= 0 and steps[-1] < len(chain):
+            rows = [chain[k] for k in steps]
+            found.append((rows[:history], rows[history:]))
+    return found
+
+
+@given(st.data())
+def test_every_box_is_that_of_a_loop(data):
+    numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=14))
+    lag, history, rollout = (data.draw(st.integers(1, 3)) for _ in range(3))
+    arrays = arrays_of(len(numbers))
+    dataset = ArrayDataset(arrays, ["t", "n"], groups=numbers)
+    want = samples_of(numbers, lag, history, rollout)
+    if not want:
+        with pytest.raises(
+            DataError, match=rf"data.lag: expected {1 + lag * (history + rollout - 1)} successive times"
+        ):
+            TimeSteps(dataset, lag, history, rollout)
+        return
+    steps = TimeSteps(dataset, lag, history, rollout)
+    assert len(steps) == len(want) and steps.rows.tolist() == [rows[-1] for rows, _ in want]
+    assert steps.groups.tolist() == [numbers[rows[-1]] for rows, _ in want]
+    indices = data.draw(st.lists(st.integers(0, len(want) - 1), min_size=1, max_size=3))
+    for name, which in (("x", 0), ("t", 1), ("n", 1)):
+        whole = np.stack(
+            [np.concatenate([arrays[name][row].reshape(*STEPS_GRID, -1) if name != "n" else arrays[name][[row]]
+                             for row in want[k][which]], -1) for k in indices]
+        )  # fmt: skip
+        assert steps.fields[name].shape == whole.shape[1:]
+        ranges = []
+        for n in whole.shape:
+            low = data.draw(st.integers(-1, n - 1))
+            ranges.append((low, data.draw(st.integers(max(low, 0) + 1, n + 1))))
+        box = Box.of_ranges(ranges)
+        out = np.full(box.shape, 9.0)
+        filled = steps.read(name, indices, box, out)
+        np.testing.assert_array_equal(out[filled], whole[(box & Box.of_shape(whole.shape)).slices()])
+        out[filled] = 9
+        assert (out == 9).all()
+
+
+def test_without_labels_the_steps_of_inputs_suffice():
+    dataset = ArrayDataset(arrays_of(6), ["t", "n"])
+    assert TimeSteps(dataset, 2, 2, 1, labelled=False).rows.tolist() == [2, 3, 4, 5]
+    steps = TimeSteps(dataset, 2, 2, 1)
+    assert steps.rows.tolist() == [2, 3] and steps.groups is None
+    assert steps.source(1) == ("arrays", 3) and steps.place(1) == "arrays, sample 3"
+    with pytest.raises(DataError, match=r"expected a sample of 0 \.\. 1, got 2"):
+        steps.source(2)
+
+
+def write_steps(path, times, units="days since 2000-01-01", first=0):
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(first, first + len(times), dtype=float)[:, None, None, None] * np.ones(
+            (*STEPS_GRID, STEPS_C)
+        )
+        file["x"].attrs["layout"] = "NHWC"
+        file["time"] = np.asarray(times)
+        file["time"].make_scale("time")
+        file["time"].attrs["units"] = units
+        file["x"].dims[0].attach_scale(file["time"])
+
+
+def test_no_pair_across_files_or_gaps(tmp_path, caplog):
+    write_steps(tmp_path / "a.nc", [0, 31, 59, 90])  # months
+    write_steps(tmp_path / "b.nc", [0.0, 6.0, 12.0, 24.0, 30.0, 24.0], "hours since 1990-01-01", first=4)
+    dataset = open_dataset(tmp_path, "x", {"t": "x"})
+    with caplog.at_level(logging.WARNING):
+        assert simulations(dataset).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 3]
+    assert "time has 2 gaps or steps backwards" in caplog.text
+    steps = TimeSteps(dataset, 1)
+    assert steps.rows.tolist() == [0, 1, 2, 4, 5, 7] and steps.file_of.tolist() == [0, 0, 0, 1, 1, 1]
+    assert steps.groups.tolist() == [0, 0, 0, 1, 1, 2]  # held out together
+    out = np.empty((6, *STEPS_GRID, STEPS_C))
+    steps.read("t", range(6), Box.of_shape(out.shape), out)
+    assert out[:, 0, 0, 0].tolist() == [1, 2, 3, 5, 6, 8]
+    assert steps.source(3) == (str(tmp_path / "b.nc"), 0)
+
+
+def test_other_coordinates_are_no_times(tmp_path):
+    write_steps(tmp_path / "a.nc", [5, 1, 3], "km")
+    assert simulations(open_dataset(tmp_path, "x", {"t": "x"})).tolist() == [0, 0, 0]
+
+
+def test_vectors_of_all_steps_are_mirrored():
+    dataset = ArrayDataset(arrays_of(6), ["t", "n"], channel_names={"x": ["v", "u"]})
+    steps = TimeSteps(dataset, 1, history=2)
+    augmentation = StandardAugmentation(Rules(vectors=[["v", "u"]]), SampleWindows(steps), 0)
+    assert augmentation._vectors["x"] == {0: (0, (0, 1)), 1: (1, (0, 1)), 2: (0, (2, 3)), 3: (1, (2, 3))}

@@ -26,7 +26,7 @@ RUN_BY = {
     "custom_layers.md": "tests/test_docs.py",
     "networks.md": "tests/test_docs.py",
     "torch.md": "tests/test_docs.py",
-    "kernels.md": "tests/kernels/test_documentation.py",
+    "kernels.md": "tests/kernels/test_interface.py",
     "machines.md": "tests/perfmodel/test_machine.py",
     "planners.md": "tests/perfmodel/planners/test_planners_interface.py",
     "first_day.md": "tests/docs/test_first_day.py",

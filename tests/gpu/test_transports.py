@@ -138,7 +138,7 @@ def test_halos(opened, record_property):
 @pytest.mark.parametrize("name", ["mesh", "resnet", "unet", "lenet"])
 def test_training(opened, name):
     kernels, comm, place = opened
-    if place == "gpu" or name == "mesh":  # on doubles: tests/training/test_device_transports.py
+    if place == "gpu" or name == "mesh":  # on doubles: tests/training/test_device.py
         compare_losses(kernels, comm, "float32", name, {"sample": 1, "height": SIZE, "width": 1})
 
 

@@ -1,4 +1,7 @@
-"""Tests of layers on the double of a device: results equal those of the host, without a synchronization."""
+"""Tests of layers on the double of a device, also in 16 bits, and of the memory and halos of their steps."""
+
+import contextlib
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -6,13 +9,17 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd.comm import Communicator
+from halograd.device import as_dtype
 from halograd.dtensor import axis_names
+from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
-from halograd.testing import random_array, run_layer
+from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.layers.cases import LAYERS
+from tests.layers.norms import Probe, step
 from tests.support.fake_device import FakeBackend
+from tests.support.lean import check_allocations
 
 
 class Sharpen(hg.Layer):
@@ -190,3 +197,224 @@ def test_a_custom_layer_that_returns_an_array_of_the_host_is_refused():
     with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(ValueError, match="expected an array on fake:0"):
         run_layer(lambda: OnTheHost("l"), SPATIAL, comm, {}, backend=kernels)
     kernels.close()
+
+
+#: With 300 equal rows, whose gradients are added up in more than 16 bits.
+IN_16_BITS = {**LAYERS, "pad repeated": (lambda: hg.Pad(((0, 0), (300, 2)), "replicate", name="l"), [(7, 6, 4)])}
+
+#: The loss is a sum of terms of both signs; here it is smaller than a term, so its error is compared with the largest.
+CANCELLING = ("response norm", "rows")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_layers(name):
+    kernels, (make, shapes) = FakeBackend(), IN_16_BITS[name]
+    axes = axis_names(len(shapes[0]) + 1)[1:-1] or ("sample",)
+    shift = {f"x{i}": rounding(f"x{i}", shape) for i, shape in enumerate(shapes)}
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in islice(grids(comm.size, axes), 2):
+            expected = run_layer(make, shapes, comm, parts, dtype="float32", shift=shift)
+            found = run_layer(make, shapes, comm, parts, dtype="bfloat16", backend=kernels, shift=shift)
+            if expected and name in CANCELLING:
+                expected["loss"], found["loss"] = ([*r["loss"], np.abs(expected["y"]).max()] for r in (expected, found))
+            wrong = [k for k in expected or () if not near(found[k], expected[k])]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+    kernels.close()
+
+
+def rounding(name, shape):
+    """Return the rounding error of the random inputs of a test in bfloat16."""
+    x = random_array((2, *shape), name, 0)
+    return x.astype(as_dtype("bfloat16")).astype(np.float64) - x
+
+
+def near(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.abs(found - expected).max(initial=0) <= 6 * 2.0**-8 * max(np.abs(expected).max(initial=0), 1e-3)
+
+
+LEAN_LAYERS = {
+    "conv": lambda x: hg.Conv(8, 3, padding=1)(x),
+    "conv stride 2": lambda x: hg.Conv(32, 3, 2, 1, activation="relu")(x),
+    "transposed": lambda x: hg.ConvTranspose(8, 3, 2, 1, 1)(x),
+    "max pool": lambda x: hg.MaxPool(3, 1, 1)(x),
+    "average pool": lambda x: hg.AveragePool(3, 1, 1, count_include_pad=False)(x),
+    "global average pool": lambda x: hg.GlobalAveragePool()(x),
+    "dense": lambda x: hg.Dense(20)(hg.Flatten()(x)),
+    "add": lambda x: hg.Add()(hg.ReLU()(x), hg.Tanh()(x)),
+    "add relu": lambda x: hg.Add("relu")(hg.ReLU()(x), x),
+    "concat": lambda x: hg.Concat()(hg.ReLU()(x), x),
+    "leaky": lambda x: hg.LeakyReLU()(x),
+    "sigmoid": lambda x: hg.Sigmoid()(x),
+    "gelu": lambda x: hg.GELU()(x),
+    "silu": lambda x: hg.SiLU()(x),
+    "pad": lambda x: hg.Pad(2, "circular")(hg.Pad((1, -1))(x)),
+    "gate": lambda x: x * hg.Sigmoid()(hg.Dense(x.shape[-1])(hg.GlobalAveragePool()(x))),
+    "embedding": lambda x: x + hg.Dense(x.shape[-1])(hg.GlobalAveragePool()(x)),
+    "slopes": lambda x: hg.PReLU("channel")(x),
+    "scale": lambda x: hg.Scale(bias=True)(x),
+    "stochastic depth": lambda x: hg.StochasticDepth(0.4)(x),
+    "global max": lambda x: hg.GlobalMaxPool()(x),
+    "adaptive pools": lambda x: hg.AdaptiveAveragePool((3, 5))(hg.AdaptiveMaxPool((9, 8))(x)),
+    "pixels": lambda x: hg.PixelUnshuffle(4)(hg.PixelShuffle(2)(x)),
+    "reshape": lambda x: hg.Reshape((32, 64, 32))(hg.Flatten()(x)),
+    "tokens": lambda x: hg.Reshape((-1, 2 * x.shape[-1]))(x),
+    "softmax": lambda x: hg.Softmax()(x),
+    "log softmax": lambda x: hg.LogSoftmax()(x),
+    "mish": lambda x: hg.Mish()(x),
+    "affine": lambda x: 1 - x / 2,
+    "channel shuffle": lambda x: hg.ChannelShuffle(2)(x),
+    "dropout": lambda x: hg.Dropout(0.3)(x),
+    "channel dropout": lambda x: hg.ChannelDropout(0.3)(x),
+    "nearest": lambda x: hg.Resize(2)(x),
+    "bilinear": lambda x: hg.Resize(2, mode="bilinear")(x),
+    "bilinear, any ratio": lambda x: hg.Resize(size=(50, 71), mode="bilinear")(x),
+}
+
+
+NORMS = {
+    "batch": hg.BatchNorm,
+    "group": lambda activation=None: hg.GroupNorm(2, activation=activation),
+    "instance": lambda activation=None: hg.InstanceNorm(activation=activation),
+    "layer": lambda activation=None: hg.LayerNorm(activation=activation),
+    "channels": lambda activation=None: hg.LayerNorm("channels", activation=activation),
+}
+OTHERS = {
+    **{f"{key} norm": lambda x, make=make: make()(x) for key, make in NORMS.items()},
+    **{f"{key} norm relu": lambda x, make=make: make(activation="relu")(x) for key, make in NORMS.items()},
+    **{f"{key} norm elu": lambda x, make=make: make(activation="elu")(x) for key, make in NORMS.items()},
+    "residual": lambda x: hg.BatchNorm()(hg.Conv(8, 1, bias=False)(x), x),
+    "residual relu": lambda x: hg.BatchNorm(activation="relu")(hg.Conv(8, 1, bias=False)(x), x),
+    "local norm": lambda x: hg.BatchNorm(statistics="local")(x),
+    "reshape": lambda x: hg.Reshape((8, 16, 16))(hg.Flatten()(x)),
+    "relu": lambda x: hg.ReLU()(x),
+    "negative slope": lambda x: hg.LeakyReLU(-0.2)(x),
+    "elu": lambda x: hg.ELU()(x),
+    "tanh": lambda x: hg.Tanh()(x),
+    "over channels": lambda x: hg.Concat()(hg.ChannelMean()(x), hg.ChannelMax()(x), hg.Exp()(hg.Flip("width")(x))),
+    "clamp": lambda x: hg.Clamp(-0.5, 0.7)(x),
+    "hard sigmoid": lambda x: hg.HardSigmoid()(x),
+    "hard swish": lambda x: hg.HardSwish()(x),
+    "softplus": lambda x: hg.Softplus()(x),
+    "responses": lambda x: hg.LocalResponseNorm(3)(x),
+    "weight norm": lambda x: hg.Conv(8, 3, padding=1, weight_norm=True, activation="relu")(x),
+    "wide weight norm": lambda x: hg.Conv(64, 5, 4, 2, weight_norm=True)(x),
+    "transposed relu": lambda x: hg.ConvTranspose(8, 3, 2, 1, 1, activation="relu")(x),
+}
+LEAN_NORMS = [f"{key} norm relu" for key in NORMS] + ["local norm"]
+
+
+@contextlib.contextmanager
+def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
+    """Return a filled executor of `build`'s layers after a pointwise convolution; `layers` have their own cuts."""
+    x = hg.Input(shape, "x")
+    y = build(hg.Conv(shape[-1], 1, name="before")(x))
+    network = hg.Network({"y": y, "loss": Probe("probe")(y, hg.Input(y.shape, "g"))})
+    strategy = Strategy(parts, layers or {})
+    with Executor(network, comm, get_backend(backend), batch, strategy, "float32", probed=["x"]) as executor:
+        executor.set_input("x", random_array((batch, *shape), "x"))
+        executor.set_input("g", random_array((batch, *y.shape), "g"))
+        yield executor
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("name", [*LEAN_LAYERS, *LEAN_NORMS, "responses", "wide weight norm"])
+def test_a_step_allocates_no_array(name, backend):
+    """A step allocates no array: every block has at least 256 KiB, more than NumPy's casting buffers."""
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        compiled({**OTHERS, **LEAN_LAYERS}[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,
+    ):
+        step(executor)
+        check_allocations(comm, lambda: step(executor), (96 if name in LEAN_NORMS else 192) * 1024)
+
+
+#: Layers with channels cut, and how: name -> layers, parts of the one that is called "cut".
+CUTS = {
+    "filters": (lambda x: hg.Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"channel": 2}),
+    "sums": (lambda x: hg.Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"input_channel": 2}),
+    "filters, stride 2": (lambda x: hg.Conv(32, 3, 2, 1, name="cut")(x), {"channel": 2}),
+    "units": (lambda x: hg.Dense(20, name="cut")(hg.Flatten()(x)), {"channel": 2}),
+    "features": (lambda x: hg.Dense(20, name="cut")(hg.Flatten()(x)), {"input_channel": 2}),
+    "batch norm": (lambda x: hg.BatchNorm(activation="relu", name="cut")(x), {"channel": 2}),
+    "max pool": (lambda x: hg.MaxPool(3, 1, 1, name="cut")(x), {"channel": 2}),
+    "concat": (lambda x: hg.Concat(name="cut")(hg.ReLU()(x), x), {"channel": 2}),
+    "on one rank": (lambda x: hg.Conv(16, 3, padding=1, name="cut")(x), {"sample": 1}),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_step_with_cut_channels_allocates_no_array(name, backend):
+    build, parts = CUTS[name]
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        compiled(build, (64, 64, 16), comm, {"width": comm.size}, backend, layers={"cut": parts}) as executor,
+    ):
+        step(executor)
+        check_allocations(comm, lambda: step(executor), 192 * 1024)
+
+
+ROW = 6 * 2 * 4
+#: Two blocks of 4 rows of 6 positions, 2 channels, float32: layer -> bytes that each rank sends in a step.
+HALOS = {
+    "k3 pool": (lambda x: hg.MaxPool(3, 1, 1)(x), [2 * ROW, 2 * ROW]),
+    "pool without overlap": (lambda x: hg.AveragePool(2)(x), [0, 0]),
+    # Outputs 0, 1 read the rows 0..4, outputs 2 read 4..6: rank 0 lacks row 4, whose gradient comes back to rank 1.
+    "k3 s2 pool": (lambda x: hg.MaxPool(3, 2)(x), [ROW, ROW]),
+    "nearest": (lambda x: hg.Resize(2)(x), [0, 0]),
+    "bilinear": (lambda x: hg.Resize(2, mode="bilinear")(x), [2 * ROW, 2 * ROW]),
+    "transposed without overlap": (lambda x: hg.ConvTranspose(2, 2, 2)(x), [0, 0]),
+    # Row i reaches the outputs 2i - 1 ... 2i + 1: output 7 of rank 0 lacks row 4 of x, whose gradient lacks row 7
+    # of dy, 12 positions long.
+    "transposed": (lambda x: hg.ConvTranspose(2, 3, 2, 1, 1)(x), [2 * ROW, ROW]),
+    "relu": (lambda x: hg.ReLU()(x), [0, 0]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", HALOS)
+def test_halo_bytes_are_those_of_the_formula(name):
+    build, want = HALOS[name]
+    with Communicator(MPI.COMM_WORLD) as comm, compiled(build, (8, 6, 2), comm, {"height": 2}, batch=1) as executor:
+        comm.counters.reset()
+        step(executor)
+        sent = comm.counters.snapshot()["halo"].bytes if "halo" in comm.counters.snapshot() else 0
+        assert sent == want[comm.rank]
+
+
+def gradients(build, backend, keeps):
+    """Return loss and gradients of the second of two steps of a layer between others; `keeps` keeps all values."""
+    y = build(hg.Conv(8, 1, name="before")(hg.Input((16, 16, 8), "x")))
+    y = 0.5 * y  # which needs neither its input nor its output in the backward pass, as the convolution does
+    y = hg.Conv(3, 1, name="behind")(y) if len(y.shape) > 1 else hg.Dense(3, name="behind")(y)
+    network = hg.Network({"loss": hg.MeanSquaredError(name="mse")(y, hg.Input(y.shape, "t"))})
+    kept, dtype = network.layers if keeps else (), "float64" if backend == "numpy" else "float32"
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(network, alone, get_backend(backend), 2, dtype=dtype, probed=["x"], kept=kept) as executor,
+    ):
+        for step in range(2):
+            executor.mode.step = step
+            for name, node in network.inputs.items():
+                executor.set_input(name, random_array((2, *node.shape), name, step))
+            executor.forward()
+            loss = executor.loss_value()
+            executor.backward()
+            executor.reducer.finish()
+        found = {key: np.array(array) for key, array in executor.store.grads.items()}
+        return found | {"loss": np.array(loss), "dx": executor.gather("x", gradient=True)}
+
+
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("kind", dict.fromkeys([*LEAN_LAYERS, *OTHERS]))
+def test_gradients_without_what_is_not_named(kind, backend):
+    build = {**LEAN_LAYERS, **OTHERS}[kind]
+    found, want = (gradients(build, backend, keeps) for keeps in (False, True))
+    assert found.keys() == want.keys()
+    for key, array in found.items():
+        assert np.isfinite(array).all(), key
+        assert np.array_equal(array, want[key]), key

@@ -1,28 +1,25 @@
-"""Tests of all kinds of layers under all cuts: results equal those of one process, gradients finite differences.
-
-A sample with three axes has ten grids of 4 ranks, so each case of "grids" is cut along two of its axes, in turn, others
-on each number of ranks: of each kind of layer one case follows the other through all pairs, and of cases that several
-kinds have in common, such as geometries of windows, each kind takes another pair. Gradients are those of one process
-under any cut, and are compared with differences on the smallest number of ranks.
-"""
+"""Tests of all kinds of layers and random networks under all cuts, also on fewer ranks: as one process; gradients."""
 
 from collections import Counter
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 import halograd as hg
+from halograd.comm import Communicator
 from halograd.dtensor import axis_names
 from halograd.kernels.geometry import MODES
-from halograd.testing import check_layer
+from halograd.testing import check_layer, compare, run_layer
 from tests.layers.cases import (
     ACTIVATIONS,
     ADAPTIVE,
     ADAPTIVE_CASES,
     CEIL,
     GATES,
+    LAYERS,
     MAPS,
     NORMS,
     PADS,
@@ -30,12 +27,14 @@ from tests.layers.cases import (
     RESIZES,
     SCALES,
     SHUFFLES,
+    SPATIAL,
     TRANSPOSED,
     conv,
     rounded_up,
     transposed,
 )
 from tests.layers.geometries import CROWDED, NASTY, skew
+from tests.layers.graphs import Centre, Gate, Graphs, poison, run
 from tests.support.grids import axes_in_turn
 
 SHAPE = (7, 6, 3)
@@ -433,3 +432,167 @@ def test_exact(cut, make, shape, options, turn, monkeypatch):
     if turn is not None:
         options["axes"] = axes_in_turn(MPI.COMM_WORLD.size, axes_of(shape, options), turn)
     check_layer(make, shape, **options)
+
+
+#: Under cuts these are not what one process computes: see test_batch_norm.
+OWN_STATISTICS = {name: (lambda name=name: hg.BatchNorm(name), SPATIAL) for name in ("local", "sample")}
+FEWER_CASES = {**LAYERS, "custom": (Centre, SPATIAL), **OWN_STATISTICS}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+@pytest.mark.parametrize("name", FEWER_CASES)
+def test_exact_on_fewer_ranks(name, backend, dtype, monkeypatch):
+    poison(monkeypatch)
+    make, shapes = FEWER_CASES[name]
+    first = (axis_names(len(shapes[0]) + 1)[1:-1] or ("sample",))[0]
+    options = {"backend": backend, "dtype": dtype, "steps": 2}
+    with Communicator(MPI.COMM_SELF) as alone, Communicator(MPI.COMM_WORLD) as comm:
+        for parts in ({first: 1}, {first: 2}, {"sample": 2}):
+            found = run_layer(make, shapes, comm, parts, **options)
+            fault = None
+            if found is not None and not (name in OWN_STATISTICS and parts != {first: 1}):
+                want = run_layer(make, shapes, alone, {}, **options)
+                fault = compare(found, want, 256.0, dtype, str(parts))
+            comm.agree(fault)
+
+
+EACH = 4
+
+
+def seeds(comm, first, group, groups):
+    """Return the numbers of the networks of a group; every number of ranks has networks of its own."""
+    at = first + ((comm.size - 1) * groups + group) * EACH
+    return range(at, at + EACH)
+
+
+def check(seed, comm, backend="numpy", dtype="float64", keeps=True, debug=False):
+    graphs = Graphs(seed)
+    network = graphs.network()
+    strategy = graphs.strategy(network, comm.size)
+    if not keeps:  # an output that is read after the step is kept
+        strategy = graphs.recomputed(strategy)
+    found = run(network, comm, graphs.batch, strategy, (0, 1), backend, dtype, keeps, debug)
+    fault = None
+    if comm.rank == 0:
+        with Communicator(MPI.COMM_SELF) as alone:
+            want = run(Graphs(seed).network(), alone, graphs.batch, None, (1,), keeps=keeps)
+        fault = compare(found, want, 512.0, dtype, f"seed {seed}, {strategy}")
+    comm.agree(fault)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("group", range(6))
+def test_random_networks(group, monkeypatch):
+    poison(monkeypatch)
+    if group % 3 == 2:
+        skew(monkeypatch)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in seeds(comm, 0, group, 6):
+            check(seed, comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("group", range(3))
+def test_random_networks_that_keep_nothing(group, backend):
+    """Random networks are right if the memory of all arrays that later operations do not declare is overwritten."""
+    dtype = "float64" if backend == "numpy" else "float32"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in seeds(comm, 1000, group, 3):
+            check(seed, comm, backend, dtype, keeps=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("group", range(2))
+def test_kernels_of_random_networks_use_what_they_declare(group, backend):
+    """Random networks are right if arrays that an operation holds and does not declare are NaN while it runs."""
+    dtype = "float64" if backend == "numpy" else "float32"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in seeds(comm, 2000, group, 2):
+            check(seed, comm, backend, dtype, keeps=False, debug=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(3, 7, 2), (2, 1, 2), (5, 3)])
+def test_a_layer_that_reads_whole_samples_owes_nothing_where_it_makes_nothing(shape, monkeypatch):
+    """Ranks without output add zeros to the gradient of a whole sample, not the undefined contents of their memory."""
+    poison(monkeypatch)
+    check_layer(Centre, shape)
+
+
+@pytest.mark.mpi
+def test_two_inputs_of_different_halos(monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: Gate(2), [(7, 6, 2)] * 2, batch=3)
+
+
+#: Layers that read what they own of their input, without a halo.
+POINTWISE = {
+    "relu": hg.ReLU,
+    "gelu": hg.GELU,
+    "hard sigmoid": hg.HardSigmoid,
+    "clamp": hg.Clamp,
+    "tanh": hg.Tanh,
+    "softmax": hg.Softmax,
+    "log softmax": hg.LogSoftmax,
+    "affine": lambda name: hg.Affine(-0.5, 0.7, name),
+    "channel shuffle": lambda name: hg.ChannelShuffle(2, name),
+    "dropout": lambda name: hg.Dropout(0.4, name),
+    "local response norm": lambda name: hg.LocalResponseNorm(3, name=name),
+    "batch norm": lambda name: hg.BatchNorm(name=name),
+    "group norm": lambda name: hg.GroupNorm(2, name=name),
+    "layer norm": lambda name: hg.LayerNorm("channels", name=name),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("kind", POINTWISE)
+def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, backend):
+    """A pointwise layer reads the owned part of an input that has a halo for another layer; results are exact."""
+
+    def both(x):
+        return hg.Add()(POINTWISE[kind](name="own")(x), hg.Conv(4, 3, padding=1, name="c")(x))
+
+    dtype = "float64" if backend == "numpy" else "float32"
+    check_layer(lambda: both, (6, 5, 4), backend=backend, dtype=dtype, gradient=False)
+
+
+class Blur(hg.Layer):
+    """Custom layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its block of channels."""
+
+    stencil = hg.Stencil((3, 1), padding=(1, 0))
+    cuts_channels = "channelwise"
+
+    def parameters(self, shape):
+        return {"amount": hg.Parameter((shape[-1],), "ones", channel_axis=0), "shift": hg.Parameter((1,))}
+
+    def _rows(self, array):
+        return [array[:, i : array.shape[1] - 2 + i] for i in range(3)]
+
+    def forward(self, inputs, params, box):
+        return params["amount"] * sum(self._rows(inputs[0])) + params["shift"]
+
+    def backward(self, dy, inputs, params, box):
+        dx = np.zeros_like(inputs[0])
+        for view in self._rows(dx):
+            view += params["amount"] * dy
+        amount = np.sum(dy * sum(self._rows(inputs[0])), axis=(0, 1, 2))
+        return [dx], {"amount": amount, "shift": np.sum(dy, keepdims=True).reshape(1)}
+
+
+class GateOfChannels(Gate):
+    """`Gate` whose channels may be cut: its input boxes follow those of the output."""
+
+    cuts_channels = "channelwise"
+
+
+@pytest.mark.mpi
+def test_channels_of_layers_of_ones_own(monkeypatch):
+    """Custom layers with cut channels are exact: parameters along channels are cut, others are whole and summed."""
+    poison(monkeypatch)
+    axes = ("sample", "height", "channel")
+    check_layer(Blur, (7, 5, 6), axes=axes)
+    check_layer(lambda: GateOfChannels(1), [(7, 6, 5)] * 2, axes=axes, gradient=False)

@@ -15,7 +15,7 @@ from tests.kernels.saturation import EXACT, EXTENDED, ROUNDINGS, Long, points, r
 
 #: Losses whose kernels tests/kernels/test_saturation.py has.
 OF_KERNELS = {"BinaryCrossEntropyWithLogits", "MeanSquaredError", "SoftmaxCrossEntropy"}
-#: Losses of several elements, without a function that saturates: test_crps.py and test_neighbors.py.
+#: Losses of several elements, without a function that saturates: test_total_loss.py.
 OF_SEVERAL = {"CRPS", "GradientError", "StructuralSimilarity"}
 BACKENDS = [("numpy", "float32"), ("numpy", "float64"), ("onednn", "float32")]
 EVERYWHERE = pytest.mark.parametrize("backend, dtype", BACKENDS)

@@ -105,6 +105,16 @@ def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = writ
     return folder / "run.toml"
 
 
+def written(write: Callable[[Path], object]) -> Any:
+    """Return a fixture: the path of the configuration that `write` writes, with its data, to a folder of all ranks."""
+
+    @pytest.fixture
+    def config(comm: Any, working: Path) -> Path:
+        return write_shared(comm, working, write)
+
+    return config
+
+
 def unet(width=4, name="mine"):
     x = hg.Input((EDGE, EDGE, CHANNELS), name="x")
     y = hg.Conv(width, 3, padding=1, activation="relu")(x)

@@ -1,16 +1,29 @@
-"""Tests of checkpoints: written and read with different buckets, and files that are rejected without loss."""
+"""Tests of checkpoints: written, read on several ranks and nodes, damaged, with cut parameters."""
 
+from __future__ import annotations
+
+import math
 import os
 import subprocess
 import sys
 import zlib
+from contextlib import ExitStack
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+import halograd as hg
+from halograd.comm import Communicator
+from halograd.comm.errors import is_agreed
+from halograd.data import formats
 from halograd.data.disk import DataError
 from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
+from halograd.training import checkpoint, chunk_file
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
@@ -21,9 +34,17 @@ from halograd.training.checkpoint import (
     write_checkpoint,
 )
 from halograd.training.checkpoints import CheckpointFolder
-from halograd.training.optimizers import SGD, Adam
+from halograd.training.clipping import Clip
+from halograd.training.executor import Executor
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from halograd.training.root import on_root, read_config
+from halograd.training.run import train
+from halograd.training.schedules import Constant
+from halograd.training.session import Session
+from halograd.training.trainer import Diverged, Trainer
 from tests.harness.limits import LIMIT
-from tests.training.steps import copied
+from tests.layers.cuts import random_strategy
+from tests.training.steps import advance, assert_arrays, copied
 
 PROGRESS = TrainingProgress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 
@@ -256,3 +277,450 @@ def test_writing_the_same_step_again(make_store, tmp_path):
     for _ in range(2):
         folder.write(Snapshot.of(store), TrainingProgress(step=7), "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]
+
+
+STEPS, HALF = 6, 3
+
+
+def cut_network(classes=4):
+    x = hg.Input((8, 7, 3), "x")
+    y = hg.BatchNorm(activation="relu", name="bn")(hg.Conv(6, 3, padding=1, name="conv1")(x))
+    y = hg.MaxPool(2, name="pool")(hg.Conv(5, 3, 2, 1, activation="relu", name="conv2")(y))
+    y = hg.Dense(classes, name="dense2")(hg.Dense(7, name="dense1")(hg.Flatten(name="flat")(y)))
+    return hg.Network(
+        {"prediction": y, "loss": hg.SoftmaxCrossEntropy(name="ce")(y, hg.Input((1,), "target", "int32"))}
+    )
+
+
+def cut_parameters(size):
+    """Return a strategy with cuts of filters and of input channels, and one layer on a single rank."""
+    if size == 1:
+        return Strategy()
+    layers = {
+        "conv1": {"channel": size},
+        "bn": {"channel": size},
+        "conv2": {"sample": 1},
+        "dense1": {"input_channel": 2},
+        "dense2": {"channel": 2},
+    }
+    return Strategy({"sample": size}, layers, bucket_bytes=1)
+
+
+def trainer_of_cut(executor, clip_norm=None):
+    optimizer = AdamW(executor.store, weight_decay=0.01)
+    return Trainer(executor, optimizer, Constant(0.01), clip_norm)
+
+
+def cut_steps(trainer, numbers):
+    losses = advance(trainer, numbers)
+    trainer.synchronize()
+    return losses
+
+
+def run(comm, strategy, body):
+    """Return the result of `body(trainer)` on a new executor."""
+    with Executor(cut_network(), comm, get_backend("numpy"), 4, strategy, "float64", seed=2) as executor:
+        return body(trainer_of_cut(executor))
+
+
+def arrays_of(snapshot):
+    """Return every array of a snapshot under a unique name."""
+    if snapshot is None:
+        return None
+    groups = {"params": snapshot.params, "state": snapshot.state, **snapshot.optimizer}
+    return copied({f"{kind} {k}": v for kind, group in groups.items() for k, v in group.items()})
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_written_under_one_strategy_and_resumed_under_another(shared):
+    """Training resumes under another strategy: arrays are equal in every bit, and losses continue as in one process."""
+    path = shared / "step.h5"
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected = run(alone, Strategy(), lambda trainer: cut_steps(trainer, range(STEPS)))
+    with Communicator(MPI.COMM_WORLD) as comm:
+
+        def write(trainer):
+            losses = cut_steps(trainer, range(HALF))
+            snapshot = Snapshot.of(trainer.executor.store, trainer.optimizer, comm)
+            assert (snapshot is None) == (comm.rank > 0)
+            if snapshot is not None:
+                write_checkpoint(path, snapshot, TrainingProgress(step=HALF))
+            comm.barrier()
+            return losses, arrays_of(snapshot)
+
+        def resume(trainer):
+            assert read_checkpoint(path, trainer.executor.store, trainer.optimizer).step == HALF
+            found = arrays_of(Snapshot.of(trainer.executor.store, trainer.optimizer, trainer.executor.comm))
+            return found, cut_steps(trainer, range(HALF, STEPS))
+
+        losses, written = run(comm, cut_parameters(comm.size), write)
+        assert losses == pytest.approx(expected[:HALF], rel=1e-11)
+        others = [
+            Strategy({"height": comm.size}),
+            cut_parameters(comm.size),
+            random_strategy(cut_network(), comm.size, 5),
+        ]
+        resumed = [run(comm, strategy, resume) for strategy in others]
+        with Communicator(MPI.COMM_SELF) as alone:
+            resumed.append(run(alone, Strategy(), resume))
+        for found, losses in resumed:
+            assert losses == pytest.approx(expected[HALF:], rel=1e-9)
+            if written is not None:
+                assert set(found) == set(written)
+                assert all(np.array_equal(found[k], written[k]) for k in written)
+
+
+@pytest.mark.ranks(2)
+def test_a_snapshot_of_blocks_needs_the_communicator():
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(cut_network(), comm, get_backend("numpy"), 4, cut_parameters(comm.size), "float64") as executor,
+        pytest.raises(ValueError, match="communicator of the ranks that share"),
+    ):
+        Snapshot.of(executor.store)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_clipping_is_by_the_norm_of_everything():
+    with Communicator(MPI.COMM_SELF) as alone, Communicator(MPI.COMM_WORLD) as comm:
+        results = []
+        for ranks, strategy in ((alone, Strategy()), (comm, cut_parameters(comm.size))):
+            with Executor(cut_network(), ranks, get_backend("numpy"), 4, strategy, "float64", seed=2) as executor:
+                trainer = trainer_of_cut(executor, clip_norm=0.1)
+                losses = cut_steps(trainer, range(STEPS))
+                again = Clip(executor.store, ranks, 0.1)
+                again.measure()
+                results.append((losses, trainer.gradient_norm, float(again.norm)))
+        (losses, norm, after), (found, ours, own) = results
+        assert norm > 0.1, "the test must clip"
+        assert found == pytest.approx(losses, rel=1e-10)
+        assert (ours, own) == pytest.approx((norm, after), rel=1e-9)
+        assert len(set(comm.allgather_objects(ours))) == 1, "all ranks scale alike"
+
+
+@pytest.mark.ranks(2, 3)
+def test_lars_refuses_cut_parameters():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        fewer = Strategy({"sample": comm.size}, {"dense1": {"sample": 1}})
+        for strategy in (cut_parameters(comm.size), fewer):
+            with (
+                Executor(cut_network(), comm, get_backend("numpy"), 4, strategy) as executor,
+                pytest.raises(UserError, match=r"LARS .* whole parameters: .*; choose sgd"),
+            ):
+                LARS(executor.store)
+        with Executor(cut_network(), comm, get_backend("numpy"), 4) as executor:
+            LARS(executor.store)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["conv1/w", "conv2/w", "dense1/b"])
+def test_a_bad_block_on_one_rank_is_seen_by_all(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+
+        def spoil(trainer):
+            array = trainer.executor.store.params[name]
+            holders = [rank for rank, size in enumerate(comm.allgather_objects(array.size)) if size]
+            if comm.rank == holders[-1]:
+                array.reshape(-1)[-1] = math.nan
+            with pytest.raises(Diverged, match=f"parameter {name} .*; lower schedule"):
+                trainer.synchronize()
+
+        run(comm, cut_parameters(comm.size), spoil)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_hold_and_update_their_blocks_only():
+    """Ranks hold and update only their blocks, so bytes of parameters, gradients and momentum fall with the ranks."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with Executor(cut_network(), comm, get_backend("numpy"), 4, cut_parameters(comm.size), "float64") as executor:
+            SGD(executor.store, momentum=0.9)
+            shapes = {name: array.shape for name, array in executor.store.params.items()}
+            blocks = comm.allgather_objects(shapes)
+        filters = [shapes["conv1/w"][0] for shapes in blocks]
+        assert sum(filters) == 6 and max(filters) - min(filters) <= 1
+        assert [shapes["conv2/w"][0] for shapes in blocks] == [5, *[0] * (comm.size - 1)]
+        assert [shapes["dense1/w"][1] for shapes in blocks][:2] == [10, 10]
+        assert executor.store.count == cut_network().parameter_count
+
+
+SMALL = 4096  # bytes under a checksum, so that a small file has many
+
+
+@pytest.fixture
+def restore_path(comm, shared, monkeypatch):
+    """Return the path of a checkpoint after one step."""
+    found = shared / "step-00000001.h5"
+    if comm.rank == 0:
+        with monkeypatch.context() as patch, Communicator(MPI.COMM_SELF) as alone:
+            patch.setattr(chunk_file, "CHUNK", SMALL)
+            with Executor(cut_network(), alone, get_backend("numpy"), 4, dtype="float64", seed=2) as executor:
+                trainer = trainer_of_cut(executor)
+                cut_steps(trainer, [0])
+                write_checkpoint(found, Snapshot.of(executor.store, trainer.optimizer, alone), TrainingProgress(step=1))
+    comm.barrier()
+    return found
+
+
+def whole(comm, path):
+    """Return parameters and first moments of a checkpoint, read by this rank alone."""
+    with Executor(cut_network(), comm, get_backend("numpy"), 4, dtype="float64") as executor:
+        trainer = trainer_of_cut(executor)
+        read_checkpoint(path, executor.store, trainer.optimizer)
+        named = trainer.optimizer.named_state()
+        return copied(executor.store.params), named["first_moment"]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut_parameters])
+def test_each_byte_is_read_once_per_node(restore_path, monkeypatch, strategy, per_node):
+    """One rank of each node reads a checkpoint once; all ranks get parameters, moments, statistics and progress."""
+    monkeypatch.setattr(checkpoint, "PART", 1000)
+    size, total = MPI.COMM_WORLD.size, restore_path.stat().st_size
+    with Communicator(MPI.COMM_SELF) as alone:
+        params, moment = whole(alone, restore_path)
+    with (
+        Communicator(MPI.COMM_WORLD, f"emulated:alpha=0,beta=0,node={per_node}") as comm,
+        Executor(cut_network(), comm, get_backend("numpy"), 4, strategy(size), "float64") as executor,
+    ):
+        trainer = trainer_of_cut(executor)
+        with CheckpointReader(restore_path, comm, whole=True) as reader:
+            assert reader.restore(executor.store, trainer.optimizer).step == 1
+            read = comm.allgather_objects(reader.bytes_read)
+        assert read == [total if rank % per_node == 0 else 0 for rank in range(size)]
+        for name, array in executor.store.params.items():
+            np.testing.assert_array_equal(array, params[name][executor.store.box(name).slices()])
+        gathered = Snapshot.of(executor.store, trainer.optimizer, comm)
+        if gathered is not None:
+            assert_arrays(gathered.optimizer["first_moment"], moment)
+
+
+@pytest.mark.ranks(1, 2)
+def test_parameters_alone_need_a_part_of_the_file(restore_path):
+    """Evaluation reads only the chunks of a checkpoint that contain parameters, each once."""
+    with (
+        Communicator(MPI.COMM_WORLD, "mpi") as comm,
+        Executor(cut_network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
+        CheckpointReader(restore_path, comm) as reader,
+    ):
+        assert reader.progress.step == 1
+        reader.restore(executor.store)
+        read = reader.bytes_read
+        reader.restore(executor.store)
+        assert reader.bytes_read == read
+        assert (0 < read < 0.8 * restore_path.stat().st_size) if comm.rank == 0 else read == 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_damage_that_one_node_sees_is_found_by_all(restore_path, monkeypatch):
+    """If one node finds damage, all ranks use the previous checkpoint; the message names the rank that found it."""
+    comm = MPI.COMM_WORLD
+    if comm.rank == 0:
+        restore_path.with_name("step-00000000.h5").write_bytes(restore_path.read_bytes())
+    comm.barrier()
+    read_all, last = chunk_file._read_all, comm.size - 1
+
+    def flipped(file, data):
+        count = read_all(file, data)
+        if comm.rank == last and str(file.name) == str(restore_path) and count == SMALL:
+            data[count // 2] ^= 16
+        return count
+
+    monkeypatch.setattr(chunk_file, "_read_all", flipped)
+    with Communicator(comm, "emulated:alpha=0,beta=0") as ranks:
+        with pytest.raises(DamagedCheckpoint, match=f"^rank {last}: checkpoint .*damaged"):
+            CheckpointReader(restore_path, ranks, whole=True)
+        found, told = CheckpointFolder(restore_path.parent).newest_whole(ranks)
+        assert found.path.name == "step-00000000.h5" and found.progress.step == 1
+        assert told[0].endswith("set aside as step-00000001.damaged")
+        found.close()
+
+
+@pytest.mark.ranks(2)
+def test_nodes_that_see_different_files(restore_path, tmp_path_factory):
+    comm = MPI.COMM_WORLD
+    mine = tmp_path_factory.mktemp("own") / "step-00000001.h5"
+    write_checkpoint(mine, _snapshot(comm.rank), TrainingProgress(step=1))
+    want = r"^rank 1: .*expected the same file on all nodes, got another one than rank 0 has"
+    with Communicator(comm, "emulated:alpha=0,beta=0") as ranks, pytest.raises(UserError, match=want):
+        CheckpointReader(mine, ranks)
+
+
+def _snapshot(seed):
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(cut_network(), alone, get_backend("numpy"), 4, dtype="float64", seed=seed) as executor,
+    ):
+        return Snapshot.of(executor.store)
+
+
+@pytest.mark.ranks(1, 2)
+def test_damage_that_is_met_when_arrays_are_read(restore_path):
+    """Arrays of a checkpoint that was not verified are verified when read, before parameters change."""
+    if MPI.COMM_WORLD.rank == 0:
+        data = bytearray(restore_path.read_bytes())
+        with h5py.File(restore_path) as file:
+            data[file["params/dense2/b"].id.get_offset()] ^= 1
+        restore_path.write_bytes(data)
+    MPI.COMM_WORLD.barrier()
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(cut_network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
+        CheckpointReader(restore_path, comm) as reader,
+    ):
+        before = copied(executor.store.params)
+        assert reader.progress.step == 1
+        with pytest.raises(DamagedCheckpoint, match=r"checksum of its bytes \d+ to \d+ "):
+            reader.restore(executor.store)
+        assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("what", ["network", "dtype"])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_all(restore_path, what):
+    """A checkpoint of another network or dtype is the same error on all ranks, which names no rank."""
+    other, dtype = (cut_network(), "float32") if what == "dtype" else (cut_network(classes=5), "float64")
+    message = {"network": "is of another network: ", "dtype": ": expected float32 parameters, got float64"}[what]
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(other, comm, get_backend("numpy"), 4, dtype=dtype) as executor,
+        CheckpointReader(restore_path, comm) as reader,
+    ):
+        with pytest.raises(UserError, match=f"^checkpoint {restore_path} ?{message}") as caught:
+            reader.restore(executor.store)
+        assert is_agreed(caught.value, comm.size)
+
+
+def test_a_link_set_back_by_hand(tmp_path):
+    """If a user sets latest.h5 to an older checkpoint, a run resumes from it and keeps the newer ones."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for step in (5, 10):
+        (tmp_path / f"step-{step:08d}.h5").touch()
+    (tmp_path / "latest.h5").write_text("step-00000005.h5\n")
+    assert [p.name for p in folder._candidates()] == ["step-00000005.h5"]
+    (tmp_path / "latest.h5").write_text("step-00000007.h5\n")
+    assert [p.name for p in folder._candidates()] == ["step-00000010.h5", "step-00000005.h5"]
+    with pytest.raises(UserError, match="all are damaged"):
+        folder.newest_whole()
+
+
+_opened: list[str] | None = None
+
+
+def _listen(event: str, arguments: tuple) -> None:
+    if _opened is not None and event == "open" and isinstance(arguments[0], (str, bytes, Path)):
+        _opened.append(Path(str(arguments[0])).name)
+
+
+@pytest.fixture(scope="module")
+def hook():
+    sys.addaudithook(_listen)  # stays, and does nothing when nobody listens
+
+
+@pytest.fixture
+def opened(hook):
+    """Return the list to which the names of files that Python opens on this rank are added."""
+    global _opened
+    _opened = []
+    yield _opened
+    _opened = None
+
+
+@pytest.mark.mpi
+def test_all_ranks_have_what_rank_0_has_found(comm):
+    calls: list[int] = []
+
+    def call():
+        calls.append(1)
+        return {"answer": 42}
+
+    assert on_root(comm, call) == {"answer": 42}
+    assert len(calls) == (comm.rank == 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", [UserError, DataError])
+def test_mistakes_are_raised_on_all_ranks_alike(comm, kind):
+    def call():
+        raise kind("expected a moon, got none")
+
+    with pytest.raises(kind, match=r"^expected a moon, got none$") as caught:
+        on_root(comm, call)
+    assert comm.size == 1 or (caught.value.agreed and caught.value.arose_here == (comm.rank == 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_fault_is_raised_on_all_ranks(comm):
+    with pytest.raises(ZeroDivisionError, match=r"^division by zero$") as caught:
+        on_root(comm, lambda: 1 / 0)
+    assert is_agreed(caught.value, comm.size) and caught.value.arose_here == (comm.rank == 0)
+
+
+class Local:
+    """Object that can be unpickled on rank 0 only."""
+
+    def __reduce__(self):
+        return _made, ()
+
+
+def _made():
+    if MPI.COMM_WORLD.rank:
+        raise UserError("expected a moon, got none")
+    return Local()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_a_rank_cannot_take(comm):
+    with pytest.raises(UserError, match=r"^rank 1( \(and \d+ more\))?: .*got none$") as caught:
+        on_root(comm, Local)
+    assert is_agreed(caught.value, comm.size)
+
+
+OWN = {
+    "optimizer": ["optimizer={kind = 'own.py:Own'}", "from tests.training.own_optimizer import RMSprop as Own"],
+    "model": ["model={file = 'own.py:build'}", "def build(): pass"],
+    "data": ["data.file='own.py:read'", "def read(): pass"],
+    "transport": ["backend.transport='own.py:Own'", "from halograd.comm.transport import Mpi as Own"],
+    "metric": ["output.metrics=['own.py:Own']", "Own = None"],
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("there", ["none", "another one"])
+@pytest.mark.parametrize("own", OWN)
+def test_a_file_of_the_user_that_differs_on_one_rank(comm, config, tmp_path, monkeypatch, own, there):
+    """A user's file that is missing or different on one rank is one error on all ranks, before the run begins."""
+    setting, text = OWN[own]
+    if comm.rank == 1:  # as on the local disk of another node
+        monkeypatch.chdir(tmp_path)
+    if comm.rank == 0 or (comm.rank == 1 and there != "none"):
+        Path("own.py").write_text(f"{text}\n" if comm.rank == 0 else f"{text}  # older\n")
+    comm.Barrier()
+    message = rf"^rank 1: own\.py: expected the same file on all ranks, got {there} in .*file system that all nodes"
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, [setting], comm=comm)
+    assert is_agreed(caught.value, comm.size)
+    comm.Barrier()
+    assert not (config.parent / "out").exists()
+
+
+@pytest.mark.mpi
+def test_configuration_plan_and_structure_are_read_once(comm, config, opened, monkeypatch):
+    folder = config.parent
+    if comm.rank == 0:
+        Strategy({"height": comm.size}).save(folder / "cut.json")
+    comm.Barrier()
+    opened.clear()
+    files: list[Path] = []
+    open_stored = formats.open_stored
+    monkeypatch.setattr("halograd.data.dataset.open_stored", lambda *some: files.append(some[0]) or open_stored(*some))
+    sets = [f"strategy={{file = '{folder / 'cut.json'}'}}", "data.normalize=false"]
+    config = read_config(comm, folder / "run.toml", sets)
+    with Communicator(comm) as ranks, ExitStack() as stack:
+        session = Session.open(config, ranks, stack)
+        assert session.executor.strategy.parts == {"height": comm.size}
+        assert len(session.samples.dataset) == 19
+        assert len(files) == (comm.rank == 0)
+        list(session.feed(session.in_order(session.samples.training[:4])))
+        assert len(files) == 1  # now everyone reads a block
+    assert {"run.toml", "cut.json"} & set(opened) == ({"run.toml", "cut.json"} if comm.rank == 0 else set())

@@ -1,12 +1,17 @@
-"""Tests of a run's log: its lines and readers, damage, text logs of ranks, and the progress bar."""
+"""Tests of a run's log, event files and timelines: lines and readers, damage, bounded memory, sums of times."""
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import json
 import logging
 import os
 import re
+import struct
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +21,10 @@ from halograd.errors import UserError
 from halograd.report.page import write_page
 from halograd.report.status import read_record, status_of, status_text
 from halograd.training import log as training_log
-from halograd.training.log import RankLog, parse_line, parse_lines, read_log, rewind_log
+from halograd.training.log import RankLog, TensorBoard, parse_line, parse_lines, read_log, rewind_log, scalars_of
 from halograd.training.run import train
+from halograd.training.step_times import STEPS, StepTimes
+from halograd.training.timeline import Timeline, kind_of, merge_traces, overlap_ratio, trace_events, write_trace
 from tests.launch import find_mpiexec, mpiexec
 from tests.support.terminal import on_terminal
 from tests.training.launching import sets
@@ -349,3 +356,296 @@ def test_a_run_of_two_ranks_shows_its_bar(tmp_path):
     assert BAR in shown and "\x1b[" in shown
     logs = [path.read_text() for path in tmp_path.glob("out/logs/*.log")]
     assert logs and not any(BAR in text for text in logs)
+
+
+needs_writer = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboardX") is None, reason="needs tensorboardX: pip install 'halograd[tensorboard]'"
+)
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of RFC 3720, computed bit by bit."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+def records(path: Path) -> list[bytes]:
+    """Return the payloads of a file after a check of their checksums."""
+    data, found = path.read_bytes(), []
+    while data:
+        length, first = struct.unpack("<QI", data[:12])
+        payload, (second,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
+        for part, told in ((data[:8], first), (payload, second)):
+            rotated = (told - 0xA282EAD8) & 0xFFFFFFFF
+            assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == crc32c(part)
+        found.append(payload)
+        data = data[16 + length :]
+    return found
+
+
+@needs_writer
+def test_records_by_hand(tmp_path):
+    """Records have the expected bytes: version, start of the run, and scalars of a line, with checksums of RFC 3720."""
+    assert crc32c(bytes(range(32))) == 0x46DD794E  # RFC 3720, B.4
+    with TensorBoard(tmp_path, 6) as board:
+        board({"event": "step", "step": 300, "loss": 0.5, "time": 2.0})
+    (path,) = tmp_path.iterdir()
+    version, start, scalar = records(path)
+    now = version[:9]
+    assert version == now + b"\x1a\x0dbrain.Event:2"
+    assert start == now + b"\x10\x07\x3a\x02\x08\x01"
+    value = b"\x0a\x0dtraining/loss\x15" + struct.pack("<f", 0.5)
+    assert scalar == b"\x09" + struct.pack("<d", 2.0) + b"\x10\xac\x02\x2a\x16\x0a\x14" + value
+
+
+def test_writing_needs_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX.proto.event_pb2", None)
+    with pytest.raises(UserError, match=r"output\.tensorboard: .*\[tensorboard\]'"):
+        train(write_config(tmp_path), ["output.tensorboard=true"])
+
+
+def test_lines_of_the_log_that_are_drawn():
+    step = {"event": "step", "epoch": 0, "step": 3, "loss": 0.5, "learning_rate": 1e-3, "seconds": 0.1, "time": 9.0}
+    assert scalars_of(step) == {"training/loss": 0.5, "training/learning_rate": 1e-3, "speed/seconds_per_step": 0.1}
+    phases = {"forward": {"seconds": 1.0}, "halo": {"communication": 2.0, "blocked": 1.0, "overlap": 50.0}}
+    assert scalars_of({"event": "phases", "step": 3, "phases": phases}) == {"hidden_percent/halo": 50.0}
+    assert scalars_of({"event": "checkpoint", "step": 3, "path": "x"}) == {}
+
+
+@needs_writer
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    board = TensorBoard(tmp_path, 0)
+
+    def full(self, **event):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TensorBoard, "_write", full)
+    for step in (1, 2):
+        board({"event": "step", "step": step, "loss": 1.0, "time": 1.0})
+    assert caplog.messages == ["the TensorBoard file can no longer be written: No space left on device"]
+
+
+@needs_writer
+def test_a_run_as_tensorboard_reads_it(tmp_path):
+    """TensorBoard shows every step of a stopped and resumed run once, with the values of the log."""
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (make oracle)"
+    )
+    config = write_config(tmp_path)
+    sets = ["output.tensorboard=true", "output.checkpoint_steps=4", "training.clip_norm=1.0"]
+    train(config, [*sets, "training.epochs=2"])  # 6 steps
+    for path in (tmp_path / "out" / "checkpoints").glob("step-00000006.h5"):
+        path.unlink()
+    (tmp_path / "out" / "checkpoints" / "latest.h5").unlink()
+    train(config, sets, resume=True)  # again from 4, to 9
+    assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 2
+    board = reader.EventAccumulator(str(tmp_path / "out" / "tensorboard"), size_guidance={reader.SCALARS: 0})
+    board.Reload()
+    log = tmp_path / "out" / "log.jsonl"
+    assert {tag for tag in board.Tags()["scalars"] if tag.startswith(("training", "speed"))} == {
+        "training/loss",
+        "training/learning_rate",
+        "training/gradient_norm",
+        "speed/samples_per_second",
+        "speed/seconds_per_step",
+    }
+    for tag, event, key in (("training/loss", "step", "loss"), ("validation/iou", "validation", "iou")):
+        wanted = {entry["step"]: entry[key] for entry in read_log(log, event)}
+        assert [e.step for e in board.Scalars(tag)] == list(wanted)
+        assert [e.value for e in board.Scalars(tag)] == pytest.approx(list(wanted.values()), rel=1e-6)
+    assert json.loads(log.read_text().splitlines()[0])["event"] == "begin"
+
+
+def example(rank=0):
+    timeline = Timeline(rank)
+    timeline.span("conv1", "forward", 10.0, 10.004)
+    timeline.span("halo", "communication", 10.000, 10.010)
+    timeline.span("halo", "wait", 10.008, 10.010)
+    timeline.span("allreduce", "communication", 10.020, 10.050)
+    timeline.span("allreduce", "wait", 10.044, 10.050)
+    timeline.span("read", "io", 10.050, 10.051)
+    return timeline
+
+
+def test_overlap_ratio():
+    """The overlap ratio is the share of communication that does not block: 80 % for 40 ms with waits of 8 ms."""
+    timeline = example()
+    assert timeline.overlap("halo") == pytest.approx(80.0)
+    assert timeline.overlap("allreduce") == pytest.approx(80.0)
+    timeline.span("allreduce", "communication", 11.0, 11.010)
+    timeline.span("allreduce", "wait", 11.0, 11.010)
+    assert timeline.overlap("allreduce") == pytest.approx(100 * (40 - 16) / 40)
+    assert timeline.overlap() == pytest.approx(100 * (50 - 18) / 50)
+
+
+def test_no_communication():
+    assert overlap_ratio(0.0, 0.0) is None and Timeline().overlap() is None
+
+
+def test_sums_outlive_spans():
+    timeline = Timeline(capacity=3)
+    for i in range(10):
+        timeline.span("conv1", "forward", i, i + 0.5)
+    assert [s[2] for s in timeline.spans()] == [7.0, 8.0, 9.0]
+    assert timeline.phases["conv1", "forward"].count == 10
+    assert timeline.seconds("forward") == pytest.approx(5.0)
+    timeline.paused = True
+    timeline.span("conv1", "forward", 20, 21)
+    assert timeline.seconds("forward") == pytest.approx(5.0)
+    timeline.clear()
+    assert timeline.seconds("forward") == 0 and not list(timeline.spans())
+
+
+def test_measure_and_table():
+    timeline = example()
+    with timeline.measure("sgd", "update"):
+        pass
+    lines = timeline.table(steps=2).splitlines()
+    assert lines[1].split() == ["forward", "2.00"]
+    assert lines[-2].split() == ["allreduce", "15.00", "3.00", "80.0", "%"]
+    assert lines[-1].split() == ["halo", "5.00", "1.00", "80.0", "%"]
+
+
+def test_capacity():
+    with pytest.raises(ValueError, match="capacity: expected at least 1, got 0"):
+        Timeline(capacity=0)
+
+
+@pytest.mark.parametrize("name, kind", [("halo", "halo"), ("running statistics: bn1", "running statistics")])
+def test_kind(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_merge(tmp_path):
+    parts = [tmp_path / f"part{r}" for r in range(2)]
+    for rank, part in enumerate(parts):
+        part.write_text(json.dumps(list(trace_events(example(rank), 5.0 + rank))))
+    merge_traces(parts, tmp_path / "trace.json")
+    check_trace(tmp_path, 2)
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    first = [e["ts"] for e in spans if e["name"] == "conv1"]
+    assert sorted(first) == pytest.approx([0.0, 1e6])  # the origins were a second apart
+
+
+def check_trace(folder, ranks):
+    """Check that a folder contains only a valid trace file, with the rows of every rank."""
+    assert [p.name for p in folder.iterdir()] == ["trace.json"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for rank in range(ranks):
+        own = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        assert {(e["name"], e["cat"]): rows[rank, e["tid"]] for e in own} == {
+            ("conv1", "forward"): "compute",
+            ("halo", "communication"): "halo",
+            ("halo", "wait"): "wait",
+            ("allreduce", "communication"): "gradient sums",
+            ("allreduce", "wait"): "wait",
+            ("read", "io"): "I/O",
+        }
+        assert all(e["dur"] > 0 and e["ts"] >= 0 for e in own)
+
+
+def test_sums_of_gradients_have_a_row_of_their_own():
+    kinds = ("loss", "statistics: bn1", "running statistics: bn1", "metrics", "reduce_scatter", "redistribution")
+    timeline = Timeline(0)
+    for kind in kinds:
+        timeline.span(kind, "communication", 10.0, 10.1)
+    rows = {e["tid"]: e["args"]["name"] for e in trace_events(timeline, 0.0) if e["name"] == "thread_name"}
+    found = [rows[e["tid"]] for e in trace_events(timeline, 0.0) if e["ph"] == "X"]
+    assert found == ["other sums"] * 4 + ["gradient sums", "other"]
+
+
+@pytest.mark.mpi
+def test_write(comm, tmp_path):
+    from halograd.comm import Communicator
+
+    with Communicator(comm) as ranks:
+        folder = type(tmp_path)(ranks.bcast(str(tmp_path)))
+        write_trace(example(ranks.rank), ranks, folder / "trace.json")
+        ranks.barrier()
+        check_trace(folder, ranks.size)
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert {e["pid"] for e in events} == set(range(ranks.size))
+
+
+@pytest.mark.mpi
+def test_no_folder(comm, tmp_path):
+    from halograd.comm import Communicator
+
+    with Communicator(comm) as ranks, pytest.raises(UserError, match="No such file"):
+        write_trace(example(ranks.rank), ranks, tmp_path / "none" / "trace.json")
+
+
+def test_nothing_travels_on_one_rank():
+    """Sums on one rank do not count as communication that could overlap."""
+    timeline = Timeline(alone=True)
+    for category in ("forward", "communication", "wait"):
+        timeline.span("halo: conv", category, 0.0, 1.0)
+    assert timeline.kinds() == [] and timeline.overlap() is None and timeline.seconds("forward") == 1.0
+
+
+NAMES = ("conv", "conv->sample=2", "dense")  # the second is a redistribution
+
+
+def executor():
+    """Return a stub of an executor with its steps, and the steps that are layers of the network."""
+    steps = [SimpleNamespace(name=name) for name in NAMES]
+    return SimpleNamespace(
+        spans=SimpleNamespace(finish=lambda: None),
+        program=SimpleNamespace(steps=steps),
+        network=SimpleNamespace(layers={"conv": None, "dense": None}),
+    )
+
+
+def run_timeline(first: int, last: int, paused: bool = True):
+    """Run steps of which number n takes n + 1 s in the layers; return the measured steps and the report."""
+    timeline = Timeline()
+    timeline.paused = paused
+    times = StepTimes(executor(), timeline, first, last)
+    measured = []
+    for step in range(first, last):
+        times.begin(step)
+        measured += [] if timeline.paused else [step]
+        for name, share in zip(NAMES, (0.5, 0.25, 0.125)):
+            timeline.span(name, "forward", 0.0, share * (step + 1))
+        timeline.span("conv (sum)", "backward", 0.0, 0.125 * (step + 1))
+        timeline.span("conv (again)", "again", 0.0, 0.0625 * (step + 1))
+        timeline.span("allreduce", "wait", 0.0, 1.0)
+        timeline.span("statistics: bn", "wait", 0.0, 2.0)
+        timeline.span("update", "update", 0.0, 3.0)
+        times.end(step, step + 5.0, 7.0)
+        assert timeline.paused is paused
+    return measured, times.result()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [(0, 1, [0]), (0, 2, [1]), (5, 8, [6]), (0, 6, [1, 2, 3, 4]), (10, 40, list(range(19, 19 + STEPS)))],
+)
+def test_steps_in_the_middle_are_measured(first, last, expected):
+    measured, result = run_timeline(first, last)
+    assert measured == expected and result.steps == len(expected)
+
+
+def test_a_resumed_run_that_is_over_measures_nothing():
+    assert run_timeline(4, 4) == ([], None)
+
+
+def test_spans_become_times_of_layers():
+    _, result = run_timeline(0, 6)  # of steps 1 to 4 the middle half: 2 and 3, whose layers take 3 s and 4 s
+    parts = {"conv": (0.5, 0.125, 0.0625), "dense": (0.25 + 0.125, 0.0, 0.0)}
+    assert result.layers == {name: tuple(3.5 * part for part in own) for name, own in parts.items()}
+    assert sum(map(sum, result.layers.values())) == 3.5 * 1.0625
+    assert result.step_seconds == 7.5 and result.data == 7.0
+    assert result.waits == {"allreduce": 1.0, "statistics": 2.0} and result.update == 3.0
+
+
+def test_a_timeline_that_is_on_stays_on():
+    measured, result = run_timeline(0, 6, paused=False)
+    assert measured == list(range(6)), "somebody else wants all steps"
+    assert result.steps == 4 and sum(map(sum, result.layers.values())) == 3.5 * 1.0625

@@ -1,15 +1,20 @@
-"""Tests of whole runs in this process: the same losses on every grid, evaluation, and errors."""
+"""Tests of whole runs in this process: the same losses on every grid, evaluation, the path of a call, errors."""
 
 import errno
 import json
+import sys
 
 import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd
+from halograd.cli import main
+from halograd.cli import run as command
 from halograd.data.disk import DataError
 from halograd.errors import UserError
+from halograd.kernels.kernel import Kernel
 from halograd.testing import grids
 from halograd.training.checkpoint import read_header
 from halograd.training.log import read_log, rewind_log
@@ -226,3 +231,30 @@ def test_the_data_are_what_the_tests_think(tmp_path):
     write_config(tmp_path)
     with h5py.File(tmp_path / "data.h5") as file:
         assert file["inputs"].shape == (SAMPLES, EDGE, EDGE, CHANNELS) and 0.3 < np.mean(file["mask"]) < 0.7
+
+
+FOLDER = halograd.__path__[0] + "/"
+
+
+@pytest.mark.ranks(1)
+def test_a_step_goes_through_four_files(config, monkeypatch):
+    """The stack of every kernel call of a training step, from the command's function on, has four files of ours."""
+    paths, call = {}, Kernel.__call__
+
+    def watched(kernel):
+        frame, files = sys._getframe(1), []
+        while frame is not None:
+            files.insert(0, frame.f_code.co_filename)
+            frame = frame.f_back
+        own = dict.fromkeys(file.removeprefix(FOLDER) for file in files if file.startswith(FOLDER))
+        paths.setdefault(tuple(own), kernel.impl)
+        call(kernel)
+
+    monkeypatch.setattr(Kernel, "__call__", watched)
+    monkeypatch.setattr(command, "leave", sys.exit)  # the command line finalizes MPI, which other tests need
+    with pytest.raises(SystemExit):
+        main(["train", str(config), "--set", "training.epochs=1"])
+    step = ("cli/run.py", "cli/commands.py", "training/run.py", "training/trainer.py", "training/executor.py")
+    assert step in paths, paths
+    own = {path[len(step) :] for path in paths if path[: len(step)] == step}
+    assert all(len(more) == 0 or more[0].startswith("layers/") for more in own), "what a layer computes between kernels"

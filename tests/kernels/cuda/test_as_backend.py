@@ -13,35 +13,17 @@ from ..test_attention import (  # noqa: F401
     run_whole,
     test_nan_reaches_the_queries_that_read_it,
 )
-from ..test_batch_norm import (  # noqa: F401
-    test_a_residual_in_evaluation,
-    test_forward_only,
-    test_gradient_belongs_to_the_last_forward,
-    test_no_gradient_passes_where_the_relu_is_flat,
-    test_on_its_statistics,
-    test_statistics_of_others,
-    test_training,
-    test_training_of_a_rank_with_nothing,
-    test_variance_of_data_far_from_zero,
-    test_variance_where_a_block_is_constant,
-)
-from ..test_clipping import test_clip, test_sum_of_squares  # noqa: F401
-from ..test_dropout import (  # noqa: F401
-    test_an_infinite_element_that_is_dropped_is_zero,
-    test_the_bits_of_a_block,
-)
 from ..test_elementwise import (  # noqa: F401
+    test_a_block_of_the_outputs,
     test_activation,
     test_activation_forward_only,
     test_activation_in_place,
     test_activation_of_large_values,
     test_add,
+    test_an_infinite_element_that_is_dropped_is_zero,
     test_bias_and_its_gradient,
-)
-from ..test_loss_scale import (  # noqa: F401
-    test_dynamic_loss_scale,
-    test_find_nonfinite,
-    test_the_largest_finite_numbers_are_finite,
+    test_resize,
+    test_the_bits_of_a_block,
 )
 from ..test_losses import (  # noqa: F401
     test_a_divisor_that_is_known_when_the_kernel_runs,
@@ -57,9 +39,19 @@ from ..test_losses import (  # noqa: F401
     test_without_gradient_or_samples,
 )
 from ..test_norms import (  # noqa: F401
+    test_a_residual_in_evaluation,
     test_channel_norm,
     test_channel_norm_without_gradients,
+    test_forward_only,
+    test_gradient_belongs_to_the_last_forward,
     test_group_norm,
+    test_no_gradient_passes_where_the_relu_is_flat,
+    test_on_its_statistics,
+    test_statistics_of_others,
+    test_training,
+    test_training_of_a_rank_with_nothing,
+    test_variance_of_data_far_from_zero,
+    test_variance_where_a_block_is_constant,
 )
 from ..test_not_a_number import (  # noqa: F401
     test_batch_norm_in_evaluation,
@@ -69,11 +61,15 @@ from ..test_optimizers import (  # noqa: F401
     test_adam,
     test_any_length_and_address,
     test_by_rule,
+    test_clip,
+    test_dynamic_loss_scale,
+    test_find_nonfinite,
     test_lars,
     test_nothing_is_updated_after_an_overflow,
     test_sgd,
+    test_sum_of_squares,
+    test_the_largest_finite_numbers_are_finite,
 )
-from ..test_resize import test_a_block_of_the_outputs, test_resize  # noqa: F401
 from ..test_saturation import (  # noqa: F401
     test_activation_near_saturation,
     test_activation_of_infinities,

@@ -1,20 +1,26 @@
-"""Tests of plans: their choice, storage in memory and on disk, and replacement if the device rejects one."""
+"""Tests of plans: choice by precision, shapes, storage in memory and on disk, replacement, and the real cuDNN's."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 
 import numpy as np
 import pytest
 
-from halograd.kernels import Geometry, KernelError
+from halograd.kernels import Geometry, KernelError, get_backend
+from halograd.kernels.cudnn.graphs import Arithmetic, Shapes, Tensor
 from halograd.kernels.cudnn.store import Entry, PlanStore, store_path
+from halograd.kernels.geometry import read_part
 from halograd.kernels.kernel import Kernel
+from halograd.kernels.memory import packed_strides
 from tests.kernels.conftest import Arrays
+from tests.kernels.geometries import CASES
 from tests.kernels.reference import RELU
 
 from .fake_cudnn import EngineDouble
+from .on_device import BOUNDS
 
 G = Geometry.of((3, 3), 1, 1)
 COMPILED = [EngineDouble("eng71", (), 256, compiled=True)]
@@ -350,3 +356,113 @@ def test_autotune_excludes_deterministic_mode(machine):
     message = r"expected autotune or deterministic mode, got both; .* switch one of them off"
     with pytest.raises(KernelError, match=message):
         machine.open(autotune=True, deterministic=True)
+
+
+def test_strict_float32_refuses_rounded_factors():
+    notes = Arithmetic().refused("float32")
+    assert {"TENSOR_CORE", "DOWN_CONVERT_INPUTS", "FFT", "WINOGRAD"} <= set(notes) and "NONDETERMINISTIC" not in notes
+    assert Arithmetic("tf32").refused("float32") == ()
+
+
+def test_sixteen_bits_are_summed_in_float32():
+    for dtype in ("float16", "bfloat16"):
+        assert Arithmetic().refused(dtype) == ("REDUCED_PRECISION_REDUCTION",)
+        assert Arithmetic("tf32").compute_type(dtype) == 68
+    assert Arithmetic().refused("float64") == ()
+
+
+def test_deterministic_mode_refuses_atomic_sums_of_every_dtype():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert Arithmetic("strict", True).refused(dtype)[-1] == "NONDETERMINISTIC"
+
+
+def test_arithmetic_of_matrix_products():
+    assert Arithmetic().compute_type("float32") == 68 and Arithmetic("tf32").compute_type("float32") == 77
+    assert Arithmetic("tf32").compute_type("float64") == 70
+
+
+def truncated(a):
+    """Return values that are truncated from float32 to TF32, without rounding."""
+    return (a.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
+def test_the_bound_of_tf32_is_that_of_an_engine_that_truncates():
+    """The error of engines that truncate to TF32 is within the bound, but above 1e-3; rounding would halve it."""
+    worst, (case,) = 0.0, (c for c in CASES if c.name == "depthwise x2")
+    xs, ws, _, ys = case.shapes
+    with get_backend("numpy") as numpy:
+        for seed in range(10):
+            random = np.random.default_rng(seed)
+            x, w = (random.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in (xs, ws))
+            exact, found = np.empty(ys), np.empty(ys)
+            numpy.conv_forward(x, w, None, exact, case.geometry)()
+            numpy.conv_forward(truncated(x), truncated(w), None, found, case.geometry)()
+            worst = np.maximum(worst, np.abs(found - exact).max() / np.abs(exact).max())  # NaN stays NaN
+    assert 1e-3 < worst <= BOUNDS["tf32"]
+
+
+def test_unknown_precision_is_refused():
+    with pytest.raises(
+        KernelError, match=r"^expected a precision out of strict, tf32, got 'bf16'; choose one \(float16"
+    ):
+        Arithmetic("bf16")
+
+
+def test_what_the_log_says():
+    strict, fast = Arithmetic().describe("float32"), Arithmetic("tf32").describe("float32")
+    assert strict == 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
+    assert fast.startswith("float32 on tensor cores (TF32: ") and 'backend.precision = "strict"' in fast
+    assert {Arithmetic(p).describe(d) for p in ("strict", "tf32") for d in ("float64", "bfloat16", "float16")} == {""}
+
+
+def test_packed_arrays_have_numpys_strides():
+    for shape in ((2, 3, 4, 5), (1, 1, 7), (3, 2, 2, 2, 6)):
+        strides = np.empty(shape, np.int8).strides
+        assert packed_strides(shape) == strides
+        tensor = Tensor.packed(shape)
+        assert tensor.dims == (shape[0], shape[-1], *shape[1:-1])
+        assert tensor.strides == (strides[0], strides[-1], *strides[1:-1]) and tensor.is_packed
+
+
+def test_leading_rows_of_one_sample_are_packed():
+    one, two = (Tensor.leading((n, 8, 5, 3), (6, 5)) for n in (1, 2))
+    assert one.is_packed and one.strides == (90, 1, 15, 3)
+    assert not two.is_packed and two.strides == (120, 1, 15, 3)
+    assert not Tensor.leading((1, 8, 5, 3), (8, 4)).is_packed
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_cudnn_is_told_gives_the_same_outputs(case):
+    s = Shapes.of(*(shape for shape in (case.shapes[0], case.shapes[1], case.shapes[3])), case.geometry)
+    assert min(*s.before, *s.after) >= 0 and len(s.x.dims) >= 4
+    outputs = tuple(
+        (n + lo + hi - d * (k - 1) - 1) // stride + 1
+        for n, lo, hi, k, stride, d in zip(s.x.dims[2:], s.before, s.after, s.w.dims[2:], s.stride, s.dilation)
+    )
+    assert outputs == s.y.dims[2:]
+    assert s.x.dims[1] == s.w.dims[1] * case.geometry.groups
+
+
+def test_dropped_rows_are_left_out_only_where_they_matter():
+    """For every small geometry of one axis, the selected part without negative padding gives the same outputs."""
+    for n, k, s, d, lo, hi in itertools.product((5, 8), (1, 3, 4), (1, 2, 3), (1, 2), (0, 1), (-2, -1, 0, 1)):
+        geometry = Geometry.of((k,), s, ((lo, hi),), d)
+        (part,), read = read_part((n,), geometry)
+        ((_, behind),) = read.padding
+        outputs = geometry.output_shape((n,))
+        if outputs == (0,):
+            continue
+        assert behind == max(0, hi)
+        assert Geometry.of((k,), s, ((lo, behind),), d).output_shape((part,)) == outputs
+        if hi >= 0:
+            assert part == n
+        elif Geometry.of((k,), s, ((lo, 0),), d).output_shape((n,)) == outputs:
+            assert part == n, "the stride skips them anyway"
+        else:
+            assert part == n + hi
+
+
+def test_one_axis_becomes_two():
+    s = Shapes.of((2, 11, 5), (7, 4, 5), (2, 5, 7), Geometry.of((4,), 2, ((2, 1),), dilation=2))
+    assert s.x.dims == (2, 5, 1, 11) and s.w.dims == (7, 5, 1, 4) and s.y.dims == (2, 7, 1, 5)
+    assert (s.before, s.after, s.stride, s.dilation, s.part) == ((0, 2), (0, 1), (1, 2), (1, 2), (11,))

@@ -1,10 +1,18 @@
-"""Tests of chunks of gradients against stated rules and papers, on real and random networks; replicated layers."""
+"""Tests of reduction schemes, chunks of gradients and replicated layers against stated rules and papers."""
+
+import json
+import math
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
+from mpi4py import MPI
 
+from halograd.comm import Communicator
+from halograd.dtensor import Layout
 from halograd.errors import UserError
+from halograd.layers.dense import RowGather, padded_rows
 from halograd.layers.reduction_chunks import (
     Gradient,
     GradientLayer,
@@ -14,9 +22,11 @@ from halograd.layers.reduction_chunks import (
     replicated_layers,
     saves_traffic,
 )
-from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.reduction_scheme import NAMES, Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.models import resnet, resnet50, vgg_a
+from halograd.models import mesh, resnet, resnet50, vgg_a
+from halograd.program.runner import UnderWay
+from halograd.testing import random_array
 
 ITEM = 4
 
@@ -235,3 +245,120 @@ def test_a_network_with_one_dense_layer():
 def test_auto_chooses_the_layers_itself():
     with pytest.raises(UserError, match='expected none with name = "auto", which chooses it, got 1'):
         Strategy(reduction={"name": "auto", "replicated_dense": 1})
+
+
+SETTINGS = {"two_chunks": {"first_layers": 3}, "host_accumulate": {"chunk": 5}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_with_the_strategy(tmp_path, name):
+    strategy = Strategy({"sample": 2}, reduction=Scheme(name, **SETTINGS.get(name, {})))
+    strategy.save(tmp_path / "s.json")
+    assert Strategy.load(tmp_path / "s.json") == strategy
+
+
+def test_a_strategy_without_one_sums_buckets(tmp_path):
+    (tmp_path / "s.json").write_text('{"parts": {"height": 2}, "bucket_bytes": 7}')
+    assert Strategy.load(tmp_path / "s.json").reduction == Scheme("bucketed")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"name": "ring"}, "reduction.name: expected one of 'blocking', 'per_layer', .* or 'auto', got 'ring'"),
+        ({"name": ["bucketed"]}, r"reduction.name: expected one of .*, got \['bucketed'\]"),
+        ({"payload": "float16"}, "reduction.payload: expected float32, bfloat16, or \"FILE.py:CLASS\", got 'float16'"),
+        ({"name": "two_chunks"}, r"reduction.first_layers: expected the number .* \(>= 1\) with two_chunks, got 0"),
+        (
+            {"first_layers": 3},
+            "first_layers: expected name = \"two_chunks\" with it, got 'bucketed'; remove one of them",
+        ),
+        ({"chunk": 3}, "reduction.chunk: expected name = \"host_accumulate\" with it, got 'bucketed'"),
+        ({"chunk": 0}, "reduction.chunk: expected a whole number >= 1, got 0"),
+        ({"replicated_dense": 1.5}, "reduction.replicated_dense: expected a whole number, got 1.5"),
+        ({"replicated_dense": True}, "reduction.replicated_dense: expected a whole number, got true"),
+        ({"deterministic": 1}, "reduction.deterministic: expected true or false, got 1"),
+        ({"bucket": 1}, "reduction.bucket: unknown key; expected one of name, first_layers, chunk, replicated_dense"),
+        ("bucketed", "reduction: expected a table, got 'bucketed'"),
+        (
+            {"name": "sharded", "payload": "bfloat16"},
+            "reduction.payload: expected one of the schemes blocking, .*two_chunks.* with 'bfloat16', got 'sharded'",
+        ),
+        ({"name": "hierarchical", "deterministic": True}, "reduction.deterministic: .* got 'hierarchical'; choose one"),
+    ],
+)
+def test_what_is_refused_in_one_line(tmp_path, data, message):
+    with pytest.raises(UserError, match=message) as found:
+        Strategy(reduction=data)
+    assert "\n" not in str(found.value)
+    (tmp_path / "s.json").write_text(json.dumps({"parts": {}, "reduction": data}))
+    with pytest.raises(UserError, match=message) as found:
+        Strategy.load(tmp_path / "s.json")
+    assert str(found.value).startswith(f"strategy {tmp_path / 's.json'}: reduction")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "network", "message"),
+    [
+        (
+            Scheme("two_chunks", 17),
+            vgg_a(resolution=32, width=0.1),
+            "at most the 16 convolutions, dense layers and pool",
+        ),
+        (Scheme(replicated_dense=4), vgg_a(resolution=32, width=0.1), r"at most the 3 dense layers of .* got 4"),
+        (Scheme(replicated_dense=1), mesh(16, 2, (4,), 1), r"expected at most the 0 dense layers of 'mesh' .* got 1"),
+    ],
+)
+def test_counts_that_the_network_does_not_have(scheme, network, message):
+    with pytest.raises(UserError, match=message):
+        Strategy(reduction=scheme).validate(network, 1)
+
+
+def test_in_words():
+    assert str(Scheme()) == "bucketed"
+    assert str(Scheme("two_chunks", 9, replicated_dense=2)) == "two_chunks(9) + replicated_dense(2)"
+    rounded = Scheme("per_layer", payload="bfloat16", error_feedback=False, deterministic=True)
+    assert str(rounded) == "per_layer, bfloat16 without error feedback, deterministic"
+    assert str(Scheme("host_accumulate", chunk=4)) == "host_accumulate(4)"
+
+
+TRANSPORTS = ["auto", "mpi", "emulated:alpha=1e-4,beta=1e-9"]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("features", [(1,), (3, 7), (16, 32), (25088, 1000), (10, 84)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_padded_rows_are_the_fewest_of_whole_cache_lines(rows, features, itemsize):
+    found = padded_rows(rows, features, itemsize)
+    fitting = (n for n in range(rows, rows + 65) if all(n * f * itemsize % 64 == 0 for f in features))
+    assert found == next(fitting)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("batch, features, dtype", [(7, 5, "float64"), (2, 84, "float32"), (64, 700, "float32")])
+def test_every_rank_has_all_rows_again_and_again(batch, features, dtype, transport):
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        layout = Layout.blocks((batch, features), (min(batch, comm.size), 1), comm.size)
+        own = np.zeros(layout.boxes[comm.rank].shape, dtype)
+        rows = padded_rows(-(-batch // comm.size), [features], own.itemsize)
+        array = np.zeros((comm.size * rows, features), dtype)
+        reduction = comm.reduction(array.reshape(-1), kind="replicated_dense", name="rows", method="all_gather")
+        gather = RowGather(array, UnderWay(reduction), own, comm.rank * rows)
+        comm.counters.reset()
+        for step in range(3):
+            whole = random_array((batch, features), "rows", step).astype(dtype)
+            own[...] = whole[layout.boxes[comm.rank].slices()]
+            gather.put()
+            own[...] = math.nan  # it may serve others now
+            gather.start()
+            gather.finish()
+            gather.finish()  # nothing is under way: returns at once
+            for rank, box in enumerate(layout.boxes):
+                part = gather.array[rank * rows : (rank + 1) * rows]
+                np.testing.assert_array_equal(part[: box.shape[0]], whole[box.slices()])
+                assert not part[box.shape[0] :].any()
+        sent = comm.counters["replicated_dense"]
+        several = int(comm.size > 1)
+        assert (sent.messages, sent.bytes) == (3 * several, 3 * rows * features * own.itemsize * several)
+        reduction.close()

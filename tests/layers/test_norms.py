@@ -1,20 +1,25 @@
-"""Tests of batch norm: its three kinds of statistics, running statistics, messages, rejected settings."""
+"""Tests of normalization: definitions, kinds of statistics, running statistics, messages, rejected settings."""
 
+import doctest
 import math
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from halograd.comm import Communicator
 from halograd.dtensor.groups import group_of, sample_groups
-from halograd.layers import BatchNorm, Input
+from halograd.layers import BatchNorm, GroupNorm, Input, LayerNorm, LocalResponseNorm, RMSNorm, local_response_norm
+from halograd.layers.local_response_norm import add_windows
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import grids, random_array, run_layer
+from tests.layers.cases import NORMS
 from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
 from tests.layers.oracle import torch
 from tests.support.grids import grids_in_turn
 from tests.support.refusals import refusals
 
-SHAPE = (7, 5, 3)
+BATCH_SHAPE = (7, 5, 3)
 AXES = ("sample", "height", "width")
 BACKENDS = ("numpy", "onednn")
 
@@ -23,7 +28,7 @@ def norm(**options):
     return lambda: BatchNorm(name="norm", **options)
 
 
-def oracle(x, batch, shape, blocks=(slice(None),), relu=False, affine=True):
+def batch_oracle(x, batch, shape, blocks=(slice(None),), relu=False, affine=True):
     """Return the results of the definition applied to each of `blocks`; dgamma and dbeta are sums over blocks."""
     g = random_array((batch, *shape), "g")
     channels = shape[-1:]
@@ -61,20 +66,20 @@ def blocks_of(statistics, batch, shape, parts, size):
 @pytest.mark.mpi
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 def test_a_residual_is_added_before_the_activation(ranks, turn, statistics):
-    x, r, g = (random_array((3, *SHAPE), name) for name in ("x0", "x1", "g"))
+    x, r, g = (random_array((3, *BATCH_SHAPE), name) for name in ("x0", "x1", "g"))
     for parts in grids_in_turn(ranks.size, AXES, turn):
         make = norm(statistics=statistics, activation="relu")
-        found = run_layer(make, [SHAPE, SHAPE], ranks, parts, batch=3, steps=2)
+        found = run_layer(make, [BATCH_SHAPE, BATCH_SHAPE], ranks, parts, batch=3, steps=2)
         if found is None:
             continue
-        blocks = blocks_of(statistics, 3, SHAPE, parts, ranks.size)
-        linear = oracle(x, 3, SHAPE, blocks)["y"] + r
+        blocks = blocks_of(statistics, 3, BATCH_SHAPE, parts, ranks.size)
+        linear = batch_oracle(x, 3, BATCH_SHAPE, blocks)["y"] + r
         close(found["y"], np.maximum(linear, 0))
         close(found["dx1"], np.where(linear > 0, g, 0))
 
 
 def test_inputs_of_two_shapes_or_three_are_refused():
-    x, y = Input(SHAPE, "x"), Input((7, 5, 4), "y")
+    x, y = Input(BATCH_SHAPE, "x"), Input((7, 5, 4), "y")
     for nodes in ((x, y), (x, x, x)):
         with pytest.raises(
             ValueError, match="BatchNorm: expected one input, or a second of the same shape to add, got"
@@ -91,7 +96,7 @@ def test_statistics_of_cut_channels_are_those_of_their_blocks_in_space(ranks, st
     for parts in grids(ranks.size, ("sample", "width", "channel")):
         found = run_layer(norm(statistics=statistics), [shape], ranks, parts, batch=3, steps=2)
         whole = {"sample": parts["sample"], "width": parts["width"]}
-        want = oracle(x, 3, shape, blocks_of(statistics, 3, shape, whole, ranks.size))
+        want = batch_oracle(x, 3, shape, blocks_of(statistics, 3, shape, whole, ranks.size))
         for key, array in want.items() if found is not None else ():
             close(found[key], array)
 
@@ -121,29 +126,33 @@ def test_statistics_of_cut_channels_are_summed_by_the_ranks_with_the_same(ranks)
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 @pytest.mark.parametrize(("relu", "affine"), [(None, True), ("relu", True), ("relu", False)])
 def test_is_the_definition_on_the_blocks_of_its_statistics(ranks, turn, statistics, relu, affine):
-    x = random_array((3, *SHAPE), "x0")
+    x = random_array((3, *BATCH_SHAPE), "x0")
     for parts in grids_in_turn(ranks.size, AXES, turn):
         found = run_layer(
-            norm(statistics=statistics, activation=relu, affine=affine), [SHAPE], ranks, parts, batch=3, steps=2
+            norm(statistics=statistics, activation=relu, affine=affine), [BATCH_SHAPE], ranks, parts, batch=3, steps=2
         )
-        want = oracle(x, 3, SHAPE, blocks_of(statistics, 3, SHAPE, parts, ranks.size), bool(relu), affine)
+        want = batch_oracle(
+            x, 3, BATCH_SHAPE, blocks_of(statistics, 3, BATCH_SHAPE, parts, ranks.size), bool(relu), affine
+        )
         for key, array in want.items() if found is not None else ():
             close(found[key], array)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float32_against_the_definition(ranks, turn, backend):
+def test_batch_float32_against_the_definition(ranks, turn, backend):
     x = random_array((2, 9, 8, 16), "x0").astype(np.float32)
-    want = oracle(x, 2, (9, 8, 16), relu=True)
+    want = batch_oracle(x, 2, (9, 8, 16), relu=True)
     check_grids(ranks, turn, norm(activation="relu"), (9, 8, 16), want, 300, dtype="float32", backend=backend)
 
 
 @pytest.mark.mpi
 def test_the_strategy_chooses_the_statistics(ranks):
     parts = {"height": ranks.size}
-    found = run_layer(norm(), [SHAPE], ranks, parts, batch=2, options={"statistics": "local"})
-    want = oracle(random_array((2, *SHAPE), "x0"), 2, SHAPE, blocks_of("local", 2, SHAPE, parts, ranks.size))
+    found = run_layer(norm(), [BATCH_SHAPE], ranks, parts, batch=2, options={"statistics": "local"})
+    want = batch_oracle(
+        random_array((2, *BATCH_SHAPE), "x0"), 2, BATCH_SHAPE, blocks_of("local", 2, BATCH_SHAPE, parts, ranks.size)
+    )
     if found is not None:
         close(found["y"], want["y"])
 
@@ -155,10 +164,10 @@ def test_the_strategy_chooses_the_statistics(ranks):
 @pytest.mark.parametrize(("mean", "spread"), [(1e3, 1.0), (1e6, 1.0), (-1e4, 1e-2), (5.0, 0.0)])
 def test_large_mean_and_small_variance_in_float64(ranks, turn, mean, spread):
     """The error for a large mean is within a multiple of `mean / spread` roundings, which the subtraction leaves."""
-    shift, x = moved(SHAPE, 3, lambda x: mean * np.array([1, 0, -1]) + spread * x)
-    want = {"y": oracle(x, 3, SHAPE)["y"]}
+    shift, x = moved(BATCH_SHAPE, 3, lambda x: mean * np.array([1, 0, -1]) + spread * x)
+    want = {"y": batch_oracle(x, 3, BATCH_SHAPE)["y"]}
     check_grids(
-        ranks, turn, norm(), SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift
+        ranks, turn, norm(), BATCH_SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift
     )
 
 
@@ -166,9 +175,9 @@ def test_large_mean_and_small_variance_in_float64(ranks, turn, mean, spread):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 def test_large_mean_and_small_variance_in_float32(ranks, turn, backend, mean):
-    shift, x = moved(SHAPE, 3, lambda x: mean + x)
-    want = {"y": oracle(x.astype(np.float32), 3, SHAPE)["y"]}
-    check_grids(ranks, turn, norm(), SHAPE, want, 10 * mean, "float32", backend=backend, batch=3, shift=shift)
+    shift, x = moved(BATCH_SHAPE, 3, lambda x: mean + x)
+    want = {"y": batch_oracle(x.astype(np.float32), 3, BATCH_SHAPE)["y"]}
+    check_grids(ranks, turn, norm(), BATCH_SHAPE, want, 10 * mean, "float32", backend=backend, batch=3, shift=shift)
 
 
 # -- running statistics and evaluation --------------------------------------------------------------
@@ -189,11 +198,11 @@ def running(batches, momentum, blocks):
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 def test_running_statistics_are_one_processes_and_the_same_on_all_ranks(ranks, statistics):
-    batches = [3 * random_array((3, *SHAPE), f"batch{i}") + i for i in range(3)]
+    batches = [3 * random_array((3, *BATCH_SHAPE), f"batch{i}") + i for i in range(3)]
     for parts in grids(ranks.size, AXES):
-        blocks = blocks_of(statistics, 3, SHAPE, parts, ranks.size)
+        blocks = blocks_of(statistics, 3, BATCH_SHAPE, parts, ranks.size)
         want = running(batches, 0.2, blocks)
-        with executing(norm(statistics=statistics, momentum=0.2), SHAPE, ranks, parts, batch=3) as executor:
+        with executing(norm(statistics=statistics, momentum=0.2), BATCH_SHAPE, ranks, parts, batch=3) as executor:
             for x in batches:
                 executor.set_input("x", x)
                 step(executor)
@@ -205,10 +214,10 @@ def test_running_statistics_are_one_processes_and_the_same_on_all_ranks(ranks, s
 
 @pytest.mark.mpi
 def test_running_statistics_survive_forward_passes_without_backward(ranks):
-    x = random_array((3, *SHAPE), "x0")
+    x = random_array((3, *BATCH_SHAPE), "x0")
     want = running([x, x], 0.1, [slice(None)])
-    with executing(norm(statistics="local"), SHAPE, ranks, {"sample": ranks.size}, batch=3) as executor:
-        blocks = blocks_of("local", 3, SHAPE, {"sample": ranks.size}, ranks.size)
+    with executing(norm(statistics="local"), BATCH_SHAPE, ranks, {"sample": ranks.size}, batch=3) as executor:
+        blocks = blocks_of("local", 3, BATCH_SHAPE, {"sample": ranks.size}, ranks.size)
         want = running([x, x], 0.1, blocks)
         for training in (True, True, False):
             executor.forward(training=training)
@@ -221,15 +230,17 @@ def test_running_statistics_survive_forward_passes_without_backward(ranks):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_evaluation_uses_the_running_statistics_without_messages(ranks, backend):
     for parts in grids(ranks.size, AXES):
-        with executing(norm(activation="relu"), SHAPE, ranks, parts, dtype="float32", backend=backend) as trainer:
+        with executing(norm(activation="relu"), BATCH_SHAPE, ranks, parts, dtype="float32", backend=backend) as trainer:
             step(trainer)
-            mean, var = (random_array(SHAPE[-1:], k) for k in ("mean", "var"))
+            mean, var = (random_array(BATCH_SHAPE[-1:], k) for k in ("mean", "var"))
             # As a checkpoint is loaded: into the arrays that are there.
             trainer.store.state["norm/mean"][...] = mean
             trainer.store.state["norm/var"][...] = var**2
-            x = random_array((1, *SHAPE), "held out")
+            x = random_array((1, *BATCH_SHAPE), "held out")
             shared = {"trainable": False, "store": trainer.store}
-            with executing(norm(activation="relu"), SHAPE, ranks, parts, 1, "float32", backend, x, **shared) as judge:
+            with executing(
+                norm(activation="relu"), BATCH_SHAPE, ranks, parts, 1, "float32", backend, x, **shared
+            ) as judge:
                 gamma, beta = (trainer.store.params[f"norm/{k}"].astype(np.float64) for k in ("gamma", "beta"))
                 want = np.maximum(gamma * (x - mean) / np.sqrt(var**2 + 1e-5) + beta, 0)
                 messages = traffic(ranks, lambda: judge.forward(training=False))
@@ -243,13 +254,13 @@ def test_evaluation_uses_the_running_statistics_without_messages(ranks, backend)
 @pytest.mark.mpi
 def test_training_goes_on_after_evaluation(ranks):
     for parts in grids(ranks.size, AXES):
-        with executing(norm(), SHAPE, ranks, parts) as executor:
+        with executing(norm(), BATCH_SHAPE, ranks, parts) as executor:
             executor.forward(training=False)
             executor.loss_value()
             step(executor)
             y = executor.gather("norm")
         if y is not None:
-            close(y, oracle(random_array((2, *SHAPE), "x0"), 2, SHAPE)["y"])
+            close(y, batch_oracle(random_array((2, *BATCH_SHAPE), "x0"), 2, BATCH_SHAPE)["y"])
 
 
 # -- messages and memory ----------------------------------------------------------------------------
@@ -258,7 +269,7 @@ def test_training_goes_on_after_evaluation(ranks):
 @pytest.mark.mpi
 def test_one_sum_forward_and_one_backward(ranks):
     several = ranks.size > 1
-    with executing(norm(), SHAPE, ranks, {"height": ranks.size}) as executor:
+    with executing(norm(), BATCH_SHAPE, ranks, {"height": ranks.size}) as executor:
         step(executor)
         forward = traffic(ranks, lambda: executor.forward(training=True))
         nbytes = ranks.counters["statistics"].bytes
@@ -266,7 +277,7 @@ def test_one_sum_forward_and_one_backward(ranks):
         backward = traffic(ranks, executor.backward)
         executor.reducer.finish()
     assert forward == ({"statistics": 1, "loss": 1} if several else {})
-    assert nbytes == (2 * SHAPE[-1] * 8 if several else 0)
+    assert nbytes == (2 * BATCH_SHAPE[-1] * 8 if several else 0)
     assert backward == ({"statistics": 1, "allreduce": 1} if several else {})
 
 
@@ -275,7 +286,7 @@ def test_one_sum_forward_and_one_backward(ranks):
 def test_smaller_groups_sum_among_themselves(ranks, statistics):
     for parts in grids(ranks.size, AXES):
         spatial = parts["height"] * parts["width"]
-        with executing(norm(statistics=statistics), SHAPE, ranks, parts, batch=4) as executor:
+        with executing(norm(statistics=statistics), BATCH_SHAPE, ranks, parts, batch=4) as executor:
             step(executor)
             sent = traffic(ranks, lambda executor=executor: step(executor))
         grouped = statistics == "sample" and spatial > 1  # also where a rank has no elements to add
@@ -298,7 +309,7 @@ def test_layers_cut_alike_share_one_group(ranks):
 # -- refusals ---------------------------------------------------------------------------------------
 
 
-test_refuses_what_is_not_meant = refusals(
+test_batch_refuses_what_is_not_meant = refusals(
     ({"statistics": "batch"}, "expected one of"),
     ({"momentum": 1.5}, "from 0 to 1"),
     ({"eps": 0.0}, "eps: expected a number > 0"),
@@ -309,7 +320,7 @@ test_refuses_what_is_not_meant = refusals(
 
 @pytest.mark.mpi
 def test_refuses_a_short_batch_in_training(ranks):
-    with executing(norm(), SHAPE, ranks, {"sample": ranks.size}, batch=4) as executor:
+    with executing(norm(), BATCH_SHAPE, ranks, {"sample": ranks.size}, batch=4) as executor:
         executor.mode.valid = 3
         with pytest.raises(ValueError, match="full batch of 4 samples, got 3"):
             executor.forward(training=True)
@@ -335,9 +346,9 @@ def test_shapes_and_parameters():
 def test_running_statistics_against_torch(ranks):
     lib = torch()
     module = lib.nn.BatchNorm2d(3, dtype=lib.float64)
-    with executing(norm(), SHAPE, ranks, {"width": ranks.size}, batch=2) as executor:
+    with executing(norm(), BATCH_SHAPE, ranks, {"width": ranks.size}, batch=2) as executor:
         for i in range(3):
-            x = random_array((2, *SHAPE), f"batch{i}")
+            x = random_array((2, *BATCH_SHAPE), f"batch{i}")
             executor.set_input("x", x)
             step(executor)
             module(lib.tensor(np.moveaxis(x, -1, 1).copy()))
@@ -347,3 +358,152 @@ def test_running_statistics_against_torch(ranks):
 
 def test_strategy_knows_the_option():
     assert Strategy(options={"statistics": "sample"}).options_of("norm") == {"statistics": "sample"}
+
+
+GROUP_SHAPE = (7, 5, 4)
+
+OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
+
+
+def group_oracle(kind, x, relu=False, affine=True):
+    """Return the results by the definition: x as (N, positions, groups, members), statistics over the kind's axes."""
+    shape, channels = x.shape, x.shape[-1]
+    groups = {"group": 2, "instance": channels, "layer": 1, "channels": 1, "rms": 1}[kind]
+    axes, centered = (3,) if kind in ("channels", "rms") else (1, 3), kind != "rms"
+    split = (shape[0], -1, groups, channels // groups)
+    gamma, beta = (random_array((channels,), f"norm/{k}") for k in ("gamma", "beta"))
+    gamma, beta = gamma if affine else np.ones(channels), beta * (affine and centered)
+    g = random_array(shape, "g").reshape(split)
+    vectors = [one.reshape(groups, -1) for one in (gamma, beta)]
+    found = normalize(x.reshape(split), g, *vectors, axes, relu=relu, centered=centered)
+    result = {k: found[k].reshape(shape) for k in ("y", "dx0")}
+    if affine:
+        plain = normalize(x.reshape(split), g, np.ones(split[2:]), np.zeros(split[2:]), axes, centered=centered)
+        xhat = plain["y"].reshape(shape)
+        dy = random_array(shape, "g") * (result["y"] > 0 if relu else 1)
+        rest = tuple(range(len(shape) - 1))
+        result |= {"dgamma": (dy * xhat).sum(rest)} | ({"dbeta": dy.sum(rest)} if centered else {})
+    return result
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_is_the_definition(ranks, turn, kind, options):
+    x = random_array((3, *GROUP_SHAPE), "x0")
+    want = group_oracle(kind, x, relu="activation" in options, affine=options.get("affine", True))
+    check_grids(ranks, turn, lambda: NORMS[kind](**options), GROUP_SHAPE, want, batch=3, steps=2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_group_float32_against_the_definition(ranks, turn, kind, backend):
+    shape = (9, 8, 16)
+    x = random_array((2, *shape), "x0").astype(np.float32)
+    want = group_oracle(kind, x, relu=True)
+    check_grids(ranks, turn, lambda: NORMS[kind](activation="relu"), shape, want, 300, dtype="float32", backend=backend)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["group", "instance", "channels"])
+@pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (5.0, 0.0)])
+def test_large_mean_and_small_variance(ranks, turn, kind, mean, spread):
+    shift, x = moved(GROUP_SHAPE, 2, lambda x: mean + spread * x)
+    want = {"y": group_oracle(kind, x)["y"]}
+    check_grids(
+        ranks, turn, NORMS[kind], GROUP_SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), shift=shift
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", NORMS)
+def test_evaluation_is_the_same(ranks, kind):
+    with executing(lambda: NORMS[kind](), GROUP_SHAPE, ranks, {"width": ranks.size}, trainable=False) as executor:
+        for name, array in executor.store.params.items():
+            array[...] = random_array(array.shape, name)
+        executor.forward(training=False)
+        executor.loss_value()
+        y = executor.gather("norm")
+    if y is not None:
+        close(y, group_oracle(kind, random_array((2, *GROUP_SHAPE), "x0"))["y"])
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("kind", NORMS)
+def test_one_sum_forward_and_one_backward_among_those_who_share_samples(ranks, kind):
+    groups = {"group": 2, "instance": GROUP_SHAPE[-1], "layer": 1, "channels": 0, "rms": 0}[kind]
+    for parts in grids(ranks.size, AXES):
+        with executing(lambda: NORMS[kind](), GROUP_SHAPE, ranks, parts, batch=4) as executor:
+            step(executor)
+            sent = traffic(ranks, lambda executor=executor: step(executor))
+            nbytes = ranks.counters["statistics"].bytes
+            box = executor.program.values["norm"].box
+        shares = groups and parts["height"] * parts["width"] > 1 and box.shape[0]
+        assert sent.get("statistics", 0) == (2 if shares else 0)
+        assert nbytes == (2 * box.shape[0] * 2 * groups * 8 if shares else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rms_norm_without_eps_takes_the_rounding_unit(ranks, dtype):
+    tiny = moved(GROUP_SHAPE, 2, lambda x: 1e-9 * x)
+    found = run_layer(lambda: RMSNorm(affine=False, name="norm"), [GROUP_SHAPE], ranks, {}, shift=tiny[0], dtype=dtype)
+    x = tiny[1]
+    close(found["y"], x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.finfo(dtype).eps), dtype)
+
+
+test_group_refuses_what_is_not_meant = refusals(
+    (lambda: GroupNorm(0), "groups: expected a number >= 1"),
+    (lambda: GroupNorm(2, eps=0.0), "eps: expected a number > 0"),
+    (lambda: GroupNorm(2, activation="gel"), "expected None, one of relu, .* got 'gel'"),
+    (lambda: LayerNorm("space"), "axes: expected"),
+    (lambda: RMSNorm(0.0), "eps: expected a number > 0"),
+    (lambda: GroupNorm(3)(Input(GROUP_SHAPE, name="x")), "expected a number of groups that divides 4, got 3"),
+)
+
+
+#: Large enough alpha that the gradient's second term matters.
+SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
+
+
+def test_definition_over_several_chunks():
+    """Single elements equal the formula of the docstring, for more positions than one chunk."""
+    shape, size = (80, 70, 11), 4
+    layer = LocalResponseNorm(size, 0.5, 0.6, 1.5)
+    with Communicator(MPI.COMM_SELF) as alone:
+        y = run_layer(lambda: layer, [shape], alone, {})["y"]
+    x = random_array((2, *shape), "x0")
+    for n, i, j in ((0, 0, 0), (1, 79, 69), (1, 20, 33)):
+        for c in range(shape[-1]):
+            window = x[n, i, j, max(0, c - size // 2) : c + (size - 1) // 2 + 1]
+            want = x[n, i, j, c] * (1.5 + 0.5 / size * np.sum(window**2)) ** -0.6
+            assert y[n, i, j, c] == pytest.approx(want, rel=1e-13)
+
+
+def test_example_of_the_docstring():
+    result = doctest.testmod(local_response_norm)
+    assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("before, behind", [(0, 0), (1, 2), (3, 0), (9, 9)])
+def test_windows_are_those_of_a_loop(before, behind):
+    x = random_array((3, 6), "x")
+    out = np.empty_like(x)
+    add_windows(x, before, behind, out)
+    for c in range(6):
+        assert np.allclose(out[:, c], x[:, max(0, c - before) : c + behind + 1].sum(1), rtol=1e-14, atol=1e-14)
+
+
+def test_shape_and_flops():
+    assert LocalResponseNorm()(Input((4, 5, 2))).shape == (4, 5, 2)
+    assert LocalResponseNorm(5).flops((4, 5, 2)) == 9 * 40
+
+
+test_refusals = refusals(
+    ({"size": 0}, "size: expected at least 1 channel, got 0"),
+    ({"alpha": -1.0}, r"alpha: expected a number >= 0, got -1\.0"),
+    ({"beta": 0.0}, "beta, k: expected numbers > 0"),
+    ({"k": -1.0}, "beta, k: expected numbers > 0"),
+    ({"k": float("nan")}, "beta, k: expected numbers > 0"),
+    call=lambda wrong: LocalResponseNorm(**wrong),
+)
