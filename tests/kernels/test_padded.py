@@ -1,18 +1,9 @@
-"""Tests of channels that are padded in memory: the rule, and the detection from an array; examples in docstrings."""
-
-import doctest
+"""Tests of channels that are padded in memory: the rule, and the detection from an array."""
 
 import numpy as np
 import pytest
 
-from halograd.kernels import geometry, memory
 from halograd.kernels.geometry import channels_in_memory
-
-
-@pytest.mark.parametrize("module", [geometry, memory], ids=["geometry", "memory"])
-def test_docstrings(module):
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed
 
 
 @pytest.mark.parametrize("spatial", [(5,), (5, 4), (1, 4), (4, 1), (1, 1), (3, 1, 2)], ids=str)

@@ -1,6 +1,5 @@
 """Tests of normalization: definitions, kinds of statistics, running statistics, messages, rejected settings."""
 
-import doctest
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor.groups import group_of, sample_groups
-from halograd.layers import BatchNorm, GroupNorm, Input, LayerNorm, LocalResponseNorm, RMSNorm, local_response_norm
+from halograd.layers import BatchNorm, GroupNorm, Input, LayerNorm, LocalResponseNorm, RMSNorm
 from halograd.layers.local_response_norm import add_windows
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import grids, random_array, run_layer
@@ -478,11 +477,6 @@ def test_definition_over_several_chunks():
             window = x[n, i, j, max(0, c - size // 2) : c + (size - 1) // 2 + 1]
             want = x[n, i, j, c] * (1.5 + 0.5 / size * np.sum(window**2)) ** -0.6
             assert y[n, i, j, c] == pytest.approx(want, rel=1e-13)
-
-
-def test_example_of_the_docstring():
-    result = doctest.testmod(local_response_norm)
-    assert result.attempted and not result.failed
 
 
 @pytest.mark.parametrize("before, behind", [(0, 0), (1, 2), (3, 0), (9, 9)])

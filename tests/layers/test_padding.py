@@ -1,6 +1,5 @@
 """Tests of padding and transposed convolution, and of every kernel of a convolution under every cut."""
 
-import doctest
 import itertools
 import logging
 import math
@@ -22,7 +21,6 @@ from halograd.layers import Conv, ConvTranspose, Input, MeanSquaredError, Networ
 from halograd.layers.padding import PadAxis
 from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
-from halograd.training import kernels as kernels_module
 from halograd.training.executor import Executor
 from tests.layers.blocks import computed_in_blocks
 from tests.layers.cases import TRANSPOSED, transposed
@@ -400,7 +398,3 @@ def test_ranks_without_a_kernel_are_named_once(comm, monkeypatch, caplog):
         for what in ("conv_forward", "conv_backward_data", "conv_backward_filter"):
             assert f"{what} of layer 'second' by numpy on {where} (there is none)" in text
         assert "first" not in text
-
-
-def test_examples():
-    assert doctest.testmod(kernels_module).failed == 0

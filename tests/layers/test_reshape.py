@@ -1,7 +1,5 @@
 """Tests of flatten, reshape, shuffles, dense layers and functions that create several layers: exact, errors."""
 
-import doctest
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -24,7 +22,6 @@ from halograd.layers import (
     PixelUnshuffle,
     Reshape,
     Token,
-    composed,
 )
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.lowering.operations import Transfer
@@ -211,10 +208,6 @@ def test_patches_are_merged_by_named_layers():
         "m.norm/beta": (12,),
         "m.reduction/w": (6, 1, 1, 12),
     }
-
-
-def test_examples():
-    assert doctest.testmod(composed).failed == 0
 
 
 test_refusals_of_other_types = refusals(
