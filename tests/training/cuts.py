@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,30 @@ def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
             close = pytest.approx(want[key], rel=1e-9, abs=1e-12)
             assert scores[key] == close, f"{key}: expected {close}, got {scores[key]}"
     return want
+
+
+def check_equal_runs(comm: MPI.Comm, config: Path, runs: Mapping[str, Sequence[str]]) -> None:
+    """Assert that runs have the same losses and scores, bit for bit, under every cut, and the first has them alone.
+
+    Collective over `comm`.
+
+    Parameters
+    ----------
+    runs
+        Name -> overrides. The folder of a run, next to the configuration, is its name with the number of the cut.
+    """
+    first = next(iter(runs.values()))
+    for number, cut in enumerate(CUTS[comm.size]):
+        found = {}
+        for name, sets in runs.items():
+            out = config.parent / f"{name}{number}"
+            scores = scores_of(comm, config, [*overrides_of(cut), *sets, f"output.directory={out}"])
+            found[name] = scores, curve(out)
+        assert all(one == (scores, curve(out)) for one in found.values()), found
+    if comm.rank == 0:
+        alone = scores_of(MPI.COMM_SELF, config, [*first, f"output.directory={config.parent / 'alone'}"])
+        assert math.isfinite(scores["loss"]) and scores == pytest.approx(alone, rel=1e-9, abs=1e-12)
+    comm.barrier()
 
 
 def check_resumed(

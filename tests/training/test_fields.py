@@ -15,7 +15,7 @@ import halograd as hg
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, samples, train
 from halograd.training.checkpoint import read_header
-from tests.training.cuts import CUTS, check_resumed, check_scores, curve, overrides_of, scores_of
+from tests.training.cuts import CUTS, check_equal_runs, check_resumed, check_scores, overrides_of
 from tests.training.runs import EDGE, OPTIONS, SAMPLES, check_refused, write_arrays, write_named, write_own, written
 
 NAMED_NET = """
@@ -175,14 +175,11 @@ def shared_fields(folder):
 
 @pytest.mark.mpi
 def test_as_fields_of_each_sample(comm, shared_fields):
-    for number, cut in enumerate(CUTS[comm.size]):
-        found, curves = {}, {}
-        for name in ("shared", "each"):
-            sets = [*overrides_of(cut), f'data.path="{name}.h5"', f"output.directory={name}{number}"]
-            found[name] = scores_of(comm, shared_fields, sets)
-            curves[name] = curve(shared_fields.parent / f"{name}{number}")
+    names = ("shared", "each")
+    check_equal_runs(comm, shared_fields, {name: [f'data.path="{name}.h5"'] for name in names})
+    for number in range(len(CUTS[comm.size])):
+        for name in names:
             apply(f"{name}{number}", f"{name}.h5", f"{name}.out", comm=comm)
-        assert found["shared"] == found["each"] and curves["shared"] == curves["each"]
         if comm.rank == 0:
             with h5py.File("shared.out") as mine, h5py.File("each.out") as theirs:
                 np.testing.assert_array_equal(mine["prediction"][()], theirs["prediction"][()])
@@ -237,20 +234,13 @@ def packed(folder):
 
 @pytest.mark.mpi
 def test_as_on_the_values(comm, packed):
-    def run(out, cut, comm, path):
-        return scores_of(comm, packed, [*overrides_of(cut), f'data.path="{path}"', f"output.directory={out}"])
-
+    check_equal_runs(comm, packed, {name: [f'data.path="{name}.h5"'] for name in ("data", "values")})
     for number, cut in enumerate(CUTS[comm.size]):
-        scores = [run(f"{name}{number}", cut, comm, f"{name}.h5") for name in ("data", "values")]
         apply(f"data{number}", ["data.h5"], f"{number}.h5", overrides_of(cut), comm=comm)
         if comm.rank == 0:
-            assert scores[0] == scores[1]
-            assert curve(packed.parent / f"data{number}") == curve(packed.parent / f"values{number}")
             with h5py.File(f"{number}.h5") as file:
                 said = dict(file["prediction"].attrs)
             assert said["units"] == "m" and not said.keys() & {*X, *T} - {"units"}
-    if comm.rank == 0:
-        assert scores[0]["loss"] == pytest.approx(run("alone", {}, MPI.COMM_SELF, "data.h5")["loss"], rel=1e-9)
 
 
 @pytest.mark.ranks(1)
@@ -347,17 +337,7 @@ COPIED = ['data.path="pairs.h5"', 'data.targets.t="t"', "data.lag=0", "data.hist
 
 @pytest.mark.mpi
 def test_as_copied_pairs(comm, time_steps):
-    for number, cut in enumerate(CUTS[comm.size]):
-        found = {}
-        for name, more in (("steps", []), ("pairs", COPIED)):
-            sets = [*overrides_of(cut), f"output.directory={name}{number}", *more]
-            train(time_steps, [*sets, "training.epochs=2"], comm=comm)
-            scores = evaluate(time_steps, sets, "all", comm=comm)
-            found[name] = (
-                curve(time_steps.parent / f"{name}{number}"),
-                {k: scores[k] for k in scores.keys() - {"checkpoint"}},
-            )
-        assert found["steps"] == found["pairs"]
+    check_equal_runs(comm, time_steps, {"steps": [], "pairs": COPIED})
 
 
 @pytest.mark.ranks(1, 2)

@@ -7,7 +7,6 @@ import logging
 import h5py
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import halograd as hg
 from halograd.data import ArrayDataset, DataError
@@ -16,48 +15,63 @@ from halograd.data.targets import TargetRange
 from halograd.dtensor import Box
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from tests.training.cuts import CUTS, check_scores, curve, overrides_of, scores_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_named, write_own, written
+from tests.training.cuts import check_equal_runs, check_scores, curve
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, written
 
 WEIGHTED_NET = """
 import halograd as hg
 
-def build(edge=16):
-    x = hg.Input((edge, edge, 3), name="x")
+def build(edge=16, classes="balanced"):
+    x, valid = hg.Input((edge, edge, 3), name="x"), hg.Input((edge, edge, 1), name="valid")
     mask = hg.Input((edge, edge, 1), name="mask", dtype="int32")
-    valid = hg.Input((edge, edge, 1), name="valid")
-    share, rows = hg.Input((1,), name="share"), hg.Input((edge, 1, 1), name="rows")
-    patches = hg.Input((edge // 4, edge // 4, 1), name="patches")
+    rows, share = hg.Input((edge, 1, 1), name="rows"), hg.Input((1,), name="share")
     y = hg.Conv(4, 3, padding=1, activation="relu")(x)
     logits, coarse = hg.Conv(3, 1, name="logits")(y), hg.Conv(1, 4, stride=4, name="coarse")(y)
-    field, height = hg.Conv(3, 1, name="field")(y), hg.Input((edge, edge, 3), name="height")
-    part = hg.Input(coarse.shape, name="part")
-    loss = hg.SoftmaxCrossEntropy(normalization="weights")(logits, mask, valid)
+    field = hg.Conv(2, 1, name="field")(y)
+    height, part = hg.Input((edge, edge, 2), name="height"), hg.Input(coarse.shape, name="part")
+    patches = hg.Input(coarse.shape, name="patches")
+    loss = hg.SoftmaxCrossEntropy(class_weights=classes or None, normalization="weights")(logits, mask, valid)
     loss = loss + 0.1 * hg.MeanSquaredError(normalization="weights")(field, height, rows)
-    loss = loss + 0.1 * hg.AbsoluteError()(coarse, part, patches) + 0.1 * hg.Dice("softmax")(logits, mask, share)
-    return hg.Network({"prediction": logits, "coarse": coarse, "loss": loss}, name="weighted")
+    loss = loss + 0.1 * hg.Huber()(field, height, share) + 0.1 * hg.Dice("softmax")(logits, mask, valid)
+    loss = loss + 0.1 * hg.AbsoluteError()(coarse, part, patches)
+    return hg.Network({"prediction": logits, "field": field, "coarse": coarse, "loss": loss}, name="weighted")
 """
 WEIGHTED_DATA = """
+[data]
+path = "{name}.h5"
 validation = 0.3
-rule = "max"
-augment = {flips = ["height", "width"], shifts = ["width"]}
-inputs = {x = "u"}
-targets = {mask = "label", valid = "valid", share = "share", rows = "rows", height = "u", \
-part = "label", patches = "valid"}
+rule = "{rule}"
+augment = {{flips = ["height", "width"], shifts = ["width"]}}
+inputs = {{x = "u"}}
+targets = {{mask = "label", valid = "valid", share = "share", rows = "rows", height = "h", part = "p", \
+patches = "valid"}}
 """
+#: By the name of the file: class, height and part where there is no weight.
+THERE = {"zero": (0, 0, 0), "large": (77, 1e6, -1e6), "nan": (np.nan, np.nan, np.nan)}
 
 
 @written
 def weighted(folder):
     rng = np.random.default_rng(5)
-    arrays = {
-        "u": rng.standard_normal((SAMPLES, EDGE, EDGE, 3)),
-        "label": rng.integers(0, 3, (SAMPLES, EDGE, EDGE)),
-        "valid": rng.integers(0, 2, (SAMPLES, EDGE, EDGE)).astype(np.uint8),
-        "share": rng.random(SAMPLES),
-        "rows": rng.random((SAMPLES, EDGE, 1, 1)),
-    }
-    write_named(folder, WEIGHTED_NET, WEIGHTED_DATA, arrays, u="NHWC")
+    valid = rng.random((SAMPLES, EDGE, EDGE)) < 0.7
+    valid[:, :4, 4:8] = False  # whole patches too
+    rows, share = (np.maximum(0, rng.uniform(-1, 1, (SAMPLES, n))) for n in (EDGE, 1))
+    u = rng.standard_normal((SAMPLES, EDGE, EDGE, 3))
+    label = rng.integers(0, 3, (SAMPLES, EDGE, EDGE)).astype(float)
+    h, p = rng.standard_normal((SAMPLES, EDGE, EDGE, 2)), rng.standard_normal((SAMPLES, EDGE, EDGE))
+    neither = np.broadcast_to(((rows == 0) & (share == 0))[..., None], valid.shape)  # two losses read the height
+    for name, (kind, height, part) in THERE.items():
+        arrays = {
+            "u": u,
+            "label": np.where(valid, label, kind),
+            "valid": valid.astype(np.uint8),
+            "rows": rows[..., None, None],
+            "share": share[:, 0],
+            "h": np.where(neither[..., None], height, h),
+            "p": np.where(valid, p, part),
+        }
+        write_arrays(folder / f"{name}.h5", arrays, u="NHWC")
+    write_own(folder, WEIGHTED_NET, WEIGHTED_DATA.format(name="zero", rule="max"))
 
 
 @pytest.mark.mpi
@@ -65,7 +79,7 @@ def test_trains_and_judges_as_one_process_does(comm, weighted):
     """Weights per position, row and sample, moved and reduced with their images, have the results of one process."""
     want = check_scores(comm, weighted)
     if comm.rank == 0:
-        with h5py.File("alone.h5") as file, h5py.File("data.h5") as data:
+        with h5py.File("alone.h5") as file, h5py.File("zero.h5") as data:
             samples = file["sample"][()]
             guess, counts = np.argmax(file["prediction"][()], -1), data["valid"][()][samples] > 0
             right = (guess == file["target"][()][..., 0])[counts]
@@ -86,7 +100,7 @@ def test_trains_and_judges_as_one_process_does(comm, weighted):
 def test_weights_that_are_none_are_refused(comm, weighted, change, message):
     name, value = change
     if comm.rank == 0:
-        with h5py.File("data.h5", "r+") as file:
+        with h5py.File("zero.h5", "r+") as file:
             file[name][(slice(None), 3) if name == "rows" else slice(None)] = value
     comm.barrier()
     with pytest.raises(ValueError, match=message):
@@ -96,10 +110,10 @@ def test_weights_that_are_none_are_refused(comm, weighted, change, message):
 @pytest.mark.ranks(1)
 def test_weights_of_0_are_worth_a_warning(comm, weighted, caplog):
     """Weights that are all 0 cause a warning; other constant weights do not."""
-    with h5py.File("data.h5", "r+") as file:
+    with h5py.File("zero.h5", "r+") as file:
         file["valid"][...], file["share"][...], file["rows"][...] = 0, 1, 1e9
     with caplog.at_level(logging.WARNING):
-        train(weighted, ["training.epochs=1"], comm=comm)
+        train(weighted, ["training.epochs=1", "model.classes=''"], comm=comm)
     found = [record.getMessage() for record in caplog.records]
     assert any("the weights valid are 0 in all 19 samples: no position has a loss" in text for text in found)
     assert not any("share" in text or "rows" in text for text in found)
@@ -133,66 +147,6 @@ def test_arrays_of_weights_are_neither_normalized_nor_altered(comm, working):
     assert found[0] == found[1] and all(0 < value < 10 for value in found[0])
 
 
-ABSENT_NET = """
-import halograd as hg
-
-def build(edge=16):
-    x, valid = hg.Input((edge, edge, 3), name="x"), hg.Input((edge, edge, 1), name="valid")
-    mask = hg.Input((edge, edge, 1), name="mask", dtype="int32")
-    rows, share = hg.Input((edge, 1, 1), name="rows"), hg.Input((1,), name="share")
-    y = hg.Conv(4, 3, padding=1, activation="relu")(x)
-    logits, coarse = hg.Conv(3, 1, name="logits")(y), hg.Conv(1, 4, stride=4, name="coarse")(y)
-    field = hg.Conv(2, 1, name="field")(y)
-    height, part = hg.Input((edge, edge, 2), name="height"), hg.Input(coarse.shape, name="part")
-    patches = hg.Input(coarse.shape, name="patches")
-    loss = hg.SoftmaxCrossEntropy(class_weights="balanced", normalization="weights")(logits, mask, valid)
-    loss = loss + 0.1 * hg.MeanSquaredError(normalization="weights")(field, height, rows)
-    loss = loss + 0.1 * hg.Huber()(field, height, share) + 0.1 * hg.Dice("softmax")(logits, mask, valid)
-    loss = loss + 0.1 * hg.AbsoluteError()(coarse, part, patches)
-    return hg.Network({"prediction": logits, "field": field, "coarse": coarse, "loss": loss}, name="absent")
-"""
-ABSENT_DATA = """
-[data]
-path = "{name}.h5"
-validation = 0.3
-rule = "{rule}"
-augment = {{flips = ["height", "width"], shifts = ["width"]}}
-inputs = {{x = "u"}}
-targets = {{mask = "label", valid = "valid", share = "share", rows = "rows", height = "h", part = "p", \
-patches = "valid"}}
-"""
-#: By the name of the file: class, height and part where there is no weight.
-THERE = {"zero": (0, 0, 0), "large": (77, 1e6, -1e6), "nan": (np.nan, np.nan, np.nan)}
-
-
-@written
-def absent(folder):
-    rng = np.random.default_rng(5)
-    valid = rng.random((SAMPLES, EDGE, EDGE)) < 0.7
-    valid[:, :4, 4:8] = False  # whole patches too
-    rows, share = (rng.integers(0, 2, (SAMPLES, n)).astype(float) for n in (EDGE, 1))
-    u = rng.standard_normal((SAMPLES, EDGE, EDGE, 3))
-    label = rng.integers(0, 3, (SAMPLES, EDGE, EDGE)).astype(float)
-    h, p = rng.standard_normal((SAMPLES, EDGE, EDGE, 2)), rng.standard_normal((SAMPLES, EDGE, EDGE))
-    neither = np.broadcast_to(((rows == 0) & (share == 0))[..., None], valid.shape)  # two losses read the height
-    for name, (kind, height, part) in THERE.items():
-        arrays = {
-            "u": u,
-            "label": np.where(valid, label, kind),
-            "valid": valid.astype(np.uint8),
-            "rows": rows[..., None, None],
-            "share": share[:, 0],
-            "h": np.where(neither[..., None], height, h),
-            "p": np.where(valid, p, part),
-        }
-        write_arrays(folder / f"{name}.h5", arrays, u="NHWC")
-    write_own(folder, ABSENT_NET, ABSENT_DATA.format(name="zero", rule="fraction"))
-
-
-def run_absent(config, comm, cut, name, out, sets=()):
-    return scores_of(comm, config, [*overrides_of(cut), f'data.path="{name}.h5"', f"output.directory={out}", *sets])
-
-
 @pytest.mark.parametrize(
     "rule",
     [
@@ -200,51 +154,41 @@ def run_absent(config, comm, cut, name, out, sets=()):
         pytest.param("max", marks=pytest.mark.ranks(2, 3)),
     ],
 )
-def test_no_digit_depends_on_what_has_no_weight(comm, absent, rule):
-    sets = [f'data.rule="{rule}"']
-    for number, cut in enumerate(CUTS[comm.size]):
-        found = {name: run_absent(absent, comm, cut, name, f"{name}{number}", sets) for name in THERE}
-        curves = {name: curve(absent.parent / f"{name}{number}") for name in THERE}
-        assert found["nan"] == found["large"] == found["zero"] and np.isfinite(found["zero"]["loss"])
-        assert curves["nan"] == curves["large"] == curves["zero"]
-    if comm.rank == 0:
-        alone = run_absent(absent, MPI.COMM_SELF, {}, "nan", "alone", sets)
-        assert found["nan"] == pytest.approx(alone, rel=1e-9, abs=1e-12)
+def test_no_digit_depends_on_what_has_no_weight(comm, weighted, rule):
+    check_equal_runs(comm, weighted, {name: [f'data.path="{name}.h5"', f'data.rule="{rule}"'] for name in THERE})
 
 
 @pytest.mark.parametrize(
     "invalid", [pytest.param("skip", marks=pytest.mark.ranks(2)), pytest.param("fill", marks=pytest.mark.ranks(1))]
 )
-def test_policies_see_no_fault(comm, absent, invalid):
+def test_policies_see_no_fault(comm, weighted, invalid):
     """Policies for invalid data ignore NaN in targets with weight 0, and find NaN in inputs."""
     if comm.rank == 0:
         for name in THERE:
             with h5py.File(f"{name}.h5", "r+") as file:
                 file["u"][3, 0, 0, 1] = np.nan
     comm.barrier()
-    cut, sets = {"height": comm.size}, [f'data.invalid="{invalid}"']
-    found = {name: run_absent(absent, comm, cut, name, f"of-{name}", sets) for name in THERE}
-    assert found["nan"] == found["large"] == found["zero"]
+    check_equal_runs(comm, weighted, {name: [f'data.path="{name}.h5"', f'data.invalid="{invalid}"'] for name in THERE})
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("trainable", [True, False])
-def test_no_sample_left(comm, absent, trainable):
+def test_no_sample_left(comm, weighted, trainable):
     """A run is an error if all samples have NaN in a target with a weight above 0."""
     sets = ["training.epochs=1", f"strategy.height={comm.size}"]
-    train(absent, sets, comm=comm)
+    train(weighted, sets, comm=comm)
     if comm.rank == 0:
         with h5py.File("zero.h5", "r+") as file:
             file["h"][:, 5, 5, 0], file["rows"][:, 5] = np.nan, 1
     comm.barrier()
     with pytest.raises(UserError, match=r"target nan in .*'h' at \(5, \d+, 0\).*weight 0"):
-        train(absent, [*sets, "data.augment={flips=[]}", "output.directory=other"], comm=comm)
+        train(weighted, [*sets, "data.augment={flips=[]}", "output.directory=other"], comm=comm)
     message = r"data.invalid: expected .*, got 0: \"skip\" leaves out 19 of 19 \(.*zero.h5, sample 0: nan in target 'h'"
     with pytest.raises(UserError, match=message):
         if trainable:
-            train(absent, [*sets, 'data.invalid="skip"', "output.directory=third"], comm=comm)
+            train(weighted, [*sets, 'data.invalid="skip"', "output.directory=third"], comm=comm)
         else:
-            evaluate(absent, [*sets, 'data.invalid="skip"'], "all", comm=comm)
+            evaluate(weighted, [*sets, 'data.invalid="skip"'], "all", comm=comm)
 
 
 MASKED_NET = """
@@ -299,23 +243,11 @@ def masked(folder):
     write_own(folder, MASKED_NET, MASKED_DATA.format(name="nan", invalid="mask"))
 
 
-def run_masked(config, comm, cut, name, out):
-    sets = [*overrides_of(cut), f'data.path="{name}.h5"', f"output.directory={out}"]
-    return scores_of(comm, config, [*sets, 'data.invalid="refuse"', *STORED] if name == "stored" else sets)
-
-
 @pytest.mark.mpi
 def test_the_run_of_a_stored_mask(comm, masked):
     """NaN, missing values, infinity and classes that do not exist give the bits of zeros with stored weights of 0."""
-    for number, cut in enumerate(CUTS[comm.size]):
-        names = [*ABSENT, "stored"]
-        found = {name: run_masked(masked, comm, cut, name, f"{name}{number}") for name in names}
-        curves = {name: curve(masked.parent / f"{name}{number}") for name in names}
-        assert found["nan"] == found["packed"] == found["stored"] and np.isfinite(found["nan"]["loss"])
-        assert curves["nan"] == curves["packed"] == curves["stored"]
-    if comm.rank == 0:
-        alone = run_masked(masked, MPI.COMM_SELF, {}, "nan", "alone")
-        assert found["nan"] == pytest.approx(alone, rel=1e-9, abs=1e-12)
+    runs = {name: [f'data.path="{name}.h5"'] for name in ABSENT}
+    check_equal_runs(comm, masked, {**runs, "stored": ['data.path="stored.h5"', 'data.invalid="refuse"', *STORED]})
 
 
 @pytest.mark.ranks(1, 2)
