@@ -2,7 +2,7 @@
 
     python -m tests.mutants --count 1250 --first 0 configuration strategy plan machine
 
-tries this number of mutants of every kind of file; the suite tries a few (tests/test_mutants.py).
+tries this number of mutants of every kind of file; the suite tries a few (tests/test_documents.py).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ QUICK = {
         "tests/layers/test_convolution.py",
         "tests/training/test_executor.py",
         "tests/training/test_trainer.py::test_steps",
-        "tests/training/test_combinations.py::test_as_one_process[0]",
+        "tests/training/test_trainer.py::test_as_one_process[0]",
     ),
 }
 ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected

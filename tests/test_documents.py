@@ -1,4 +1,4 @@
-"""Data files: rejected input that parsers accept, every message, unchanged values, and atomic writes."""
+"""Data files: rejected input that parsers accept, every message, atomic writes, and mutants of every kind of file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from halograd.documents import (
     write_whole,
 )
 from halograd.errors import UserError
+from tests.mutants import KINDS, campaign
 
 texts = st.text(st.characters(exclude_categories=("Cs",)))
 numbers = st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -201,3 +202,14 @@ def test_links_and_what_is_no_file(tmp_path):
     assert not os.path.isfile("/dev/null")
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "missing" / "plan.json", "")
+
+
+MUTANTS = 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mutant_is_used_or_refused_in_one_line(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, faults = campaign(kind, range(MUTANTS), tmp_path)
+    assert not faults, "\n".join(faults)
+    assert found["accepted"] and found["refused"], "expected mutants of both sorts"

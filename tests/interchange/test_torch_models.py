@@ -1,4 +1,4 @@
-"""Modules of torch by `hg.from_torch`, and trained parameters back by `hg.to_torch`, on one rank and on several."""
+"""Modules of torch by `hg.from_torch`, runs with `model.torch`, and trained parameters back by `hg.to_torch`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from mpi4py import MPI
 import halograd as hg
 from halograd.data import ArrayDataset
 from halograd.errors import UserError
+from halograd.exporting import export_run
 from halograd.interchange import torch_module
 from halograd.kernels import get_backend
+from halograd.models import build
+from halograd.training import evaluate, train
+from halograd.training.build import NAME
+from halograd.training.config import ModelConfig
 from halograd.training.executor import Executor
+from halograd.user_code import load
 from tests.interchange.support import (
     as_module,
     check_step,
@@ -26,6 +32,7 @@ from tests.interchange.support import (
     samples,
     torch,
 )
+from tests.training.runs import write_own
 
 pytestmark = pytest.mark.torch
 TITLES = list(torch_module.EXPORTERS)
@@ -325,3 +332,103 @@ def test_layers_of_parts_and_transposed_weights_go_back():
     torch_module.fill_module(other, torch_module.state_for(network, arrays))
     for name, value in _state(model).items():
         np.testing.assert_array_equal(2 * value, _state(other)[name], err_msg=name)
+
+
+NET = """
+import torch
+
+import halograd as hg
+
+
+def make(filters: int = 4):
+    torch.manual_seed(1)
+    parts = [torch.nn.Conv2d(3, filters, 3, padding=1), torch.nn.BatchNorm2d(filters), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts, torch.nn.Conv2d(filters, 1, 1)), torch.zeros(1, 3, 16, 16)
+
+
+def alone():
+    return make()[0]
+
+
+def double(network):
+    y = network.outputs["output"]
+    return hg.Network({"prediction": y, "loss": 2.0 * hg.MeanSquaredError()(y, hg.Input(y.shape, "target"))})
+"""
+
+
+def _write(folder) -> None:
+    path = write_own(folder, NET)
+    model = 'torch = "net.py:make"\nloss = "BinaryCrossEntropyWithLogits"\nfilters = 6'
+    path.write_text(path.read_text().replace('file = "net.py:build"', model))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_needs_torch_only_once(comm, working, monkeypatch):
+    """Without torch and the function's file, a run goes on, is evaluated and exported, and may be moved."""
+    module, _ = _module(comm, working)
+    cut = f"strategy.height={comm.size}"
+    before = train(working / "run.toml", ["training.epochs=1", cut], comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        (working / "net.py").unlink()
+    comm.barrier()
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torch"}
+    with monkeypatch.context() as without:
+        for name in hidden:
+            without.setitem(sys.modules, name, None)
+        result = train(working / "run.toml", ["training.epochs=2", cut], resume=True, comm=comm)
+        assert result["steps"] == 2 * before["steps"]
+        comm.barrier()
+        if comm.rank == 0:
+            (working / "out").rename(working / "moved")
+        comm.barrier()
+        found = evaluate(working / "moved", [cut], comm=comm)
+        assert found["loss"] == pytest.approx(result["validation"]["loss"], rel=1e-12)
+        if comm.rank == 0:
+            export_run(working / "moved", "onnx", working / "trained.onnx")
+    if comm.rank == 0:
+        hg.to_torch(working / "moved", module.double())
+        x = samples(16, 16, 3)
+        ours = predicted(hg.onnx.load(working / "trained.onnx"), x)["prediction"]
+        np.testing.assert_allclose(last(module.eval()(first(x))), ours, rtol=0, atol=1e-5)
+
+
+def _module(comm, folder):
+    """Write the files of a run, and return what its function makes. Collective."""
+    if comm.rank == 0:
+        _write(folder)
+    comm.barrier()
+    return load("net.py:make", "test")(filters=6)
+
+
+def test_losses_of_an_imported_network(working):
+    """By name, with a target of its kind, or from a function; from torch and from an ONNX file."""
+    _write(working)
+    network = build("torch:net.py:make", loss="SoftmaxCrossEntropy", filters=5)
+    assert network.inputs["target"].shape == (16, 16, 1) and network.inputs["target"].dtype == "int32"
+    assert network.parameters()["0/w"].shape == (5, 3, 3, 3)
+    hg.onnx.save(hg.Network({"output": network.outputs["prediction"]}), None, working / NAME)
+    for source in ("torch:net.py:make", f"onnx:{NAME}"):
+        network = build(source, loss="net.py:double")
+        assert list(network.outputs) == ["prediction", "loss"]
+    for source, options, message in (
+        ("torch:net.py:alone", {"loss": "Huber"}, r"expected .* a torch.nn.Module and an example, got Sequential"),
+        ("torch:net.py:make", {}, "model.loss: expected one of .*, got None; .*--option loss="),
+        ("torch:net.py:make", {"loss": "Hubert"}, "model.loss: expected one of .*, got 'Hubert'"),
+        ("torch:net.py:make", {"loss": "net.py:alone"}, "model.loss: net.py:alone failed: TypeError"),
+        ("torch:net.py:make", {"loss": "Huber", "width": 3}, "model.torch: net.py:make failed: TypeError"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(source, **options)
+
+
+def test_keys_that_do_not_go_together():
+    assert ModelConfig(torch="net.py:make", loss="Huber", width=3).options == {"loss": "Huber", "width": 3}
+    for keys, message in (
+        ({"torch": "net.py:make"}, "loss: expected a loss with torch"),
+        ({"torch": "net.py", "loss": "Huber"}, "torch: expected "),
+        ({"torch": "net.py:make", "name": "mesh", "loss": "Huber"}, "torch: expected no name with it"),
+        ({"onnx": "net.onnx", "loss": "Huber", "width": 3}, "width: expected no option but loss with onnx"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelConfig(**keys)

@@ -1,4 +1,4 @@
-"""Tests of properties of all kernels: errors, empty arrays, declared reads and writes, lifetime, backends."""
+"""Tests of properties of all kernels: errors, empty arrays, declared reads and writes, lifetime, padded channels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import halograd.kernels.backends as choice
 from halograd.errors import UserError
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, get_backend
 from halograd.kernels.access import ANY, Access, access_of, makes, reads, writes
+from halograd.kernels.geometry import channels_in_memory
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.memory import Scratch
 from halograd.kernels.onednn import DELEGATED
@@ -519,3 +520,24 @@ def test_the_example_runs(capsys):
 def test_the_table_is_complete():
     table = re.findall(r"^\| (`.*?`) \|", TEXT, re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(DELEGATED)
+
+
+@pytest.mark.parametrize("spatial", [(5,), (5, 4), (1, 4), (4, 1), (1, 1), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_channels_of_any_extents(samples, spatial):
+    """Padded channels are detected for any extents; strides of axes with extent 1 are ignored."""
+    whole = np.zeros((samples, *spatial, 24), np.float32)
+    alone = samples == np.prod(spatial) == 1
+    assert channels_in_memory(whole) == 24
+    assert channels_in_memory(whole[..., :18]) == (18 if alone else 24)
+    assert channels_in_memory(whole[..., :1]) == (1 if alone else 24)
+    if spatial[0] > 1:
+        assert channels_in_memory(whole[:, 1:, ..., :18]) == (
+            None if samples > 1 else 24 if whole[0, 1:].size > 24 else 18
+        )
+
+
+def test_arrays_that_are_neither():
+    a = np.zeros((2, 6, 5, 24), np.float32)
+    for view in (a[..., ::2], a[:, ::2], a[:, :, ::2, :18], a.transpose(0, 2, 1, 3), a[::-1]):
+        assert channels_in_memory(view) is None

@@ -1,4 +1,4 @@
-"""Tests of the training step: formulas on one process, clipping against torch, NaN on any rank, and errors."""
+"""Tests of the training step: formulas on one process, clipping against torch, NaN on any rank, random combinations."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant, StepDecay
 from halograd.training.trainer import Diverged, Trainer
+from tests.training.combinations import Case, differences, trained
 from tests.training.steps import assert_arrays, copied
 
 BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
@@ -200,3 +201,18 @@ def test_one_pixel_of_the_input(comm, name, backend, training):
         else:
             executor.forward(training=False)
             assert np.isnan(executor.loss_value())
+
+
+#: The oracle of batches in parts, averages, factors, schemes and weights of losses under other cuts.
+CASES = 18
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(CASES))
+def test_as_one_process(seed):
+    case = Case(seed)
+    with Communicator(MPI.COMM_SELF) as alone:
+        want = trained(case, alone, Strategy())
+    with Communicator(MPI.COMM_WORLD) as comm:
+        wrong = differences(trained(case, comm, case.strategy(comm.size)), want)
+        comm.agree(AssertionError(f"{case}: {', '.join(wrong)}") if wrong else None)

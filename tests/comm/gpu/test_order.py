@@ -1,4 +1,6 @@
-"""The order checker detects missing dependencies, and the work that transports enqueue is ordered."""
+"""Tests of the order checker, of the order of transports' work, and of the doubles against CuPy. Needs no GPU."""
+
+import inspect
 
 import pytest
 
@@ -6,9 +8,11 @@ from halograd.comm.gpu import nccl
 from halograd.comm.gpu.streams import Passage
 from halograd.comm.sums import METHODS as METHODS_OF_ALL
 from halograd.comm.sums import shards
+from tests.support.fake_cuda import FakeCuda, FakeCupy, FakeEvent, FakeStream
+from tests.support.fake_nccl import DTYPES, FakeCommunicator, FakeNccl
 from tests.support.gpu_ranks import gpu_ranks
 from tests.support.happens_before import Ordered, check_collectives, find_races
-from tests.support.trace import Entry
+from tests.support.trace import Entry, Trace
 
 
 def op(name, stream, reads=(), writes=()):
@@ -177,3 +181,58 @@ def test_shards_are_what_the_tests_think():
     assert nccl.URGENT < 40000 * 4
     made_on_devices = {name for name, method in METHODS_OF_ALL.items() if method.on_devices}
     assert made_on_devices == {"allreduce", "ordered", "reduce_scatter", "all_gather"}
+
+
+cupy = pytest.importorskip("cupy", reason="needs CuPy (no GPU): pip install 'halograd[gpu]'")
+
+
+@pytest.fixture(scope="module")
+def doubles_nccl():
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("needs NCCL (no GPU): pip install nvidia-nccl-cu13 (300 MB)")
+    return nccl
+
+
+def arguments(doc):
+    """Return the number of arguments in a Cython signature such as ``f(self, intptr_t a, int b)``."""
+    return doc.splitlines()[0].partition("(")[2].partition(")")[0].count(",") + 1
+
+
+CALLS = ["send", "recv", "allReduce", "reduceScatter", "reduce", "allGather", "broadcast"]
+
+
+@pytest.mark.parametrize("name", [*CALLS, "commSplit", "abort", "destroy", "check_async_error"])
+def test_calls_of_nccl(name, doubles_nccl):
+    real = getattr(doubles_nccl.NcclCommunicator, name).__doc__
+    ours = inspect.signature(getattr(FakeCommunicator, name)).parameters
+    assert real is None or arguments(real) == len(ours), real
+
+
+def test_constants_of_nccl(doubles_nccl):
+    for name, (number, _) in DTYPES.items():
+        assert getattr(doubles_nccl, name) == number
+    assert doubles_nccl.NCCL_SUM == FakeNccl.NCCL_SUM
+    for name in ("groupStart", "groupEnd", "get_unique_id", "get_version"):
+        assert callable(getattr(doubles_nccl, name)) and callable(getattr(FakeNccl, name))
+    assert doubles_nccl.NcclConfig(split_share=1).split_share == FakeNccl.NcclConfig(split_share=1).split_share
+    assert len(doubles_nccl.get_unique_id()) == 128 and isinstance(doubles_nccl.get_unique_id(), bytes)
+
+
+def test_the_runtime():
+    double = FakeCupy(FakeCuda(Trace(0), lambda event: None, lambda: None))
+    for name in vars(double.cuda.runtime):
+        assert callable(getattr(cupy.cuda.runtime, name)), name
+    for name in vars(double.cuda):
+        assert hasattr(cupy.cuda, name), name
+
+
+def test_streams_and_events():
+    for double, real in ((FakeStream, cupy.cuda.Stream), (FakeEvent, cupy.cuda.Event)):
+        own = {"enqueue", "run_to", "come_to"}  # of the double's inside
+        names = {name for name, item in vars(double).items() if not name.startswith("_") and name not in own}
+        assert all(hasattr(real, name) for name in names), names
+    keywords = set(inspect.signature(cupy.cuda.Event.__init__).parameters)
+    assert "disable_timing" in keywords
+    assert {"non_blocking", "priority"} <= set(inspect.signature(cupy.cuda.Stream.__init__).parameters)

@@ -53,10 +53,6 @@ from ..test_norms import (  # noqa: F401
     test_variance_of_data_far_from_zero,
     test_variance_where_a_block_is_constant,
 )
-from ..test_not_a_number import (  # noqa: F401
-    test_batch_norm_in_evaluation,
-    test_batch_norm_in_training,
-)
 from ..test_optimizers import (  # noqa: F401
     test_adam,
     test_any_length_and_address,
@@ -73,6 +69,8 @@ from ..test_optimizers import (  # noqa: F401
 from ..test_saturation import (  # noqa: F401
     test_activation_near_saturation,
     test_activation_of_infinities,
+    test_batch_norm_in_evaluation,
+    test_batch_norm_in_training,
     test_losses_of_infinities,
     test_no_gradient_passes_where_an_activation_is_flat,
     test_saturated_binary_cross_entropy,

@@ -1,13 +1,17 @@
-"""Tests of sums in the epilogue of a convolution on a double; test_planning.py has their plans by the real cuDNN."""
+"""Tests of small benchmarks: launches, fusions, smooth maps."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from benchmarks import launches, warp
 from benchmarks.gpu import timings
 from benchmarks.gpu.fusions import CASES, Case, time_fusions
+from tests.kernels.cuda.host import compiler
 from tests.kernels.cudnn.fake_cudnn import EngineDouble
 from tests.kernels.cudnn.fake_runtime import Machine
 
@@ -37,3 +41,24 @@ def test_the_shapes_are_those_that_decide():
     for case in CASES:
         x, w, y = case.extents
         assert case.geometry.output_shape(x[1:-1]) == y[1:-1] and w[-1] == x[-1]
+
+
+def test_the_table_has_every_kernel():
+    pytest.importorskip("cupy", reason="needs CuPy, whose launches are timed")
+    if compiler() is None:
+        pytest.skip("needs g++ for what stands for the driver")
+    command = [sys.executable, launches.__file__, "--calls", "10"]  # it loads a library in place of the driver
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[1].split() == ["kernel", *launches.COLUMNS]
+    assert [line.split()[0] for line in lines[2:]] == list(launches.KERNELS)
+    for line in lines[2:]:
+        assert min(float(text) for text in line.split()[1:4]) > 0
+
+
+def test_a_line_has_times_and_their_ratios():
+    lines = list(warp.rows([(12, 10, 2)], times=1))
+    assert [line[2] for line in lines] == [*warp.CHANGES]
+    for line in lines:
+        assert len(line) == len(warp.COLUMNS) == len(warp.WIDTHS) and line[0] == "12x10x2"
+        read, augmented, ratio = map(float, line[3:6])
+        assert augmented > 0 and (read == 0 or abs(ratio - augmented / read) <= 0.6 * ratio)
