@@ -1,7 +1,5 @@
 """Tests of small benchmarks: launches, fusions, smooth maps."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Samples in several files: found by patterns, read as one, held out by names; channels in datasets of their own."""
 
-from __future__ import annotations
-
 import datetime
 import re
 

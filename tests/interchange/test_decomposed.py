@@ -1,7 +1,5 @@
 """torch modules whose functions are written as several operators, and tokens of images, imported and compared."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

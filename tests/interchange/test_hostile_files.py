@@ -1,7 +1,5 @@
 """Files that would hang, fill the memory, or give invalid weights raise a one-line error immediately."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

@@ -1,7 +1,5 @@
 """Imported networks with other extents than those of their export, and one step against torch under every cut."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 Long = np.longdouble
 #: The reference for float64 has more digits.
@@ -132,3 +133,24 @@ def roundings(got: Any, expected: Any, size: Any = None, small: float = SMALL) -
     error = np.abs(got.astype(Long) - expected) / (np.maximum(size, least) * Long(info.eps))
     # If both are small, the error counts as 0.
     return np.where((np.abs(expected) < least) & (np.abs(got.astype(Long)) <= 2 * least), 0, error)
+
+
+def softplus(x: Any) -> Any:
+    return EXACT["softplus"](x, 0)[0]
+
+
+def sigmoid(x: Any) -> Any:
+    return EXACT["sigmoid"](x, 0)[0]
+
+
+def needs_more_digits(dtype: Any) -> None:
+    """Skip a test of float64 where the reference has no more digits."""
+    if np.dtype(dtype) == np.float64 and not EXTENDED:
+        pytest.skip("needs a long double of more digits than float64")
+
+
+def assert_few(got: Any, want: Any, what: str, size: Any = None) -> None:
+    """Check that the errors of all elements are at most `ROUNDINGS`."""
+    error = roundings(got, want, size)
+    worst = np.unravel_index(int(np.argmax(np.where(np.isnan(error), np.inf, error))), error.shape)
+    assert error[worst] <= ROUNDINGS, f"{what}: {got[worst]} for {want[worst]}: {error[worst]} roundings"

@@ -1,7 +1,5 @@
 """Activations, losses and NaN: from -100 to 100 and at infinities within a few roundings; NaN reaches every output."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -14,7 +12,21 @@ from halograd.kernels.kernel import BatchNormArrays
 from .conftest import Arrays
 from .every import norm
 from .reference import FUSED
-from .saturation import ALPHAS, EXACT, EXTENDED, ROUNDINGS, SMALL, SMALL_FLUSHED, Long, exact, points, roundings
+from .saturation import (
+    ALPHAS,
+    EXACT,
+    ROUNDINGS,
+    SMALL,
+    SMALL_FLUSHED,
+    Long,
+    assert_few,
+    exact,
+    needs_more_digits,
+    points,
+    roundings,
+    sigmoid,
+    softplus,
+)
 
 #: Extreme values, and their maximum with 0.
 EXTREMES = np.array([-np.inf, np.inf, np.nan, -3e38, 3e38, -1e-30, 1e-30, 0, -1, 2], np.float32)
@@ -34,11 +46,6 @@ def results(arrays, kind, x, alpha):
     forward.close()
     backward.close()
     return y, dx
-
-
-def needs_more_digits(dtype):
-    if np.dtype(dtype) == np.float64 and not EXTENDED:
-        pytest.skip("needs a long double of more digits than float64")
 
 
 def test_every_activation_has_an_exact_form():
@@ -204,18 +211,6 @@ def test_relu_of_a_norm_and_a_residual_of_infinities(extremes, channels):
 
 
 # ---------------------------------------------------------------------- losses
-def softplus(x):
-    return EXACT["softplus"](x, 0)[0]
-
-
-def sigmoid(x):
-    return EXACT["sigmoid"](x, 0)[0]
-
-
-def assert_few(got, want, what, size=None):
-    error = roundings(got, want, size)
-    worst = np.unravel_index(int(np.argmax(np.where(np.isnan(error), np.inf, error))), error.shape)
-    assert error[worst] <= ROUNDINGS, f"{what}: {got[worst]} for {want[worst]}: {error[worst]} roundings"
 
 
 def each(kernel_of, x):

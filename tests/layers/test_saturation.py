@@ -1,7 +1,5 @@
 """Tests of layers and losses near saturation and at infinities: small gradients stay accurate."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np
@@ -11,7 +9,7 @@ from mpi4py import MPI
 import halograd as hg
 from halograd import layers
 from halograd.layers.loss import Loss
-from tests.kernels.saturation import EXACT, EXTENDED, ROUNDINGS, Long, points, roundings
+from tests.kernels.saturation import EXACT, ROUNDINGS, Long, assert_few, needs_more_digits, points, sigmoid, softplus
 
 #: Losses whose kernels tests/kernels/test_saturation.py has.
 OF_KERNELS = {"BinaryCrossEntropyWithLogits", "MeanSquaredError", "SoftmaxCrossEntropy"}
@@ -21,25 +19,10 @@ BACKENDS = [("numpy", "float32"), ("numpy", "float64"), ("onednn", "float32")]
 EVERYWHERE = pytest.mark.parametrize("backend, dtype", BACKENDS)
 
 
-def softplus(x):
-    return EXACT["softplus"](x, 0)[0]
-
-
-def sigmoid(x):
-    return EXACT["sigmoid"](x, 0)[0]
-
-
 def some_points(dtype, count=300):
-    if dtype == "float64" and not EXTENDED:
-        pytest.skip("needs a long double of more digits than float64")
+    needs_more_digits(dtype)
     x = points(np.dtype(dtype))
     return np.ascontiguousarray(x[:: max(1, len(x) // count)])
-
-
-def assert_few(got, want, what, size=None):
-    error = roundings(np.asarray(got), want, size)
-    worst = np.unravel_index(int(np.argmax(np.where(np.isnan(error), np.inf, error))), error.shape)
-    assert error[worst] <= ROUNDINGS, f"{what}: {got[worst]} for {want[worst]}: {error[worst]} roundings"
 
 
 def in_a_network(made, x, backend, dtype, gradient=None, target=None):

@@ -1,7 +1,5 @@
 """Tests that layers of every kind compute the same as torch, forward and backward."""
 
-from __future__ import annotations
-
 import operator
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Optimizers of a user: the one in the documentation, and one that needs whole parameters."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from halograd.training import Optimizer

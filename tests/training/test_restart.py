@@ -1,7 +1,5 @@
 """Tests of jobs that fail or go on: killed and resumed with another cut, after another run, in other batches."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of targets with weights, masks or label maps: equal to other files, or one process, under every cut."""
 
-from __future__ import annotations
-
 import logging
 
 import h5py
