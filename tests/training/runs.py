@@ -70,6 +70,12 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], **layouts: str) -> None:
             file[name].attrs["layout"] = layout
 
 
+def read_array(path: Path | str, name: str = "prediction") -> np.ndarray:
+    """Return a dataset of an HDF5 file."""
+    with h5py.File(path) as file:
+        return file[name][()]
+
+
 def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path:
     """Write data and configuration to `folder`; return the path of the configuration."""
     if not (folder / "data.h5").exists():

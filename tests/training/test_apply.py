@@ -25,7 +25,7 @@ from halograd.training import parts as training_parts
 from halograd.training.evaluation import check_predictions
 from halograd.training.parts import PartArray, PartFile
 from tests.training.cuts import overrides_of
-from tests.training.runs import EDGE, write_config, write_own, write_shared
+from tests.training.runs import EDGE, read_array, write_config, write_own, write_shared
 
 FILES = (3, 5)
 NET = f"""
@@ -62,11 +62,6 @@ def trained(comm, shared):
     return shared
 
 
-def read(path: Path, name: str = "prediction") -> np.ndarray:
-    with h5py.File(path) as file:
-        return file[name][()]
-
-
 def sources(out: Path) -> list[tuple[str, int]]:
     """Return the file of each prediction, and the number of the sample in it."""
     with h5py.File(out) as file:
@@ -87,7 +82,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
     if comm.rank == 0:
         apply(trained / "out", new, trained / "alone.h5", ["strategy.sample=1"], what, MPI.COMM_SELF)
     comm.barrier()
-    want = read(trained / "alone.h5")
+    want = read_array(trained / "alone.h5")
     assert want.shape == (sum(FILES), EDGE, EDGE, 1) and want.std() > 0
     for number, cut in enumerate(CUTS.get(comm.size, ())):
         for batch in (4, 3) if "sample" not in cut else (4,):
@@ -96,8 +91,8 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
             out = trained / f"{what}-{number}-{batch}.h5"
             found = apply(trained / "out", new, out, sets, what, comm)
             assert found["samples"] == found["computed"] == sum(FILES)
-            np.testing.assert_allclose(read(out), want, rtol=1e-9, atol=1e-12)
-            assert read(out).dtype == want.dtype == (np.uint8 if what == "classes" else np.float64)
+            np.testing.assert_allclose(read_array(out), want, rtol=1e-9, atol=1e-12)
+            assert read_array(out).dtype == want.dtype == (np.uint8 if what == "classes" else np.float64)
             assert sources(out) == [(str(trained / "new" / f"{k}.h5"), n) for k in (0, 1) for n in range(FILES[k])]
 
 
@@ -107,9 +102,9 @@ def test_is_what_evaluation_predicts(comm, trained):
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
     apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
-    order = np.argsort(read(trained / "judged.h5", "sample"))
+    order = np.argsort(read_array(trained / "judged.h5", "sample"))
     assert [sources(trained / "judged.h5")[k] for k in order] == sources(trained / "applied.h5")
-    np.testing.assert_array_equal(read(trained / "applied.h5"), read(trained / "judged.h5")[order])
+    np.testing.assert_array_equal(read_array(trained / "applied.h5"), read_array(trained / "judged.h5")[order])
     with h5py.File(trained / "applied.h5") as file:
         assert file["prediction"].attrs["layout"] == "NHWC" and file.attrs["network"] == "mesh"
 
@@ -122,7 +117,7 @@ def test_samples_of_another_size(comm, trained):
     comm.barrier()
     sets = [f"model.resolution={2 * EDGE}", f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
     found = apply(trained / "out", [str(trained / "large")], trained / "large.h5", sets, comm=comm)
-    assert read(trained / "large.h5").shape == (found["samples"], 2 * EDGE, 2 * EDGE, 1)
+    assert read_array(trained / "large.h5").shape == (found["samples"], 2 * EDGE, 2 * EDGE, 1)
     with pytest.raises(UserError, match=r"another network: .*'conv1_1/w: parameter"):
         apply(trained / "out", [str(trained / "new")], trained / "x.h5", ["model.widths=[5, 6]", *sets[1:]], comm=comm)
 
@@ -149,7 +144,7 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     monkeypatch.setattr(PartFile, "write", lambda self, blocks: (written.append(self.done), write(self, blocks)))
     found = apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
     assert written == [2, 3] and found["computed"] == 4
-    np.testing.assert_array_equal(read(trained / "out.h5"), read(trained / "whole.h5"))
+    np.testing.assert_array_equal(read_array(trained / "out.h5"), read_array(trained / "whole.h5"))
     comm.barrier()
     if comm.rank == 0:
         alone = apply(trained / "out", new, trained / "out.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
@@ -157,7 +152,7 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     comm.barrier()
     found = apply(trained / "out", new, trained / "out.h5", [*sets[:2], "training.batch=4"], comm=comm)
     assert found["computed"] == sum(FILES), "other batches are another job, and a file of ours is replaced"
-    np.testing.assert_allclose(read(trained / "out.h5"), read(trained / "whole.h5"), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(read_array(trained / "out.h5"), read_array(trained / "whole.h5"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.ranks(2)
@@ -166,7 +161,7 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
     new, sets = [str(trained / "new")], ["strategy.height=2", "strategy.sample=1"]
     out = trained / "50%b.h5"
     apply(trained / "out", new, out, sets, comm=comm)
-    before = read(out)
+    before = read_array(out)
     assert np.isfinite(before).all() and before.std() > 0
 
     def failing(self, blocks):
@@ -178,10 +173,10 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
     with monkeypatch.context() as patched, pytest.raises((OSError, DataError), match="No space left on device"):
         patched.setattr(PartFile, "write", failing)
         apply(trained / "out", new, out, sets, "probabilities", comm)
-    np.testing.assert_array_equal(read(out), before)
+    np.testing.assert_array_equal(read_array(out), before)
     apply(trained / "out", new, out, sets, "classes", comm)
     comm.barrier()
-    np.testing.assert_array_equal(read(out), before > 0)
+    np.testing.assert_array_equal(read_array(out), before > 0)
     assert parts(out) == [0, 1]
 
 
@@ -194,7 +189,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
     comm.barrier()
     if comm.rank:
         return
-    whole, away = read(trained / "p.h5"), trained / "away"
+    whole, away = read_array(trained / "p.h5"), trained / "away"
     away.mkdir()
     shutil.copy(trained / "p.h5", away)
     with h5py.File(away / "p.h5") as file:
@@ -209,7 +204,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
     for name in needs:
         (away / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(trained / name, away / name)
-        found = read(away / "p.h5")
+        found = read_array(away / "p.h5")
         if name == needs[0]:
             np.testing.assert_array_equal(found[:, : rows - 1], whole[:, : rows - 1])
             assert gone(found[:, rows:]).all()
@@ -245,7 +240,9 @@ def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
     for k in (1, 9):
         only = [str(trained / "many" / names[k])]
         apply(trained / "out", only, trained / f"{k}.h5", [*sets, "training.batch=1"], comm=comm)
-        np.testing.assert_allclose(read(trained / "p.h5")[k], read(trained / f"{k}.h5")[0], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            read_array(trained / "p.h5")[k], read_array(trained / f"{k}.h5")[0], rtol=1e-9, atol=1e-12
+        )
 
 
 def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
@@ -279,10 +276,10 @@ def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
             done.append(part.done)
             assert part.fault is None or part.fault == "there is no record of its progress"
             assert part.done or part.fault
-        found = read(path)[: done[-1] * batch]
+        found = read_array(path)[: done[-1] * batch]
         assert found.tobytes() == np.repeat(np.arange(done[-1]) + 1.0, batch * np.prod(shape)).astype("f4").tobytes()
         work(path)
-        assert read(path)[-1].min() == count // batch
+        assert read_array(path)[-1].min() == count // batch
     assert min(done) < max(done), "otherwise this would show nothing"
 
 
@@ -336,9 +333,9 @@ def test_of_probabilities_they_are_what_it_computes(working):
     write_new(working)
     for what in applying.WHAT:
         apply(working / "out", ["new"], working / f"{what}.h5", what=what, comm=MPI.COMM_SELF)
-    found = read(working / "probabilities.h5")
-    np.testing.assert_array_equal(found, read(working / "logits.h5"))
-    np.testing.assert_array_equal(found > 0.5, read(working / "classes.h5"))
+    found = read_array(working / "probabilities.h5")
+    np.testing.assert_array_equal(found, read_array(working / "logits.h5"))
+    np.testing.assert_array_equal(found > 0.5, read_array(working / "classes.h5"))
     assert 0 < found.min() < 0.4
     for name in ("0.h5", "1.h5"):
         with h5py.File(working / "new" / name, "a") as file:
@@ -372,7 +369,7 @@ def test_refusals(comm, trained):
             apply(trained / "out", data, out, sets, comm=comm)
     assert not (trained / "missing").exists()
     apply(trained / "out", trained / "new", out, sets, comm=comm)
-    assert len(read(out)) == sum(FILES)
+    assert len(read_array(out)) == sum(FILES)
 
 
 @pytest.mark.parametrize("check", [partial(check_result, Hdf5()), check_predictions])
@@ -405,7 +402,7 @@ def test_from_the_command_line(tmp_path, capsys):
     ]
     assert run(["apply", *words, "--what", "classes"]) == 0
     assert f"{tmp_path / 'p.h5'}: 8 samples, by step " in capsys.readouterr().out
-    assert set(np.unique(read(tmp_path / "p.h5"))) <= {0, 1} and not list(tmp_path.glob("*.parts"))
+    assert set(np.unique(read_array(tmp_path / "p.h5"))) <= {0, 1} and not list(tmp_path.glob("*.parts"))
 
 
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. {:10d}"
@@ -598,11 +595,6 @@ def adapted_trained(comm, working):
     return working
 
 
-def read_adapted(path: str) -> np.ndarray:
-    with h5py.File(path) as file:
-        return file["prediction"][()]
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_one_sample_of_another_size(comm, adapted_trained):
     """A sample of another size needs no settings, and gives the predictions of five settings by hand."""
@@ -614,8 +606,8 @@ def test_one_sample_of_another_size(comm, adapted_trained):
     cut = {1: [], 2: ["height=2"], 3: ["height=3"], 4: ["height=2", "width=2"]}[comm.size]
     wanted = [f"model.resolution={LARGE}", "training.batch=1", "strategy.sample=1", *(f"strategy.{one}" for one in cut)]
     assert found["settings"] == wanted and found["samples"] == 1
-    np.testing.assert_allclose(read_adapted("out.h5"), read_adapted("by-hand.h5"), rtol=1e-9, atol=1e-12)
-    assert read_adapted("out.h5").shape == (1, LARGE, LARGE, 1)
+    np.testing.assert_allclose(read_array("out.h5"), read_array("by-hand.h5"), rtol=1e-9, atol=1e-12)
+    assert read_array("out.h5").shape == (1, LARGE, LARGE, 1)
 
 
 @pytest.mark.ranks(1, 2)
@@ -628,7 +620,7 @@ def test_evaluates_what_it_predicts(comm, adapted_trained):
     apply("four.toml", ["large.h5"], "out.h5", comm=comm)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-12) and found["iou"] == pytest.approx(alone["iou"])
     with h5py.File("judged.h5") as file:
-        np.testing.assert_array_equal(file["prediction"][()], read_adapted("out.h5")[file["sample"][()]])
+        np.testing.assert_array_equal(file["prediction"][()], read_array("out.h5")[file["sample"][()]])
         assert file["prediction"].shape == (5, LARGE, LARGE, 1)
     with pytest.raises(UserError, match=r"another network: .*'conv1_1/w: parameter"):
         evaluate("four.toml", ["data.path=large.h5", "model.widths=[5, 6]"], "all", comm=comm)
@@ -670,7 +662,7 @@ def test_order_of_axes(adapted_trained):
         layout = {"last": "NHWC", "first": "NCHW"}[name]
         settings = apply("out", [f"{name}.h5"], f"p-{name}.h5", comm=MPI.COMM_SELF)["settings"]
         assert settings[0] == f'data.layout="{layout}"'
-    np.testing.assert_array_equal(read_adapted("p-last.h5"), read_adapted("p-first.h5"))
+    np.testing.assert_array_equal(read_array("p-last.h5"), read_array("p-first.h5"))
     write_samples(Path("open.h5"), (1, 3, EDGE, 3), None)
     with pytest.raises(UserError, match=r"open.h5: '/inputs' .*'layout'; set data.layout"):
         apply("out", ["open.h5"], "p.h5", comm=MPI.COMM_SELF)
@@ -697,8 +689,8 @@ def test_networks_of_the_user(working, signature):
     assert found["settings"] == [size, "training.batch=1"]
     if not follows:
         apply("out", ["one.h5"], "by-hand.h5", [f"model.edge={LARGE}"], comm=MPI.COMM_SELF)
-        np.testing.assert_array_equal(read_adapted("p.h5"), read_adapted("by-hand.h5"))
-    assert read_adapted("p.h5").shape == (1, LARGE, LARGE, 1)
+        np.testing.assert_array_equal(read_array("p.h5"), read_array("by-hand.h5"))
+    assert read_array("p.h5").shape == (1, LARGE, LARGE, 1)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -714,9 +706,9 @@ def test_a_size_that_the_network_does_not_divide(comm, adapted_trained):
     comm.barrier()
     found = apply("plain", ["odd.h5"], "out.h5", comm=comm)
     assert found["settings"][0] == "data.extents=[21, 26]"
-    np.testing.assert_allclose(read_adapted("out.h5"), read_adapted("by-hand.h5")[:, :21, :26], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(read_array("out.h5"), read_array("by-hand.h5")[:, :21, :26], rtol=1e-9, atol=1e-12)
     evaluate("plain", ["data.path=odd.h5"], "all", "judged.h5", comm)
-    np.testing.assert_allclose(read_adapted("judged.h5"), read_adapted("out.h5"), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(read_array("judged.h5"), read_array("out.h5"), rtol=1e-9, atol=1e-12)
 
 
 def test_networks_of_one_size(working):
@@ -742,9 +734,9 @@ def test_windows_stay_windows(adapted_trained):
     crop = ["data.path=large.h5", "data.augment={crop = true}", "output.directory=crop"]
     train("run.toml", ["training.epochs=1", "training.batch=2", *crop], comm=MPI.COMM_SELF)
     evaluate("crop", ["training.batch=1"], "all", "judged.h5", MPI.COMM_SELF)
-    assert read_adapted("judged.h5").shape[1:] == (EDGE, EDGE, 1)
+    assert read_array("judged.h5").shape[1:] == (EDGE, EDGE, 1)
     apply("crop", ["large.h5"], "p.h5", comm=MPI.COMM_SELF)
-    assert read_adapted("p.h5").shape[1:] == (LARGE, LARGE, 1)
+    assert read_array("p.h5").shape[1:] == (LARGE, LARGE, 1)
 
 
 def test_adapted_from_the_command_line(adapted_trained, capsys):

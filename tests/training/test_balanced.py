@@ -21,7 +21,7 @@ from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
 from tests.training.cuts import overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_named, write_shared
+from tests.training.runs import EDGE, SAMPLES, read_array, write_named, write_shared
 
 NET = """
 import halograd as hg
@@ -62,8 +62,7 @@ def weights_of(labels, classes):
 
 def trained(found):
     """Return the indices of the training samples of a run; `found` contains the predictions of the others."""
-    with h5py.File(found) as file:
-        return np.setdiff1d(np.arange(SAMPLES), file["sample"][()])
+    return np.setdiff1d(np.arange(SAMPLES), read_array(found, "sample"))
 
 
 @pytest.mark.mpi
@@ -153,8 +152,7 @@ def test_the_positive_class_as_with_the_number_itself(comm, one_channel, capfd):
     cut = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.width=2"]}[comm.size]
     found = train(one_channel, [*cut, "output.progress=true"], comm=comm)
     evaluate(one_channel, cut, predictions="p.h5", comm=comm)
-    with h5py.File("data.h5") as file:
-        kind = file["kind"][()][trained("p.h5")]
+    kind = read_array("data.h5", "kind")[trained("p.h5")]
     ratio = float(np.sum(~kind) / np.sum(kind))
     want = train(one_channel, [*cut, "output.directory=given", f"model.weight={ratio!r}"], comm=comm)
     even = train(one_channel, [*cut, "output.directory=even", "model.weight=1.0"], comm=comm)

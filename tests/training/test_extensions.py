@@ -25,7 +25,7 @@ from halograd.training.schedules import make_schedule
 from tests.docs.pages import write_files
 from tests.training import own_optimizer
 from tests.training.cuts import CUTS, check_resumed, curve, logged_losses, logged_rates, overrides_of
-from tests.training.runs import EDGE, OPTIONS, check_refused, unet, write_config, write_own, written
+from tests.training.runs import EDGE, OPTIONS, check_refused, read_array, unet, write_config, write_own, written
 
 EPOCH = 3  # steps
 FADE = 'data.augment={kind="fade.py:Fade", share=0.9}'
@@ -353,8 +353,7 @@ def test_by_a_function(comm, own_data):
                 apply(own_data, ["data.h5"], "alone.h5", alone, comm=MPI.COMM_SELF)
             want = evaluate(own_data, alone, comm=MPI.COMM_SELF)
             assert found["loss"] == pytest.approx(want["loss"], rel=1e-10)
-            with h5py.File(f"{number}.h5") as file, h5py.File("alone.h5") as theirs:
-                np.testing.assert_allclose(file["prediction"][()], theirs["prediction"][()], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(read_array(f"{number}.h5"), read_array("alone.h5"), rtol=1e-9, atol=1e-12)
         comm.barrier()
 
 
@@ -378,8 +377,7 @@ def test_given_by_a_script(comm, own_data):
     run.apply(new, "p.h5")
     file.apply("data.h5", "q.h5")
     comm.barrier()
-    with h5py.File("p.h5") as mine, h5py.File("q.h5") as theirs:
-        np.testing.assert_array_equal(mine["prediction"][()], theirs["prediction"][()])
+    np.testing.assert_array_equal(read_array("p.h5"), read_array("q.h5"))
 
 
 @pytest.mark.ranks(1, 2)

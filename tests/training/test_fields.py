@@ -16,7 +16,17 @@ from halograd.errors import UserError
 from halograd.training import apply, evaluate, samples, train
 from halograd.training.checkpoint import read_header
 from tests.training.cuts import CUTS, check_equal_runs, check_resumed, check_scores, overrides_of
-from tests.training.runs import EDGE, OPTIONS, SAMPLES, check_refused, write_arrays, write_named, write_own, written
+from tests.training.runs import (
+    EDGE,
+    OPTIONS,
+    SAMPLES,
+    check_refused,
+    read_array,
+    write_arrays,
+    write_named,
+    write_own,
+    written,
+)
 
 NAMED_NET = """
 import halograd as hg
@@ -181,8 +191,7 @@ def test_as_fields_of_each_sample(comm, shared_fields):
         for name in names:
             apply(f"{name}{number}", f"{name}.h5", f"{name}.out", comm=comm)
         if comm.rank == 0:
-            with h5py.File("shared.out") as mine, h5py.File("each.out") as theirs:
-                np.testing.assert_array_equal(mine["prediction"][()], theirs["prediction"][()])
+            np.testing.assert_array_equal(read_array("shared.out"), read_array("each.out"))
         comm.barrier()
 
 

@@ -13,7 +13,7 @@ from halograd.errors import UserError
 from halograd.fitting import _optimizer
 from halograd.training import METRICS, SCHEDULES, SGD, Metric, Optimizer, Schedule, evaluate, train
 from halograd.training.parts import PartFile
-from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
+from tests.training.runs import EDGE, OPTIONS, read_array, unet, write_config, write_data
 
 
 class Notes(hg.Callback):
@@ -60,8 +60,7 @@ def test_as_in_one_process(comm, folder):
         alone = hg.fit(unet(), data, folder / "alone", comm=MPI.COMM_SELF, **OPTIONS)
         assert alone.losses == pytest.approx(run.losses, rel=1e-9)
         alone.apply([folder / "data.h5"], folder / "q.h5", which="best")
-        with h5py.File(folder / "p.h5") as mine, h5py.File(folder / "q.h5") as theirs:
-            np.testing.assert_allclose(mine["prediction"][()], theirs["prediction"][()], rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(read_array(folder / "p.h5"), read_array(folder / "q.h5"), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.ranks(1, 2)
@@ -124,8 +123,7 @@ def test_arrays_are_applied_like_files(comm, folder):
     """Predictions for arrays of any type, memory layout and batch axis equal those for files."""
     cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy=cut, **OPTIONS)
-    with h5py.File(folder / "data.h5") as file:
-        x = file["inputs"][()]
+    x = read_array(folder / "data.h5", "inputs")
     run.apply(str(folder / "data.h5"), folder / "files.h5", "probabilities")
     want = predictions(folder / "files.h5")
     backwards = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, -1, 1)), 1, -1)[::-1]

@@ -24,7 +24,7 @@ from halograd.training.run import train
 from halograd.training.trained import evaluate
 from tests.docs.pages import write_files
 from tests.support.inject import refusing
-from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data, write_own, written
+from tests.training.runs import EDGE, OPTIONS, read_array, unet, write_config, write_data, write_own, written
 
 
 def listing(folder: Path) -> dict[str, bytes]:
@@ -275,11 +275,6 @@ def write_written_config(folder):
 written_config = written(write_written_config)
 
 
-def want() -> np.ndarray:
-    with h5py.File("want.h5") as file:
-        return file["prediction"][()]
-
-
 def npy(folder: Path) -> np.ndarray:
     """Return the predictions that the writer ``Npy`` has written to a folder, in the order of the samples."""
     paths = sorted(folder.glob("prediction-*.npy"))
@@ -303,9 +298,8 @@ def test_under_every_cut(comm, trained_with_writers, name):
         assert found["samples"] == found["computed"] == sum(FILES)
         comm.barrier()
         if comm.rank == 0:
-            with h5py.File(f"same{number}.h5") as file:
-                same = file["prediction"][()]
-            np.testing.assert_allclose(same, want(), rtol=1e-9, atol=1e-12)
+            same = read_array(f"same{number}.h5")
+            np.testing.assert_allclose(same, read_array("want.h5"), rtol=1e-9, atol=1e-12)
             result = trained_with_writers / f"result{number}"
             got = npy(result) if result.is_dir() else np.fromfile(result).reshape(same.shape)
             assert got.tobytes() == same.tobytes()
@@ -337,7 +331,7 @@ def test_an_interrupted_job_continues_in_any_format(comm, trained_with_writers, 
     found = apply("out", ["new"], "result", sets, comm=comm, format="npy.py:Npy:digits=3")
     assert written == [2, 3] and found["computed"] == 3
     comm.barrier()
-    np.testing.assert_allclose(npy(trained_with_writers / "result"), want(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(npy(trained_with_writers / "result"), read_array("want.h5"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -366,7 +360,7 @@ def test_a_mistake_of_a_writer_loses_nothing(comm, trained_with_writers, name, e
     found = apply("out", ["new"], "result", sets, comm=comm, format="npy.py:Npy:digits=3")
     assert found["computed"] == 0 and found["samples"] == sum(FILES)
     comm.barrier()
-    np.testing.assert_allclose(npy(trained_with_writers / "result"), want(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(npy(trained_with_writers / "result"), read_array("want.h5"), rtol=1e-9, atol=1e-12)
     assert not list(trained_with_writers.glob("result.*"))
 
 
@@ -406,7 +400,7 @@ def test_an_older_folder_is_replaced_at_the_end(comm, trained_with_writers):
         comm.barrier()
         found = npy(trained_with_writers / "result")
         comm.barrier()
-    np.testing.assert_allclose(found, 1 / (1 + np.exp(-want())), rtol=1e-6)
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-read_array("want.h5"))), rtol=1e-6)
     assert not [path.name for path in trained_with_writers.iterdir() if path.name.startswith((".", "result."))]
 
 
@@ -445,6 +439,6 @@ def test_from_the_command_line(comm, trained_with_writers, capsys):
     words = ["apply", "out", "new", "-o", "result", "--format", "npy.py:Npy:digits=3", "--set", "training.batch=2"]
     assert run(words) == 0
     assert "result: 7 samples, by step " in capsys.readouterr().out
-    np.testing.assert_allclose(npy(trained_with_writers / "result"), want(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(npy(trained_with_writers / "result"), read_array("want.h5"), rtol=1e-9, atol=1e-12)
     assert run([*words[:-4], "--format", "none"]) == 2
     assert "--format: expected hdf5" in capsys.readouterr().err

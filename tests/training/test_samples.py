@@ -21,7 +21,7 @@ from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.trained import evaluate
 from tests.training.cuts import CUTS, check_resumed, logged_losses, overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_config, write_own, written
+from tests.training.runs import EDGE, SAMPLES, read_array, write_arrays, write_config, write_own, written
 
 LENGTHS = (4, 7, 1, 7)
 
@@ -155,8 +155,7 @@ def test_the_run_on_other_formats_is_that_on_hdf5(comm, many_files):
     folder = many_files.parent
     if comm.rank == 0:
         (folder / "tiff").mkdir()
-        with h5py.File(folder / "data.h5") as whole:
-            x, mask = whole["inputs"][()], whole["mask"][()]
+        x, mask = read_array(folder / "data.h5", "inputs"), read_array(folder / "data.h5", "mask")
         group = zarr.open_group(str(folder / "data.zarr"), mode="w")
         group.create_array("inputs", data=x, chunks=(4, 8, 16, 3)).attrs["layout"] = "NHWC"
         group.create_array("mask", data=mask)
@@ -372,8 +371,7 @@ def test_others(comm, invalid_data):
     train(invalid_data, [*sets, f"output.directory={invalid_data.parent / 'filled'}"], comm=comm)
     data, target = [str(invalid_data.parent / "data.h5")], invalid_data.parent / "filled"
     apply(target, data, invalid_data.parent / "p.h5", sets, comm=comm)
-    with h5py.File(invalid_data.parent / "p.h5") as file:
-        assert np.isfinite(file["prediction"][()]).all()
+    assert np.isfinite(read_array(invalid_data.parent / "p.h5")).all()
     with pytest.raises(DataError, match="expected finite numbers"):
         apply(target, data, invalid_data.parent / "q.h5", skip, comm=comm)
     with h5py.File(invalid_data.parent / "data.h5", "a") as file:

@@ -22,7 +22,7 @@ from halograd.training.log import read_log
 from halograd.training.whole import planned_or_similar
 from tests.support.fake_device import FakeBackend
 from tests.training.cuts import CUTS, overrides_of
-from tests.training.runs import EDGE, write_arrays, write_config, write_own, written
+from tests.training.runs import EDGE, read_array, write_arrays, write_config, write_own, written
 
 TIMES = 20
 NET = """
@@ -70,14 +70,12 @@ def rollout_config(folder):
 
 def rollout_by_hand(run, count, times=1):
     """Return predictions ``(N, count, *spatial, C)`` of `times` at once, each from a file of the last ones."""
-    with h5py.File("new.h5") as file:
-        u, ground = file["u"][()], file["g"][()]
+    u, ground = read_array("new.h5", "u"), read_array("new.h5", "g")
     state, found = np.concatenate([u[:-2], u[2:]], -1), []
     for _ in range(0, count, times):
         write_arrays("pairs.h5", {"u": state, "g": ground}, u="NHWC", g="HW")
         apply(run, "pairs.h5", "hand.h5", COPIED, comm=MPI.COMM_SELF)
-        with h5py.File("hand.h5") as file:
-            new = np.split(file["prediction"][()], times, -1)
+        new = np.split(read_array("hand.h5"), times, -1)
         found += new
         state = np.concatenate([state, *(y[..., ::-1] for y in new)], -1)[..., -4:]
         state[:, 3:6, 4] = np.nan
@@ -110,8 +108,7 @@ def test_several_times_at_once_and_refusals(comm, rollout_config, capsys, monkey
         apply("out", "new.h5", "device.nc", rollout=6, comm=comm)
     want = rollout_by_hand("out", 6, 2)
     for name in ("out.nc", "device.nc"):
-        with h5py.File(name) as file:
-            np.testing.assert_allclose(file["prediction"][()], want, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(read_array(name), want, rtol=1e-9, atol=1e-12)
     for rollout, message in ((3, "1 step or more, a multiple of data.rollout = 2, got 3"), (-2, "got -2")):
         with pytest.raises(UserError, match=f"--rollout: expected .*{message}"):
             apply("out", "new.h5", "x.nc", rollout=rollout, comm=comm)
@@ -151,11 +148,6 @@ def test_predictions_must_have_all_channels(comm, rollout_config):
 HEIGHT, WIDTH = 2 * EDGE + 3, EDGE + 5
 
 
-def read_prediction(path):
-    with h5py.File(path) as file:
-        return file["prediction"][()]
-
-
 def write_samples(path, x):
     with h5py.File(path, "w") as file:
         file["inputs"] = x
@@ -172,13 +164,13 @@ def test_mean_of_images(comm, config):
         for axes in ((), (1,), (2,), (1, 2)):
             write_samples("image.h5", np.flip(x, axes))
             apply("out", ["image.h5"], "p.h5", comm=MPI.COMM_SELF)
-            want = want + np.flip(read_prediction("p.h5"), axes) / 4
+            want = want + np.flip(read_array("p.h5"), axes) / 4
         write_samples("new.h5", x)
         np.save("want.npy", want)
     comm.barrier()
     for number, cut in enumerate(CUTS[comm.size]):
         apply("out", ["new.h5"], f"mean{number}.h5", overrides_of(cut), comm=comm, flips=["width", "height"])
-        np.testing.assert_allclose(read_prediction(f"mean{number}.h5"), np.load("want.npy"), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(read_array(f"mean{number}.h5"), np.load("want.npy"), rtol=1e-9, atol=1e-12)
     if comm.rank == 0:
         with pytest.raises(UserError, match=r"--flips: .*height, width, got depth"):
             apply("out", ["new.h5"], "x.h5", ["strategy={sample = 1}"], comm=MPI.COMM_SELF, flips=["depth"])
@@ -217,7 +209,7 @@ def windows_by_hand(x, window, overlap, pad=0, flips=((),), factor=1):
         apply("out", ["windows.h5"], "y.h5", comm=MPI.COMM_SELF)
         sums = np.zeros((len(x), *(n // factor for n in extents), 1))
         total = np.zeros(sums.shape[1:])
-        for place, y in zip(places, np.split(read_prediction("y.h5"), len(places))):
+        for place, y in zip(places, np.split(read_array("y.h5"), len(places))):
             at = tuple(slice(start // factor, start // factor + n) for start, n in zip(place, weights.shape))
             sums[(slice(None), *at)] += weights * y
             total[at] += weights
@@ -244,11 +236,9 @@ def test_sums_of_windows(comm, config):
         found = apply("out", ["wide.h5", "narrow.h5"], both, sets, window=window, comm=comm)
         assert found["windows"] == 3 * 4 * 2 + 2 * 4 and found["computed"] == 5
         for name in ("wide", "narrow"):
-            np.testing.assert_allclose(
-                read_prediction(f"{both}/{name}.h5"), np.load(f"{name}.npy"), rtol=1e-9, atol=1e-12
-            )
+            np.testing.assert_allclose(read_array(f"{both}/{name}.h5"), np.load(f"{name}.npy"), rtol=1e-9, atol=1e-12)
         apply("out", ["wide.h5"], "x.h5", sets, window=window, overlap=0.25, flips=["height"], comm=comm)
-        np.testing.assert_allclose(read_prediction("x.h5"), np.load("flipped.npy"), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(read_array("x.h5"), np.load("flipped.npy"), rtol=1e-9, atol=1e-12)
 
 
 WRONG = {
@@ -276,11 +266,11 @@ def test_coarser_predictions(comm, config, capsys):
     found = apply("out", ["new.h5"], "x.h5", window=(EDGE, EDGE), overlap=0.3, comm=comm)
     assert found["computed"] == 2 and found["windows"] == 3 * 3 * 3
     np.testing.assert_allclose(
-        read_prediction("x.h5"), windows_by_hand(x, (EDGE, EDGE), 0.3, factor=4), rtol=1e-9, atol=1e-12
+        read_array("x.h5"), windows_by_hand(x, (EDGE, EDGE), 0.3, factor=4), rtol=1e-9, atol=1e-12
     )
     assert run(["apply", "out", "new.h5", "-o", "y.h5", "--window", "16,16", "--what", "classes"]) == 0
     assert "36 windows of 16,16, overlap 0.5" in capsys.readouterr().out
-    assert read_prediction("y.h5").dtype == np.uint8 and read_prediction("y.h5").shape == (3, 9, 8, 1)
+    assert read_array("y.h5").dtype == np.uint8 and read_array("y.h5").shape == (3, 9, 8, 1)
     for text, message in WRONG.items():
         assert run(["apply", "out", "new.h5", "-o", "y.h5", "--window", *text.split()]) == 2
         assert message in capsys.readouterr().err
