@@ -19,6 +19,8 @@ import h5py
 import numpy as np
 from h5py import h5d, h5s, h5t
 
+from tests.training.runs import write_arrays
+
 N, EDGE, CHANNELS = 8, 8, 2
 GRID = (N, EDGE, EDGE)
 NAMES = ("inputs", "mask")
@@ -32,10 +34,7 @@ def write(folder: Path, seed: int = 0) -> Path:
     """Write a valid data set; return its path."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((*GRID, CHANNELS)).astype(np.float32)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file["inputs"] = x
-        file["inputs"].attrs["layout"] = "NHWC"
-        file["mask"] = (x[..., 0] > 0).astype(np.uint8)
+    write_arrays(folder / "data.h5", {"inputs": x, "mask": (x[..., 0] > 0).astype(np.uint8)}, inputs="NHWC")
     return folder / "data.h5"
 
 

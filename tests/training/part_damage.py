@@ -40,7 +40,7 @@ from halograd.training import apply, train
 from halograd.training.chunk_file import ChunkWriter, VerifiedFile
 from halograd.training.session import Session
 from tests.training.damage import damaged, main
-from tests.training.runs import EDGE, write_own
+from tests.training.runs import EDGE, write_arrays, write_own
 
 SAMPLES, BATCH, DONE = 8, 2, 3
 GOOD = {"anew", "without effect", "refused"}
@@ -91,9 +91,8 @@ class Job:
         self.out.parent.mkdir()
         rng = np.random.default_rng(11)
         for name in ("far", "other"):
-            with h5py.File(self.folder / f"{name}.h5", "w") as file:
-                file["inputs"] = rng.standard_normal((SAMPLES, EDGE, EDGE, 3))
-                file["inputs"].attrs["layout"] = "NHWC"
+            arrays = {"inputs": rng.standard_normal((SAMPLES, EDGE, EDGE, 3))}
+            write_arrays(self.folder / f"{name}.h5", arrays, inputs="NHWC")
         with h5py.File(self.folder / "new.h5", "w") as file:
             file["inputs"] = h5py.ExternalLink("far.h5", "/inputs")
         config = write_own(self.folder, NET)

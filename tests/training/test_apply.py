@@ -25,7 +25,7 @@ from halograd.training import parts as training_parts
 from halograd.training.evaluation import check_predictions
 from halograd.training.parts import PartArray, PartFile
 from tests.training.cuts import overrides_of
-from tests.training.runs import EDGE, read_array, write_config, write_own, write_shared
+from tests.training.runs import EDGE, read_array, write_arrays, write_config, write_own, write_shared
 
 FILES = (3, 5)
 NET = f"""
@@ -46,9 +46,8 @@ def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
     rng = np.random.default_rng(11)
     (folder / name).mkdir()
     for number, samples in enumerate(FILES):
-        with h5py.File(folder / name / f"{number}.h5", "w") as file:
-            x = rng.standard_normal((samples, 3, edge, edge))
-            file.create_dataset("inputs", data=x).attrs["layout"] = "NCHW"
+        x = rng.standard_normal((samples, 3, edge, edge))
+        write_arrays(folder / name / f"{number}.h5", {"inputs": x}, inputs="NCHW")
 
 
 @pytest.fixture
@@ -230,9 +229,7 @@ def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
         rng = np.random.default_rng(3)
         (trained / "many").mkdir()
         for name in reversed(names):
-            with h5py.File(trained / "many" / name, "w") as file:
-                file["inputs"] = rng.standard_normal((1, EDGE, EDGE, 3))
-                file["inputs"].attrs["layout"] = "NHWC"
+            write_arrays(trained / "many" / name, {"inputs": rng.standard_normal((1, EDGE, EDGE, 3))}, inputs="NHWC")
     comm.barrier()
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     apply(trained / "out", [str(trained / "many")], trained / "p.h5", sets, comm=comm)
@@ -453,9 +450,8 @@ def test_has_the_coordinates_of_the_samples(comm, working, caplog):
     """Predictions have the samples' coordinates under every cut; on another grid they have none, with a message."""
     if comm.rank == 0:
         write_map(Path("map"))
-        with h5py.File("data.h5", "w") as file:
-            file.create_dataset("inputs", data=np.ones((8, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
-            file["target"] = np.ones((8, EDGE // 2, EDGE // 2, 2))
+        arrays = {"inputs": np.ones((8, EDGE, EDGE, 3)), "target": np.ones((8, EDGE // 2, EDGE // 2, 2))}
+        write_arrays(Path("data.h5"), arrays, inputs="NHWC")
         train(write_own(working, HALF, HALF_DATA), ["training.epochs=1"], comm=MPI.COMM_SELF)
         apply("out", ["map"], "alone.h5", ["training.batch=2"], comm=MPI.COMM_SELF)
     comm.barrier()

@@ -24,7 +24,17 @@ from halograd.training.run import train
 from halograd.training.trained import evaluate
 from tests.docs.pages import write_files
 from tests.support.inject import refusing
-from tests.training.runs import EDGE, OPTIONS, read_array, unet, write_config, write_data, write_own, written
+from tests.training.runs import (
+    EDGE,
+    OPTIONS,
+    read_array,
+    unet,
+    write_arrays,
+    write_config,
+    write_data,
+    write_own,
+    written,
+)
 
 
 def listing(folder: Path) -> dict[str, bytes]:
@@ -259,9 +269,8 @@ def trained_with_writers(comm, written_config):
         (folder / "new").mkdir()
         rng = np.random.default_rng(11)
         for number, samples in enumerate(FILES):
-            with h5py.File(folder / "new" / f"{number}.h5", "w") as file:
-                file["inputs"] = rng.standard_normal((samples, EDGE, EDGE, 3))
-                file["inputs"].attrs["layout"] = "NHWC"
+            x = rng.standard_normal((samples, EDGE, EDGE, 3))
+            write_arrays(folder / "new" / f"{number}.h5", {"inputs": x}, inputs="NHWC")
         train(written_config, ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
         apply("out", ["new"], "want.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
     comm.barrier()

@@ -32,6 +32,7 @@ CHUNKS = [
 ]
 BY_NODES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3)]
 SHARDS = [Scheme("sharded")]
+SCHEMES = BY_NODES + SHARDS
 WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]
 ROUNDED = [
     Scheme("two_chunks", first_layers=3, payload="bfloat16"),
@@ -54,7 +55,7 @@ def strategy_of(size, scheme, layers=None):
 @pytest.mark.parametrize(
     ("name", "dtype", "scheme"),
     [
-        *(("lenet", "float64", scheme) for scheme in CHUNKS + BY_NODES + SHARDS),
+        *(("lenet", "float64", scheme) for scheme in CHUNKS + SCHEMES),
         *(("mesh", "float32", scheme) for scheme in WITH_NORMS),
     ],
     ids=str,
@@ -70,7 +71,7 @@ def test_ten_steps_are_those_of_one_process(turn, name, dtype, scheme):
     [
         *over(CHUNKS + SHARDS, "mpi"),
         *over(WITH_DENSE, NODES_OF_TWO),
-        *over(BY_NODES + SHARDS, NODES_OF_TWO, marks=pytest.mark.nightly),
+        *over(SCHEMES, NODES_OF_TWO, marks=pytest.mark.nightly),
     ],
 )
 def test_other_transports_give_the_same(scheme, transport):
@@ -79,9 +80,7 @@ def test_other_transports_give_the_same(scheme, transport):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
-)
+@pytest.mark.parametrize(("scheme", "transport"), over(CHUNKS + SCHEMES, "auto") + over(SCHEMES, NODES_OF_TWO))
 def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
     """With cut filters, cut input channels and a layer on one rank, only ranks with equal blocks sum gradients."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
@@ -118,7 +117,7 @@ def expected_traffic(scheme, comm, per_node, sizes):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize(
     ("scheme", "transport"),
-    over([*CHUNKS, Scheme("bucketed"), *ROUNDED], "mpi", "auto") + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
+    over([*CHUNKS, Scheme("bucketed"), *ROUNDED], "mpi", "auto") + over(SCHEMES, "auto", NODES_OF_TWO),
 )
 def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport):
     """Messages and bytes of a step are those of the formula: one message per chunk, padded to cache lines."""
@@ -144,7 +143,7 @@ def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport
 @pytest.mark.parametrize(
     ("scheme", "transport"),
     over([*CHUNKS[:4], Scheme("bucketed", payload="bfloat16"), ROUNDED[1]], "mpi", "auto")
-    + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
+    + over(SCHEMES, "auto", NODES_OF_TWO),
 )
 def test_a_step_allocates_no_array(scheme, transport):
     """A step allocates no array; gradients have 400 KiB, so a temporary of a quarter of them would be detected."""
@@ -279,20 +278,13 @@ def test_bfloat16_needs_float32():
         build("lenet", comm, strategy, "float64")
 
 
-SCHEMES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3), Scheme("sharded")]
-
-
-def strategy_on_nodes(comm, scheme):
-    return Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", [SGD, Adam], ids=["momentum", "adam"])
 def test_each_rank_keeps_the_state_of_its_shard(make):
     with Communicator(MPI.COMM_WORLD) as comm:
         states = {}
         for scheme in (Scheme("bucketed"), Scheme("sharded")):
-            with build("lenet", comm, strategy_on_nodes(comm, scheme)) as executor:
+            with build("lenet", comm, strategy_of(comm.size, scheme)) as executor:
                 make(executor.store, **({"momentum": 0.5} if make is SGD else {}))
                 states[scheme.name] = executor.predicted_bytes["optimizer state"]
         # A shard ends with a cache line, one per bucket and state array.
@@ -319,7 +311,7 @@ def test_gradients_come_back_while_backward_goes_on(transport, monkeypatch):
 
     monkeypatch.setattr(Executor, "_recorded", waiting)
     with Communicator(MPI.COMM_WORLD, transport) as comm:
-        with build("lenet", comm, strategy_on_nodes(comm, Scheme("host_accumulate"))) as executor:
+        with build("lenet", comm, strategy_of(comm.size, Scheme("host_accumulate"))) as executor:
             advance(trainer_of(executor), [0])
             executor.reducer.finish()
         assert seen, "the sum of the first chunk is back before backward is over"
@@ -329,7 +321,7 @@ def test_gradients_come_back_while_backward_goes_on(transport, monkeypatch):
 def test_only_one_thread_works_beside():
     with Communicator(MPI.COMM_WORLD) as comm:
         for scheme in SCHEMES:
-            with build("lenet", comm, strategy_on_nodes(comm, scheme)) as executor:
+            with build("lenet", comm, strategy_of(comm.size, scheme)) as executor:
                 advance(trainer_of(executor), range(2))
                 beside = [t.name for t in threading.enumerate() if t.name.startswith("halograd")]
                 assert beside in (["halograd-progress"], [])
@@ -344,7 +336,7 @@ def test_only_one_thread_works_beside():
 def test_clipping_scales_by_the_norm_of_one_process(scheme):
     found = []
     for world, asked in ((MPI.COMM_SELF, Scheme()), (MPI.COMM_WORLD, scheme)):
-        with Communicator(world) as comm, build("lenet", comm, strategy_on_nodes(comm, asked), "float64") as executor:
+        with Communicator(world) as comm, build("lenet", comm, strategy_of(comm.size, asked), "float64") as executor:
             trainer = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(RATE), clip_norm=0.3)
             norms = []
             for number in range(4):
@@ -407,7 +399,7 @@ def test_checkpoints_are_whole_and_resume_under_any_scheme(shared, way, cut):
 @pytest.mark.mpi(min_size=1)
 def test_a_step_that_went_wrong_leaves_the_parameters():
     for scheme in SCHEMES:
-        with Communicator(MPI.COMM_WORLD) as comm, build("lenet", comm, strategy_on_nodes(comm, scheme)) as executor:
+        with Communicator(MPI.COMM_WORLD) as comm, build("lenet", comm, strategy_of(comm.size, scheme)) as executor:
             trainer = trainer_of(executor)
             advance(trainer, range(2))
             trainer.synchronize()
@@ -429,14 +421,14 @@ def test_sums_by_nodes_need_shared_memory(scheme):
         Communicator(MPI.COMM_WORLD, "mpi") as comm,
         pytest.raises(UserError, match=rf'memory with "{scheme.name}", got "mpi"; .*auto'),
     ):
-        build("lenet", comm, strategy_on_nodes(comm, scheme))
+        build("lenet", comm, strategy_of(comm.size, scheme))
 
 
 @pytest.mark.mpi(min_size=1)
 def test_lars_needs_whole_gradients():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
-        build("lenet", comm, strategy_on_nodes(comm, Scheme("sharded"))) as executor,
+        build("lenet", comm, strategy_of(comm.size, Scheme("sharded"))) as executor,
         pytest.raises(UserError, match=r'kind: .*sgd, .*"sharded", got lars'),
     ):
         LARS(executor.store)
@@ -446,7 +438,7 @@ def test_lars_needs_whole_gradients():
 def test_shards_of_state_stay_where_they_are():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
-        build("lenet", comm, strategy_on_nodes(comm, Scheme("sharded"))) as executor,
+        build("lenet", comm, strategy_of(comm.size, Scheme("sharded"))) as executor,
     ):
         optimizer = SGD(executor.store, momentum=0.5)
         with pytest.raises(ValueError, match=r"named_state\(\): .*communicator"):

@@ -149,9 +149,7 @@ HEIGHT, WIDTH = 2 * EDGE + 3, EDGE + 5
 
 
 def write_samples(path, x):
-    with h5py.File(path, "w") as file:
-        file["inputs"] = x
-        file["inputs"].attrs["layout"] = "NHWC"
+    write_arrays(path, {"inputs": x}, inputs="NHWC")
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -298,10 +296,8 @@ def test_a_plan_that_does_not_fit_whole_samples():
 
 def write_whole_config(folder):
     rng = np.random.default_rng(2)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file["inputs"] = rng.standard_normal((10, 22, 26, 3)).astype(np.float32)
-        file["inputs"].attrs["layout"] = "NHWC"
-        file["mask"] = (file["inputs"][..., 0] > file["inputs"][..., 1]).astype(np.uint8)
+    x = rng.standard_normal((10, 22, 26, 3)).astype(np.float32)
+    write_arrays(folder / "data.h5", {"inputs": x, "mask": (x[..., 0] > x[..., 1]).astype(np.uint8)}, inputs="NHWC")
     return write_config(folder)
 
 
@@ -359,9 +355,8 @@ def write_sizes(folder):
     (folder / "patients").mkdir()
     for number in range(5):
         x = rng.standard_normal((1, *((22, 26), (16, 20))[number % 2], 3)).astype(np.float32)
-        with h5py.File(folder / "patients" / f"{number}.h5", "w") as file:
-            file["inputs"], file["mask"] = x, (x[..., 0] > x[..., 1]).astype(np.uint8)
-            file["inputs"].attrs["layout"] = "NHWC"
+        arrays = {"inputs": x, "mask": (x[..., 0] > x[..., 1]).astype(np.uint8)}
+        write_arrays(folder / "patients" / f"{number}.h5", arrays, inputs="NHWC")
     write_config(folder)
 
 
