@@ -17,6 +17,14 @@ def communicator(request, comm):
 
 
 @pytest.fixture
+def nodes_of_two(monkeypatch):
+    """Pretend that ranks 0 and 1 of a communicator are on one node, and 2 and 3 on the next."""
+    from halograd.comm.transports import base
+
+    monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
+
+
+@pytest.fixture
 def network_clock(monkeypatch):
     """Return the clock of this rank that times emulated messages and sums."""
     return clock.network_clock(monkeypatch)

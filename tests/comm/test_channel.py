@@ -263,14 +263,6 @@ def test_shared_buffers_are_the_peers_own(comm):
         communicator.barrier()
 
 
-@pytest.fixture
-def nodes_of_two(monkeypatch):
-    """Pretend that ranks 0 and 1 are on one node, and 2 and 3 on the next."""
-    from halograd.comm.transports import base
-
-    monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
-
-
 @pytest.mark.ranks(2, 3, 4, 6)
 def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
     with Communicator(comm, "auto") as communicator:

@@ -10,7 +10,6 @@ from mpi4py import MPI
 from halograd.comm import CommError, Communicator, shards
 from halograd.comm.codec import UNCHANGED, BFloat16
 from halograd.comm.sums import METHODS
-from halograd.comm.transports import base
 from tests.harness.limits import wait_until
 
 pytestmark = pytest.mark.mpi
@@ -28,12 +27,6 @@ sharing = pytest.mark.parametrize("communicator", SHARING, indirect=True)
 def communicator(request, comm):
     with Communicator(comm, request.param) as made:
         yield made
-
-
-@pytest.fixture
-def nodes_of_two(monkeypatch):
-    """Pretend that ranks 0 and 1 of a communicator are on one node, and 2 and 3 on the next."""
-    monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
 
 
 def draw(rank, number, size, dtype="float64"):

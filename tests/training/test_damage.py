@@ -16,10 +16,9 @@ from halograd.errors import UserError
 from halograd.kernels import KernelError, get_backend
 from halograd.training.run import train
 from tests.harness.limits import scaled
-from tests.training import hdf5_storage_mutations  # noqa: F401  (adds to MUTATIONS)
 from tests.training.damage import GOOD, campaign
+from tests.training.fuzz_hdf5 import MUTATIONS as HDF5_MUTATIONS
 from tests.training.fuzz_hdf5 import prepare
-from tests.training.hdf5_mutations import MUTATIONS as HDF5_MUTATIONS
 from tests.training.part_damage import GOOD as PART_GOOD
 from tests.training.part_damage import MUTATIONS, Job, case_of, outcome
 from tests.training.runs import SAMPLES, write_config
