@@ -30,10 +30,8 @@ from tests.training.runs import (
     read_array,
     unet,
     write_arrays,
-    write_config,
     write_data,
     write_own,
-    written,
 )
 
 
@@ -260,9 +258,9 @@ class Half(Writer):
 
 
 @pytest.fixture
-def trained_with_writers(comm, written_config):
+def trained_with_writers(comm, config):
     """Return the working folder, with a run in ``out``, samples without labels in ``new``, and the user's files."""
-    folder = written_config.parent
+    folder = config.parent
     if comm.rank == 0:
         write_files("extending.md", folder)
         (folder / "own.py").write_text(OWN)
@@ -271,17 +269,10 @@ def trained_with_writers(comm, written_config):
         for number, samples in enumerate(FILES):
             x = rng.standard_normal((samples, EDGE, EDGE, 3))
             write_arrays(folder / "new" / f"{number}.h5", {"inputs": x}, inputs="NHWC")
-        train(written_config, ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
+        train(config, ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
         apply("out", ["new"], "want.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
     comm.barrier()
     return folder
-
-
-def write_written_config(folder):
-    write_config(folder)
-
-
-written_config = written(write_written_config)
 
 
 def npy(folder: Path) -> np.ndarray:

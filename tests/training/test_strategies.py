@@ -3,7 +3,6 @@
 import functools
 import math
 
-import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -32,7 +31,7 @@ from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.perfmodel.test_small import classifier
 from tests.support.grids import grids_in_turn
-from tests.training.runs import write_own
+from tests.training.runs import write_named, written
 from tests.training.steps import BATCH, NETWORKS, RATE, bound, check_outcome, descend, fill, learned
 
 STEPS = 3
@@ -343,19 +342,16 @@ def build():
     loss = SoftmaxCrossEntropy(name="ce")(y, Input((1,), name="target", dtype="int32"))
     return Network({"prediction": y, "loss": loss})
 """
-DATA = """[data]
-path = "data.h5"
-inputs = "x"
+DATA = """inputs = "x"
 targets = "label"
 """
 
 
-def write(folder):
+@written
+def small_layers(folder):
     draw = np.random.default_rng(3)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("x", data=draw.standard_normal((6, 16, 16, 3), np.float32)).attrs["layout"] = "NHWC"
-        file["label"] = draw.integers(0, 10, 6).astype(np.int32)
-    write_own(folder, NETWORK, DATA)
+    arrays = {"x": draw.standard_normal((6, 16, 16, 3), np.float32), "label": draw.integers(0, 10, 6).astype(np.int32)}
+    write_named(folder, NETWORK, DATA, arrays, x="NHWC")
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -375,11 +371,11 @@ def test_results_are_those_of_one_process(turn):
 
 
 @pytest.mark.ranks(2)
-def test_a_run(config, shared):
+def test_a_run(small_layers, shared):
     found = {}
     for small in ("auto", "keep"):
         changes = ["training.epochs=1", "strategy.height=2", f"strategy.small={small}"]
-        found[small] = train(config, [*changes, f"output.directory={shared / small}"], comm=MPI.COMM_WORLD)
+        found[small] = train(small_layers, [*changes, f"output.directory={shared / small}"], comm=MPI.COMM_WORLD)
     assert found["auto"]["loss"] == pytest.approx(found["keep"]["loss"], rel=1e-9)
     begin = {small: read_log(shared / small / "log.jsonl", "begin")[0] for small in found}
     assert begin["keep"]["small_layers"] == {} and not (shared / "keep" / "small.json").exists()
