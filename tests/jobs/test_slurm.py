@@ -19,8 +19,8 @@ from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be sta
 from halograd.cli.run import run as halograd
 from halograd.data import generate
 from tests.harness.limits import wait_until
+from tests.jobs.examples import losses, write_config
 from tests.jobs.private_slurm import PrivateSlurm
-from tests.jobs.runs import losses, write_config
 from tests.launch import find_mpiexec
 
 pytestmark = pytest.mark.nightly

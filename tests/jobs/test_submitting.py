@@ -17,7 +17,7 @@ from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be sta
 
 from halograd.cli.run import run
 from tests.harness.jobs import job_environment, new_mark
-from tests.jobs.runs import write_config
+from tests.jobs.examples import write_config
 from tests.jobs.stubs import Stubs
 
 

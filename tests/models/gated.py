@@ -1,4 +1,4 @@
-"""Network of layers that the models lack: padding and cropping, gates, two tasks, four losses, some with weights."""
+"""Small networks: of layers that the models lack, and with arrays of every kind of spatial extents."""
 
 import halograd as hg
 
@@ -56,3 +56,19 @@ def pyramid(x, width):
     vector = hg.Dense(4 * width, weight_norm=True, name="vector")(hg.GlobalAveragePool()(x))
     made = hg.Resize(size=size, mode="linear", name="made_up")(hg.Reshape((2, 2, width), name="made")(vector))
     return x + means + hg.Resize(size=size, name="maxima_up")(maxima) + made
+
+
+__all__ = ["embedded"]
+
+
+def embedded() -> hg.Network:
+    """Return a network with positions, a gain per cell, a bias per row and per column, and one layer called twice."""
+    x = hg.Input((8, 7, 3), "x")
+    cells = hg.Scale(1.0, True, "cells", axes=("height", "width"))
+    y = hg.Embedding(name="positions", std=0.5)(hg.Conv(6, 3, padding=1, name="conv1")(x))
+    y = cells(hg.ReLU(name="relu")(cells(y)))
+    y = hg.Embedding(("height", "channel"), name="rows")(hg.Conv(6, 3, padding=1, name="conv2")(y))
+    y = hg.Embedding(("width",), name="columns")(y)
+    y = hg.Dense(4, name="dense")(hg.Flatten(name="flat")(y))
+    loss = hg.SoftmaxCrossEntropy(name="ce")(y, hg.Input((1,), "target", "int32"))
+    return hg.Network({"prediction": y, "loss": loss}, name="embedded")

@@ -7,7 +7,7 @@ from halograd.layers.strategy import AXES, Strategy
 from halograd.perfmodel.cost.account import LOSS_BYTES
 from halograd.perfmodel.cuts import candidates
 from tests.layers.graphs import Gate
-from tests.models.embedded import embedded
+from tests.models.gated import embedded
 from tests.support.grids import grids_in_turn
 from tests.training.steps import NETWORKS
 

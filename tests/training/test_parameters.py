@@ -26,8 +26,7 @@ from halograd.training.optimizers import LAMB, LARS, SGD, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
-from tests.models.embedded import embedded
-from tests.models.gated import gated
+from tests.models.gated import embedded, gated
 from tests.perfmodel.test_cost_reductions import MPI_ALONE, SHARED, TWO_PER_NODE, faults_of
 from tests.training.reductions import BUCKET, check_strategy
 from tests.training.steps import NETWORKS, assert_arrays, copied, descend, fill
