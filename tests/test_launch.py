@@ -1,4 +1,4 @@
-"""Tests of MPI jobs that serial tests start, and of `on_rank_0`: their results, and that they leave nothing."""
+"""Tests of MPI jobs that serial tests start: their results, and that they leave nothing."""
 
 import subprocess
 
@@ -8,7 +8,6 @@ from tests.harness import jobs, mpi
 from tests.harness.limits import GRACE_VARIABLE, wait_until
 from tests.harness.mpi import split_stderr
 from tests.launch import mpiexec
-from tests.support.on_rank_0 import on_rank_0
 
 
 def script(tmp_path, body):
@@ -146,20 +145,3 @@ def test_a_job_knows_nothing_of_the_run_of_the_suite_that_started_it(monkeypatch
     assert environment["HALOGRAD_TEST_RECORD"] == "own"
     assert not {"PMI_RANK", "SLURM_PROCID"} & set(environment)
     assert "HALOGRAD_TEST_RECORD" not in jobs.job_environment("mark")
-
-
-@pytest.mark.ranks(1, 3)
-def test_all_ranks_have_what_rank_0_returns(comm):
-    assert on_rank_0(comm, lambda: (comm.rank, "moon")) == (0, "moon")
-
-
-@pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("skips", [True, False])
-def test_all_ranks_end_as_rank_0_does(comm, skips):
-    def work():
-        assert comm.rank == 0
-        pytest.skip("needs a moon") if skips else 1 / 0
-
-    expected = pytest.skip.Exception if skips else ZeroDivisionError if comm.rank == 0 else AssertionError
-    with pytest.raises(expected, match="needs a moon" if skips else "division"):
-        on_rank_0(comm, work)
