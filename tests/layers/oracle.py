@@ -16,6 +16,21 @@ def torch():
     return pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
 
 
+class Called:
+    """Layers without parameters, as `check_torch` needs them."""
+
+    name = "called"
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, x):
+        return self.call(x)
+
+    def parameters(self, *shapes):
+        return {}
+
+
 def parameters(make, shapes):
     """Return the parameters that `run_layer` will use, as torch tensors with gradients."""
     layer = make()

@@ -18,7 +18,7 @@ from halograd.models import unet3d
 from halograd.testing import check_layer
 from tests.layers.cases import ADAPTIVE, CEIL, POOLS
 from tests.layers.geometries import brute_force_taps, drawn
-from tests.layers.oracle import check_torch, torch
+from tests.layers.oracle import Called, check_torch, torch
 from tests.support.refusals import refusals
 
 
@@ -144,23 +144,8 @@ def test_as_torch(shape):
     check_torch(lambda: GlobalMaxPool("p"), [shape], lambda x: pool(x, 1).flatten(1))
     doubled = lambda x: x.repeat(1, 1, *(2 for _ in shape[:-1]))  # noqa: E731
     amounts = [(0, n) for n in shape[:-1]]
-    named = lambda: Named(lambda x: GlobalMaxPool("p")(Pad(amounts, "circular", name="c")(x)))  # noqa: E731
+    named = lambda: Called(lambda x: GlobalMaxPool("p")(Pad(amounts, "circular", name="c")(x)))  # noqa: E731
     check_torch(named, [shape], lambda x: pool(doubled(x), 1).flatten(1))
-
-
-class Named:
-    """Layers without parameters, with names, as `check_torch` needs them."""
-
-    name = "p"
-
-    def __init__(self, call):
-        self.call = call
-
-    def __call__(self, x):
-        return self.call(x)
-
-    def parameters(self, *shapes):
-        return {}
 
 
 @given(

@@ -28,7 +28,7 @@ from halograd.lowering.operations import Transfer
 from halograd.program.compiler import compile_program
 from halograd.program.program import Target
 from halograd.testing import check_layer, random_array, run_layer
-from tests.layers.oracle import check_torch, torch
+from tests.layers.oracle import Called, check_torch, torch
 from tests.support.refusals import refusals
 
 AXES = ("sample", "height", "width")
@@ -183,21 +183,6 @@ def test_as_torch():
     turned = lambda: Called(lambda x: hg.Concat(name="c")(*reversed(hg.Split((2, 3), "s")(x))))  # noqa: E731
     check_torch(turned, [SHAPE], lambda x: concat(tuple(reversed(x.split((2, 3), 1))), 1))
     check_torch(lambda: Called(hg.Crop(((1, 2), (0, 3)), "p")), [SHAPE], lambda x: x[:, :, 1:-2, :-3])
-
-
-class Called:
-    """Layers without parameters, as `check_torch` needs them."""
-
-    name = "composed"
-
-    def __init__(self, call):
-        self.call = call
-
-    def __call__(self, x):
-        return self.call(x)
-
-    def parameters(self, *shapes):
-        return {}
 
 
 def test_patches_are_merged_by_named_layers():
