@@ -9,7 +9,16 @@ import pytest
 
 from halograd.kernels.cudnn import CudnnBackend
 
+from ..cuda.host import HostLauncher, compiler
 from .fake_runtime import Machine
+
+
+@pytest.fixture(scope="module")
+def host() -> HostLauncher:
+    """Return a launcher that compiles each program once for a file."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+    return HostLauncher()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from halograd.kernels.cuda import Boxes
 from halograd.kernels.cudnn import CudnnBackend
 from halograd.kernels.cudnn import attention as by_cudnn
 from tests.kernels.conftest import Arrays
-from tests.kernels.cuda.host import HostLauncher, compiler
+from tests.kernels.cuda.host import HostLauncher
 from tests.kernels.test_attention import Case, kernels, outputs, run_blocks, run_whole
 
 from .fake_cudnn import EngineDouble
@@ -34,13 +34,6 @@ CASES = {
     "mixed": Case((Windows(7, 3, 2), Everywhere(3, 5)), bias=True, d=8, e=8, heads=4, groups=2),
     "not aligned": Case((Windows(9, 3),), heads=1, d=8, e=8, samples=1),
 }
-
-
-@pytest.fixture(scope="module")
-def host() -> HostLauncher:
-    if compiler() is None:
-        pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostLauncher()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from halograd.kernels.kernel import BatchNormTraining
 from halograd.kernels.summed import SummedConvolution
 from tests.kernels import reference
 from tests.kernels.conftest import Arrays, assert_close
-from tests.kernels.cuda.host import HostLauncher, compiler
 from tests.kernels.every import every_kernel
 from tests.kernels.geometries import CASES
 from tests.kernels.reference import RELU
@@ -250,14 +249,6 @@ SUMS_CASES = [
 FUSED = [EngineDouble("eng7_k24=21", compiled=True), EngineDouble("eng2", builds=False), EngineDouble("eng7")]
 
 
-@pytest.fixture(scope="module")
-def sums_host():
-    """Return a launcher that compiles each program once for this file."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostLauncher()
-
-
 def engines(machine, seconds):
     """Let graphs with sums have engines of their own, which take `seconds`."""
     plain, found = machine.cudnn.engines, [replace(e, seconds=seconds) for e in FUSED]
@@ -282,10 +273,10 @@ def norm_of(a, x, dy, relu, wide=np.float64):
 @pytest.mark.parametrize("seconds", [9e-4, 2e-3], ids=["faster", "slower"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", SUMS_CASES, ids=str)
-def test_sums_are_those_of_separate_kernels(machine, sums_host, case, dtype, seconds):
+def test_sums_are_those_of_separate_kernels(machine, host, case, dtype, seconds):
     """One plan is taken where it is faster, and gives the sums, the gradients and the output of our two kernels."""
     geometry, extents, samples, channels, outputs = case
-    sums_host.empty, machine.boxes, machine.cudnn.accumulates = device_empty, Boxes(sums_host), dtype == "float16"
+    host.empty, machine.boxes, machine.cudnn.accumulates = device_empty, Boxes(host), dtype == "float16"
     engines(machine, seconds)
     with machine.open(autotune=True) as backend:
         a = Arrays(backend, as_dtype(dtype))
@@ -411,19 +402,11 @@ def test_what_is_fused(machine):
         assert not any(map(backend.fuses_sums, taken))
 
 
-@pytest.fixture(scope="module")
-def ours_host() -> HostLauncher:
-    """Return a launcher that compiles each program once for this file."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostLauncher()
-
-
 @pytest.fixture
-def ours_backend(ours_host, tmp_path) -> Iterator[CudnnBackend]:
+def ours_backend(host, tmp_path) -> Iterator[CudnnBackend]:
     machine = Machine(tmp_path)
-    ours_host.empty = device_empty
-    machine.boxes = Boxes(ours_host)
+    host.empty = device_empty
+    machine.boxes = Boxes(host)
     with machine.open() as opened:
         yield opened
 
