@@ -17,9 +17,9 @@ from halograd.documents import one_line, shown
 from halograd.errors import UserError
 
 from ..data.disk import reason_of, regular_size
-from .adaptive import DOMAIN, pooled_shape
 from .files import Buffer, library
 from .graph import UNMERGED, Graph, OnnxConstant, OnnxNode, Origins, Shape, computed_from, titled
+from .own_operators import DOMAIN, output_shape
 from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]
@@ -543,9 +543,10 @@ class _Folding:
             if name in self.constants and name not in self.types and int(np.prod(self.constants[name].shape)) <= 64
         }
         versions = {opset.domain: opset.version for opset in self.model.opset_import}
-        if node.domain == DOMAIN and (size := next((list(a.ints) for a in node.attribute if a.name == "size"), None)):
+        if node.domain == DOMAIN:
+            size = next((list(a.ints) for a in node.attribute if a.name == "size"), [])
             kind, shape = known[node.input[0]].tensor_type.elem_type, _shape_of(known[node.input[0]]) or ()
-            return {node.output[0]: self.onnx.helper.make_tensor_type_proto(kind, pooled_shape(shape, size))}
+            return {node.output[0]: self.onnx.helper.make_tensor_type_proto(kind, output_shape(shape, size))}
         if node.op_type == "Celu":  # ONNX defines it for float32 only, but torch exports other types
             return dict.fromkeys(node.output, known[node.input[0]])
         try:

@@ -45,13 +45,13 @@ from ..layers import (
     Softmax,
 )
 from ..layers.parameter import ForeignArray, GivenValues
-from .adaptive import ADAPTIVE
 from .attention import ATTENTION
 from .constants import joined, numbers_along, with_tokens
 from .files import Buffer
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS
 from .onnx_file import read_onnx
+from .own_operators import OWN_OPERATORS
 from .patterns import ACTIVATIONS, activation_of, is_hard_sigmoid, permuted, recognize
 from .shaping import SHAPING
 from .sliding import SLIDING
@@ -538,7 +538,7 @@ OPERATORS: dict[str, Operator] = {
     "Concat": _concat,
     "Gemm": _gemm,
     "Linear": _linear,
-    **ADAPTIVE,
+    **OWN_OPERATORS,
     **ATTENTION,
     **SLIDING,
     **NORMS,

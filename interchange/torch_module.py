@@ -28,10 +28,10 @@ from halograd.errors import UserError
 from ..data.disk import atomic_path
 from ..layers import Network
 from ..layers.parameter import GivenValues
-from .adaptive import symbolics, translations
 from .files import Buffer, library
 from .graph import FROZEN, KIND, UNMERGED
 from .onnx_import import imported
+from .own_operators import marked, symbolics, translations
 from .weights import arrangements
 
 __all__ = ["EXPORTERS", "ExportedModule", "export", "fill_module", "state_for"]
@@ -223,7 +223,7 @@ def _traced(call: _Call) -> Iterator[None]:
             module.train()
         _check_modes(module)
         module.forward = call.forward(original)
-        with torch.random.fork_rng(devices), _quiet():
+        with torch.random.fork_rng(devices), _quiet(), marked():
             yield
     finally:
         if own is None:

@@ -212,6 +212,32 @@ def test_adaptive_poolings(exporter, axes, tmp_path):
         check_step(network, model, x)
 
 
+def test_dropout_of_channels(exporter):
+    """As a layer with the rate of the module, none in a part in evaluation; in evaluation the network is the module."""
+    nn = torch().nn
+    parts = {f"drop{axes}": getattr(nn, f"Dropout{axes}d")(0.1 * axes) for axes in (1, 2, 3)}
+    off = nn.Sequential(nn.Dropout2d(0.5)).eval()
+    model = as_module(
+        lambda m, x: m.drop3(m.drop2(m.a(x))[:, :, None])[:, :, 0] + m.drop1(m.b(x).flatten(2)).reshape(x.shape),
+        a=nn.Conv2d(2, 2, 1),
+        b=nn.Conv2d(2, 2, 1),
+        **parts,
+    ).double()
+    x = samples(8, 7, 2)
+    network = hg.from_torch(model, first(x))
+    drops = [node.layer for node in network.layers.values() if node.layer.kind == "ChannelDropout"]
+    assert sorted(layer.rate for layer in drops) == [0.1, 0.2, 0.3]
+    model.eval()
+    np.testing.assert_allclose(predicted(network, x)["output"], last(model(first(x))), rtol=1e-12, atol=1e-15)
+    tokens = as_module(
+        lambda m, x: m.drop(m.b(x).flatten(2).transpose(1, 2)).mean(1), b=nn.Conv2d(2, 2, 1), drop=nn.Dropout1d(0.1)
+    )
+    with pytest.raises(UserError, match="expected channels at axis 1, got channels at the last axis"):
+        hg.from_torch(tokens, first(x).float())
+    tokens.function = lambda m, x: off(m.b(x))
+    assert [node.layer.kind for node in hg.from_torch(tokens, first(x).float()).layers.values()] == ["Conv"]
+
+
 def test_what_is_refused():
     """The message has the node, the reasons of both exporters if neither can export, or the argument to change."""
     lib = torch()
