@@ -506,6 +506,14 @@ def _masked(data: DataConfig, dataset: Dataset, network: Network) -> Masked:
         )
     if data.rule == "center":
         raise UserError('data.rule: expected another rule than "center" with data.invalid = "mask"')
+    for name, names in targets.items():
+        shape, grid = network.inputs[name].shape, network.inputs[names[0]].shape
+        if shape[:-1] != grid[:-1]:
+            raise UserError(
+                f'data.invalid: expected weights {name!r} of the extents of {names[0]!r} for "mask", '
+                f"{(*grid[:-1], shape[-1])}, as invalid targets are at any position, got {shape}; give the input these "
+                "extents (its dataset may have 1 for any of them)"
+            )
     channels = {name: network.inputs[name].shape[-1] for name in targets}
     return Masked(dataset, targets, channels, _ranges(network))
 

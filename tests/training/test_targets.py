@@ -278,6 +278,17 @@ def test_a_single_target_needs_no_table(working):
     assert curve(made.directory) == curve(stored.directory)
 
 
+@pytest.mark.parametrize("extents", [(4, 1, 1), (1, 4, 1), (1, 1, 1), (1,)])
+def test_a_mask_does_not_fit_into_weights_of_rows_columns_or_samples(working, extents):
+    """Such weights of the network cannot hold the mask of a position: NaN would be trained on as 0."""
+    x, t, w = hg.Input((4, 4, 2), name="x"), hg.Input((4, 4, 1), name="t"), hg.Input(extents, name="w")
+    network = hg.Network({"loss": hg.MeanSquaredError()(hg.Conv(1, 1)(x), t, w)}, name="one")
+    arrays = {"x": np.ones((6, 4, 4, 2)), "t": np.ones((6, 4, 4, 1)), "w": np.ones((6, *extents))}
+    arrays["t"][:, 1, 2] = np.nan
+    with pytest.raises(UserError, match=r"data\.invalid: .*'w' .*'t' .*\(4, 4, 1\)"):
+        hg.fit(network, ArrayDataset(arrays, ["t", "w"]), "a", invalid="mask", epochs=1, batch=2)
+
+
 # -- the data set --------------------------------------------------------------------------------------
 
 SHAPE = (3, 4, 6, 2)
