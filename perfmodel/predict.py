@@ -5,7 +5,7 @@ A planner minimizes sums over layers and edges. Overlap is not such a sum, so `s
 * the baselines, and grids that are the same for all layers (if there are many, those that a neighborhood search finds);
 * the choices of the planner, for several assumed overlaps of the sums of gradients (`EXPOSED`);
 * a descent from the best of them: changes of a layer, of two adjacent layers, of regions with the same cut, the most
-promising by additive costs first, as long as a step becomes faster;
+promising by additive costs first, as long as a step becomes faster; and a shorter one from the best grid;
 * the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets;
 * those that are faster than all that fit, but do not fit, with outputs computed again in the backward pass
@@ -82,10 +82,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 CUTS = 6
 #: Dtypes, and multiples of the ranks, that are tried if nothing fits.
 LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
-#: Number of simulated layers in one descent, and minimum number of strategies.
-WORK, FEWEST = 2000, 8
+#: Number of simulated layers in one descent, and minimum number of strategies; number of strategies from the best grid.
+WORK, FEWEST, NEAR_GRID = 2000, 8, 8
 #: Number of the fastest strategies, of all and of those that fit, that are tried with wide values.
-WIDENED = 3
+WIDENED = 2
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,12 @@ class StrategySearch:
             name,
             plan_candidate,
         ) in origin.compared.items():  # a descent begins with the best of these and the planner's choices
-            self._try(name, plan_candidate.strategy)
+            self.compared[name] = self._try(name, plan_candidate.strategy)
         with suppress(NoneFits):
             self._explore(self.limit if binds else math.inf)
+        if GRID in self.compared:
+            limit = self.limit if binds else math.inf
+            self._descend(self.plan_candidates.best_of(self.compared[GRID], limit), limit, NEAR_GRID)
         return (
             self._recomputed(self.plan_candidates.fastest(self.limit))
             if binds
@@ -313,6 +316,11 @@ class StrategySearch:
         self.has_costs = True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
+        if GRID in self.compared:
+            # Additive costs misjudge sums of gradients, which overlap: a few changes of a grid may lead further than
+            # many changes of the planner's choices.
+            grid = self.plan_candidates.best_of(self.compared[GRID], math.inf)
+            self._descend(grid, math.inf, min(NEAR_GRID, self.budget // 2))
         best = self.plan_candidates.fastest()
         assert best is not None
         level = float(best.memory_bytes)
@@ -372,9 +380,7 @@ class StrategySearch:
         """Plan under a memory limit [B], once per assumed overlap (`EXPOSED`); improve the best plan by descent."""
         for exposed in EXPOSED:
             self._plan(exposed, limit)
-        best = self.plan_candidates.fastest(limit)
-        if best is not None:
-            self._descend(best, limit)
+        self._descend(self.plan_candidates.fastest(limit), limit, self.budget)
 
     def _plan(self, exposed: float, limit: float) -> None:
         capacity: float | None = None if limit == math.inf else limit
@@ -391,10 +397,10 @@ class StrategySearch:
             # The problem does not include temporary memory of the backward pass: leave capacity for it.
             capacity = min(capacity, choice.memory) - (plan_candidate.memory_bytes - limit)
 
-    def _descend(self, best: PlanCandidate, limit: float) -> None:
-        """Change layers as long as a step becomes faster and stays within the limit [B]."""
-        left, tried = self.budget, set[tuple[int, ...]]()
-        while left > 0:
+    def _descend(self, best: PlanCandidate | None, limit: float, left: int) -> None:
+        """Change layers as long as a step becomes faster and stays within the limit [B]; try at most `left` changes."""
+        tried = set[tuple[int, ...]]()
+        while best is not None and left > 0:
             indices = best.indices or self.costs.indices(best.strategy)
             faster = None
             for change in [] if indices is None else self.changes.of(indices, -SLACK * best.seconds):
@@ -405,8 +411,6 @@ class StrategySearch:
                 faster = self.plan_candidates.best_of(self.choose(change.indices), limit, best.seconds * (1 - ROUNDING))
                 if faster is not None or not left:
                     break
-            if faster is None:
-                return
             best = faster
 
     # -- what is computed again ----------------------------------------------------------------

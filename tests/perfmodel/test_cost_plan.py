@@ -12,6 +12,7 @@ from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build, lenet5, mesh, resnet, unet
+from halograd.perfmodel import predict
 from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
 from halograd.perfmodel.cost.account import memory_of, program_of
@@ -167,6 +168,14 @@ def test_a_plan_is_never_slower_than_a_baseline_and_is_legal(name, ranks):
     assert all(plan.step_seconds <= other.step_seconds for other in plan.alternatives if other.fits)
     again = simulate(network, plan.strategy, 8, priced(SLOW), ranks=ranks)
     assert again.step_seconds == pytest.approx(plan.step_seconds)
+
+
+def test_a_descent_from_the_best_grid_finds_faster_plans(monkeypatch):
+    network, machine = build("mesh_1k", resolution=512), Machine.load("p100-cluster")
+    arguments = (network, 4, 64, machine, RooflineTimes(machine))
+    near_grid = predict.StrategySearch(*arguments, Planning()).best().seconds
+    monkeypatch.setattr(predict, "NEAR_GRID", 0)
+    assert near_grid < 0.98 * predict.StrategySearch(*arguments, Planning()).best().seconds
 
 
 def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
