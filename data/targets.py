@@ -76,6 +76,7 @@ def check_values(
     good: NDArray[np.bool_],
     indices: Sequence[int],
     origin: Sequence[int],
+    labels: LabelMap | None = None,
 ) -> None:
     """Raise DataError if a value is not `good`. Local.
 
@@ -93,6 +94,8 @@ def check_values(
         Samples of the batch.
     origin
         Start of the box in the batch.
+    labels
+        Label map that was applied to the values, for the message.
 
     Raises
     ------
@@ -107,13 +110,18 @@ def check_values(
     is_missing = np.isnan(values[at]) and field.packing is not None and field.packing.masks
     if is_missing and field.packing is not None:
         value += f" (a missing value by {', '.join(field.packing.marks)})"
+    replaced = [have for have, number in labels.numbers.items() if number == values[at]] if labels else []
+    if replaced:
+        value += f" ({' or '.join(map(str, replaced))} in the file, replaced by data.labels)"
     if limits is None:
         raise DataError(
             f"{path}: {value} in sample {indices[sample]}, {field.channel(where[-1])} at "
             f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample, or set data.invalid to "
             '"skip" or "fill"'
         )
-    other = " or choose another loss" if limits.high < np.inf else ""
+    other = ", or choose another loss" if limits.high < np.inf else ""
+    if limits.whole and limits.ignored is None:
+        other = f", ignore that class (ignore_index of the loss){other}"
     if is_missing and limits.whole:
         other = ", or, if the number is a class, remove that attribute or set data.unpack = false"
     raise DataError(
@@ -375,7 +383,7 @@ def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, va
         if limits is not None and limits.whole:
             values[absent & ~good] = 0
         good |= absent
-    check_values(dataset.path, field, limits, values, good, indices, box.start)
+    check_values(dataset.path, field, limits, values, good, indices, box.start, dataset.labels.get(name))
 
 
 def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: Sequence[str], box: Box) -> NDArray[Any]:

@@ -18,6 +18,7 @@ __all__ = [
     "Extents",
     "Factor",
     "Filters",
+    "Ignored",
     "Name",
     "Rate",
     "Statistics",
@@ -44,6 +45,8 @@ Weight = Annotated[Positive, Field(le=1e6)]
 Balanced = Literal["balanced"]
 #: One weight per class, or "balanced".
 ClassWeights = Annotated[Sequence[NotNegative], Field(min_length=1, max_length=2**16)] | Balanced | None
+#: Class index of targets that do not count in the loss.
+Ignored = Annotated[int, Field(ge=-(2**24), le=2**24)] | None
 #: Rate of dropout, or of label smoothing.
 Rate = Below1
 Statistics = Literal["global", "sample", "local"]
@@ -96,6 +99,7 @@ def classifier(
     auxiliary: Sequence[Node] = (),
     weight: float = 0.3,
     label_smoothing: float = 0.0,
+    ignore_index: int | None = None,
 ) -> Network:
     """Return the network with softmax cross-entropy on `logits (classes,)` or ``(*spatial, classes)``.
 
@@ -103,7 +107,7 @@ def classifier(
     ----------
     auxiliary, weight
         Logits of auxiliary classifiers, and the weight of each in the loss of training.
-    class_weights, label_smoothing
+    class_weights, label_smoothing, ignore_index
         Options of all losses.
 
     Returns
@@ -113,7 +117,11 @@ def classifier(
         ``loss``.
     """
     target = Input((*logits.shape[:-1], 1), name="target", dtype="int32")
-    options: dict[str, Any] = {"class_weights": class_weights, "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {
+        "class_weights": class_weights,
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+    }
     loss = SoftmaxCrossEntropy(**options, name="ce")(logits, target)
     for other in auxiliary:
         loss = loss + training_only(weight * SoftmaxCrossEntropy(**options)(other, target))

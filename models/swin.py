@@ -24,7 +24,7 @@ from ..layers import (
     PixelShuffle,
     StochasticDepth,
 )
-from .common import ClassWeights, Extent, Extents, Factor, Filters, Name, Rate, Times, classifier
+from .common import ClassWeights, Extent, Extents, Factor, Filters, Ignored, Name, Rate, Times, classifier
 
 __all__ = ["swin", "swin_t", "swin_unet"]
 
@@ -146,6 +146,7 @@ def swin_unet(
     random_depth: Rate = 0.1,
     name: Name = "swin_unet",
     class_weights: ClassWeights = None,
+    ignore_index: Ignored = None,
 ) -> Network:
     """Make a U-Net of Swin blocks (Cao et al. 2021), in 1 to 3 dimensions: merging down, expanding up, with skips.
 
@@ -161,6 +162,8 @@ def swin_unet(
         As for :func:`swin`.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
+    ignore_index
+        Class index of elements that do not count in loss and metrics, for example -1; by default all count.
 
     Returns
     -------
@@ -184,7 +187,7 @@ def swin_unet(
         for block in range(depths[stage]):
             y = _block(y, heads[stage], window, block % 2 == 1, hidden_factor, 0.0, f"up{stage}.{block}")
     y = _expanded(LayerNorm("channels", name="norm")(y), width, patch, "expand", x)
-    return classifier(Conv(classes, 1, name="predict")(y), name, class_weights)
+    return classifier(Conv(classes, 1, name="predict")(y), name, class_weights, ignore_index=ignore_index)
 
 
 def _expanded(y: Node, filters: int, factor: int, label: str, like: Node) -> Node:

@@ -9,7 +9,7 @@ from pydantic import Field
 from halograd.schema import Count
 
 from ..layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node
-from .common import ClassWeights, Extent, Extents, Filters, Name, Statistics, classifier
+from .common import ClassWeights, Extent, Extents, Filters, Ignored, Name, Statistics, classifier
 
 __all__ = ["unet", "unet2d", "unet3d"]
 
@@ -23,6 +23,7 @@ def unet(
     statistics: Statistics = "global",
     name: Name = "unet",
     class_weights: ClassWeights = None,
+    ignore_index: Ignored = None,
 ) -> Network:
     """Make a U-Net: encoder and decoder with skip connections; "same" padding, so that every element is predicted.
 
@@ -40,6 +41,8 @@ def unet(
         Statistics of batch norm: "global", "sample" or "local".
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
+    ignore_index
+        Class index of elements that do not count in loss and metrics, for example -1; by default all count.
 
     Returns
     -------
@@ -60,7 +63,7 @@ def unet(
     for level in reversed(range(levels)):
         y = ConvTranspose(width * 2**level, 2, 2, name=f"up{level}")(y)
         y = _double(Concat(name=f"join{level}")(skips[level], y), width * 2**level, f"up{level}", statistics)
-    return classifier(Conv(classes, 1, name="predict")(y), name, class_weights)
+    return classifier(Conv(classes, 1, name="predict")(y), name, class_weights, ignore_index=ignore_index)
 
 
 def _double(y: Node, filters: int, label: str, statistics: str) -> Node:

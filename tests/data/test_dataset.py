@@ -18,7 +18,7 @@ from halograd.data.disk import DataError
 from halograd.data.steps import TimeSteps, simulations
 from halograd.data.structure import OF_NUMBERS, plain_attributes
 from halograd.data.survey import find_invalid
-from halograd.data.targets import TargetRange
+from halograd.data.targets import LabelMap, TargetRange
 from halograd.data.windows import SampleWindows
 from halograd.dtensor.box import Box
 
@@ -392,6 +392,9 @@ def test_numbers_that_are_no_numbers():
     with pytest.raises(
         DataError, match=r"mine: target 3 in sample 1 of 'target' at \(0, 3, 0\); expected a whole number of 0 .. 1"
     ):
+        dataset.read("target", [1], Box.of_shape((1, 6, 5, 1)), np.empty((1, 6, 5, 1)))
+    dataset.labels = {"target": LabelMap({3: -1, 2: 1})}
+    with pytest.raises(DataError, match=r"target -1 \(3 in the file, replaced by data.labels\) in .*\(ignore_index of"):
         dataset.read("target", [1], Box.of_shape((1, 6, 5, 1)), np.empty((1, 6, 5, 1)))
 
 

@@ -242,6 +242,15 @@ def test_what_build_refuses():
         build("googlenet", resolution=64, auxiliary=True)
 
 
+@pytest.mark.parametrize("name", ["unet2d", "unet3d", "swin_unet"])
+def test_networks_that_segment_can_ignore_a_class(name):
+    options = {"resolution": (16, 16) if name == "swin_unet" else 16, "width": 12}
+    loss = build(name, **options, ignore_index=-1).outputs["loss"].layer
+    assert loss.ignored_target(1) == -1
+    with pytest.raises(UserError, match=r"ignore_index: expected a whole number.*got 0.5"):
+        build(name, **options, ignore_index=0.5)
+
+
 def test_the_page_of_models_is_true():
     """docs/models.md has a row with the number of parameters for every model, and names all options."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
