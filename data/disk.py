@@ -164,7 +164,9 @@ _FULL = {
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = False) -> Iterator[Path]:
+def atomic_path(
+    path: str | os.PathLike[str], needed: int = 0, parents: bool = False, remedy: str = "choose another folder"
+) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename it to `path` when the block ends without an error.
 
     If the block fails, the partial file is removed and an existing file at `path` is not changed. This is
@@ -178,6 +180,8 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
         Size of the file to come [B]; an error is raised first if the disk has less.
     parents : bool
         Whether to create a missing folder, which is removed again if the block fails.
+    remedy : str
+        What helps against too little space, besides freeing some, for the message.
 
     Raises
     ------
@@ -187,7 +191,7 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
     final = Path(path)
     with _new_folder(final.parent) if parents else contextlib.nullcontext():
         try:
-            _check_location(final, needed)
+            _check_location(final, needed, remedy)
             with replacing(final) as partial:
                 yield partial
         except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
@@ -263,7 +267,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
         with _new_folder(final.parent, keep=False):
-            _check_location(final, 0)
+            _check_location(final)
             partial.touch()
             partial.unlink()
     except (OSError, ValueError) as error:
@@ -272,7 +276,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise DataError(f"cannot write {final}: {reason_of(error)}; give another path") from error
 
 
-def _check_location(final: Path, needed: int) -> None:
+def _check_location(final: Path, needed: int = 0, remedy: str = "") -> None:
     if final.is_dir():
         raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
     if not final.parent.is_dir():
@@ -282,8 +286,7 @@ def _check_location(final: Path, needed: int) -> None:
         texts = bytes_text(needed), bytes_text(free)
         expected, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
         raise DataError(
-            f"cannot write {final}: expected {expected} of free disk, got {there}; free some space, or request fewer "
-            "or smaller samples"
+            f"cannot write {final}: expected {expected} of free disk, got {there}; free some space, or {remedy}"
         )
 
 

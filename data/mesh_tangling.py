@@ -207,7 +207,7 @@ def generate(
     """
     settings = Settings(resolution, samples, seed, samples_per_simulation)
     needed = samples * resolution**2 * (4 * len(CHANNELS) + 1)
-    with atomic_path(path, needed) as partial, _hdf5(partial) as file:
+    with atomic_path(path, needed, remedy="request fewer or smaller samples") as partial, _hdf5(partial) as file:
         _create(file, settings)
         _fill(file, settings, progress)
     return settings

@@ -244,7 +244,7 @@ def test_no_space(saved, make_store, limit):
 def test_disk_full_at_once(saved, monkeypatch):
     path, store, _ = saved
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DataError, match=r"[\d.]+ KiB of free disk, got 1000 B"):
+    with pytest.raises(DataError, match=r"[\d.]+ KiB of free disk, got 1000 B; free some space, or choose another f"):
         write_checkpoint(path, Snapshot.of(store))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
