@@ -132,33 +132,46 @@ def check_same_fields(paths: Sequence[Path], structures: Sequence[Structure], se
     for path, other in zip(paths, structures):
         for name, field in first.items():
             same = other.fields[name]
-            shapes, what, remedy = (str(field.shape), str(same.shape)), "samples of shape", _ONE_SIZE
-            if several_sizes:
-                grids = [(fields[name].shape, fields[reference].shape) for fields in (first, other.fields)]
-                shapes = ("", "") if _same_factors(*grids[0], *grids[1]) else (f"{grids[0]}", f"{grids[1]}")
-                what, remedy = f"shapes (and those of {first[reference].dataset!r}) with the factors", "write it so"
-            names = f"{field.channel_names}", f"{same.channel_names}"
-            for (mine, theirs), kind, change in (
-                (shapes, what, remedy),
-                (names, "the channels", "correct its attribute 'channel_names'"),
-            ):
-                if mine != theirs:
-                    raise DataError(
-                        f"{path}: {field.dataset!r}: expected {kind} {mine} as in {paths[0]}, got {theirs}; {change}, "
-                        "or leave that file out"
-                    )
+            pairs = field.shape, first[reference].shape, same.shape, other.fields[reference].shape
+            expected, got, change = _shapes_text(*pairs, first[reference].dataset, several_sizes)
+            if not expected and field.channel_names != same.channel_names:
+                expected, got = f"the channels {field.channel_names}", f"{same.channel_names}"
+                change = "correct its attribute 'channel_names'"
+            if expected:
+                raise DataError(
+                    f"{path}: {field.dataset!r}: expected {expected} as in {paths[0]}, got {got}; {change}, or leave "
+                    "that file out"
+                )
 
 
-def _same_factors(
-    mine: tuple[int, ...], my_reference: tuple[int, ...], theirs: tuple[int, ...], reference: tuple[int, ...]
-) -> bool:
-    """Return whether two grids differ by the same factors from their references, or both have one value per axis."""
-    if len(mine) != len(theirs) or len(my_reference) != len(reference) or mine[-1] != theirs[-1]:
-        return False
-    if len(mine) != len(reference):  # a vector per sample
-        return mine == theirs
-    pairs = zip(mine[:-1], theirs[:-1], my_reference[:-1], reference[:-1])
-    return all(n == m == 1 or n * base == m * own for n, m, own, base in pairs)
+def _shapes_text(
+    mine: tuple[int, ...],
+    my_reference: tuple[int, ...],
+    theirs: tuple[int, ...],
+    reference: tuple[int, ...],
+    name: str,
+    several_sizes: bool,
+) -> tuple[str, str, str]:
+    """Return what is expected of the shape of a field, what it is, and the remedy; empty texts if it is right.
+
+    With `several_sizes` its extents may differ from `mine`, but not their factors to those of the reference `name`.
+    """
+    change = "write it so"
+    if len(mine) != len(theirs):
+        return f"samples with {len(mine) - 1} spatial axes", f"{len(theirs) - 1}", change
+    if mine[-1] != theirs[-1]:
+        return f"samples with {mine[-1]} channel(s)", f"{theirs[-1]}", change
+    if not several_sizes:
+        return (f"samples of shape {mine}", f"{theirs}", _ONE_SIZE) if mine != theirs else ("", "", "")
+    if len(mine) != len(my_reference):  # a vector per sample
+        factors_agree = mine == theirs
+    else:
+        grids = zip(mine[:-1], theirs[:-1], my_reference[:-1], reference[:-1])
+        factors_agree = all(n == m == 1 or n * base == m * own for n, m, own, base in grids)
+    if factors_agree:
+        return "", "", ""
+    texts = (f"{own[:-1]} for {base[:-1]} of {name!r}" for own, base in ((mine, my_reference), (theirs, reference)))
+    return f"extents with the factors of {next(texts)}", next(texts), change
 
 
 class FileSet:

@@ -266,11 +266,21 @@ def test_several_what_is_refused(tmp_path):
         del file["coarse"]
         file["coarse"] = np.zeros((1, 80, 4), np.float32)
     message = (
-        r"s1.h5: 'coarse': expected shapes \(and those of 'inputs'\) with the factors \(\(4, 6, 1\), \(8, 12, 2\)\) as "
-        r"in .*s0.h5, got \(\(80, 4, 1\), \(80, 4, 2\)\); write it so, or leave that file out"
+        r"s1.h5: 'coarse': expected extents with the factors of \(4, 6\) for \(8, 12\) of 'inputs' as in .*s0.h5, got "
+        r"\(80, 4\) for \(80, 4\) of 'inputs'; write it so, or leave that file out"
     )
     with pytest.raises(DataError, match=message):
         open_dataset(tmp_path, several_sizes=True, **NAMES)
+    with h5py.File(tmp_path / "s1.h5", "r+") as file:
+        del file["inputs"]
+    write_arrays(tmp_path / "more.h5", {"inputs": np.zeros((1, 80, 4, 3), np.float32)}, inputs="NHWC")
+    with h5py.File(tmp_path / "s1.h5", "r+") as file, h5py.File(tmp_path / "more.h5") as more:
+        more.copy("inputs", file)
+    (tmp_path / "more.h5").unlink()
+    message = r"s1.h5: 'inputs': expected samples with 2 channel\(s\) as in .*s0.h5, got 3; write it so, or leave"
+    for several_sizes in (False, True):
+        with pytest.raises(DataError, match=message):
+            open_dataset(tmp_path, several_sizes=several_sizes, **NAMES)
 
 
 FOREGROUND_SEED = 3
