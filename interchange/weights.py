@@ -192,10 +192,6 @@ class Arrangement:
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Return our whole array in torch's order."""
-        if self.foreign is not None:
-            flat = np.empty(array.size, array.dtype)
-            flat[self.foreign.positions().reshape(-1)] = array.reshape(-1)
-            return flat.reshape(self.foreign.shape)
         for axis, order in self.orders.items():
             array = array.take(torch_of_ours(order), axis)
         if self.stored is not None:
@@ -203,6 +199,13 @@ class Arrangement:
         else:
             array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
         return np.array(array.reshape(self.torch_shape), order="C")
+
+    def fill(self, whole: np.ndarray, array: np.ndarray) -> None:
+        """Write our array to its elements of torch's array."""
+        if self.foreign is not None:
+            whole.reshape(-1)[self.foreign.positions().reshape(-1)] = array.reshape(-1)
+        else:
+            whole[...] = self.to_torch(array)
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Return torch's array in our order."""
@@ -245,6 +248,10 @@ class TransformerArrangement(Arrangement):
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Return this parameter's part of torch's array."""
         return np.ascontiguousarray((array.reshape(len(array), -1).T if self.transposed else array).reshape(self.form))
+
+    def fill(self, whole: np.ndarray, array: np.ndarray) -> None:
+        part = whole if self.part is None else np.split(whole, 3)[self.part]
+        part[...] = self.to_torch(array)
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         array = array if self.part is None else np.split(array, 3)[self.part]
@@ -315,14 +322,38 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
             keys = ("", *keys) if stored is not None and len(network.own_parameters(layer)) == 1 else keys
             names = tuple(dict.fromkeys(f"{module}.{label}".rstrip(".") for label in keys for module in modules(layer)))
-            arrangement = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
-            foreign = spec.init.foreign if isinstance(spec.init, GivenValues) else None
-            fits = foreign is not None and math.prod(foreign.shape) == spec.size
-            if foreign is not None and fits and (stored is not None or foreign.shape != arrangement.torch_shape):
-                # Arrays that an exporter has merged are several again; only one of them has the name.
-                first = [foreign.name] if all(foreign.name not in before.names for before in result.values()) else []
-                arrangement = replace(arrangement, names=tuple(dict.fromkeys((*first, *names))), foreign=foreign)
-            result[name] = arrangement
+            result[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
+    return result | _of_foreign_arrays(network, result)
+
+
+def _of_foreign_arrays(network: Network, arranged: Mapping[str, Arrangement]) -> dict[str, Arrangement]:
+    """Return the layout of the parameters that were read from an array of torch, which may have any name and order.
+
+    Parameters that are parts of one array belong to it if they fill it together, such as the rows of
+    ``in_proj_weight``; else each is an array of its own.
+    """
+    specs = {**network.parameters(), **network.state()}
+    sources = {
+        name: spec.init.foreign
+        for name, spec in specs.items()
+        if isinstance(spec.init, GivenValues) and spec.init.foreign is not None
+    }
+    users: dict[str, list[str]] = {}
+    for name, foreign in sources.items():
+        users.setdefault(foreign.name, []).append(name)
+    result = {}
+    for label, names in users.items():
+        whole = [name for name in names if math.prod(sources[name].shape) == specs[name].size]
+        if not whole and sum(specs[name].size for name in names) == math.prod(sources[names[0]].shape):
+            positions = np.concatenate([sources[name].positions().reshape(-1) for name in names])
+            named = whole = names if len(np.unique(positions)) == len(positions) else []
+        else:
+            # Arrays that an exporter has merged are several again; only one of them has the name.
+            named = [name for name in whole if name in arranged and label in arranged[name].names][:1] or whole[:1]
+        for name in arranged.keys() & set(whole):
+            first = (label,) if name in named else ()
+            labels = tuple(dict.fromkeys((*first, *arranged[name].names)))
+            result[name] = replace(arranged[name], names=labels, foreign=sources[name])
     return result
 
 
@@ -415,14 +446,18 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     missing = sorted(set(arranged) - set(arrays))
     if missing:
         raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
-    parts: dict[str, list[np.ndarray]] = {}
-    for name, arrangement in arranged.items():  # queries, keys, values in this order
-        parts.setdefault(arrangement.names[0], []).append(arrangement.to_torch(np.asarray(arrays[name])))
-    tensors = {name: np.concatenate(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in parts.items()}
+    tensors: dict[str, np.ndarray] = {}
+    for name, arrangement in arranged.items():
+        array = np.asarray(arrays[name])
+        whole = tensors.setdefault(arrangement.names[0], np.empty(arrangement.torch_shape, array.dtype))
+        arrangement.fill(whole, array)
     writer = library("safetensors.numpy")
     needed = sum(array.nbytes for array in tensors.values())
     with atomic_path(path, needed, parents=True) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode  # that of all our files; the library allows its own only to their owner
         writer.save_file(tensors, partial, metadata=WRITTEN_BY)
+        partial.chmod(mode)
 
 
 def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()) -> dict[str, np.ndarray]:

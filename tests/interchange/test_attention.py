@@ -5,6 +5,7 @@ import pytest
 
 import halograd as hg
 from halograd.errors import UserError
+from halograd.interchange import load_weights, save_weights
 from halograd.interchange.onnx_import import load
 from halograd.interchange.torch_module import state_for
 from halograd.layers import Attention, Roll
@@ -146,16 +147,34 @@ def test_the_operator_of_onnx(tmp_path):
     check_step(load(path), module, x)
 
 
-def test_back_in_torch():
-    """Three layers hold the rows of one weight, which are joined again."""
-    module = modules()["cross"]
+def apart(m, x):
+    """Return attention to keys and values of other features, whose projections have weights of their own."""
+    t = x.flatten(2).permute(2, 0, 1)
+    return m.a(t, m.k(t), m.v(t))[0].permute(1, 2, 0).reshape(x.shape)
+
+
+def test_back_in_torch(tmp_path):
+    """Three layers hold the rows of one weight, which are joined again; files of weights have torch's names."""
+    pytest.importorskip("safetensors")
+    nn = torch().nn
+    attention = nn.MultiheadAttention(C, HEADS, kdim=3, vdim=5)
+    others = {"k": nn.Linear(C, 3), "v": nn.Linear(C, 5)}
+    module = together(modules()["module"], modules()["cross"], as_module(apart, a=attention, **others))
     shake(module)
     network = hg.from_torch(module, first(samples(3, 2, C)))
-    found = state_for(network, network.initial_values())
+    arrays, path = network.initial_values(), tmp_path / "w.safetensors"
+    found = state_for(network, arrays)
+    save_weights(network, arrays, path)
+    written, read = __import__("safetensors.numpy").numpy.load_file(path), load_weights(network, path)
+    assert found.keys() == written.keys() == module.state_dict().keys()
     for name, tensor in module.state_dict().items():
         numbers, there = found[name]
         assert there.all()
         np.testing.assert_array_equal(numbers, tensor.numpy())
+        np.testing.assert_array_equal(written[name], tensor.numpy())
+    assert read.keys() == arrays.keys() and all(np.array_equal(read[name], arrays[name]) for name in arrays)
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_other_masks_are_refused():
