@@ -216,7 +216,7 @@ class Channels(StoredArray):
         same = {key: arrays[0].attrs[key] for key in ("coordinates", "grid_mapping") if key in arrays[0].attrs}
         order = {3: "NWC", 4: "NHWC", 5: "NDHWC"}[self.ndim]
         attrs: dict[str, Any] = {"layout": order, "channel_names": np.array(names, object), **same}
-        units = ["1" if (unit := array.attrs.get("units")) is None else str(unit) for array in arrays]
+        units = [", ".join(map(str, np.ravel(array.attrs.get("units", "1")))) for array in arrays]
         if any("units" in array.attrs for array in arrays):
             attrs["units"] = units[0] if len(set(units)) == 1 else ", ".join(units)
         self.attrs = attrs

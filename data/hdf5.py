@@ -39,7 +39,7 @@ class Hdf5File(StoredFile):
     def __init__(self, path: Path, storage: Storage | None) -> None:
         self.path, self._storage = path, storage
         self.file = open_file(path)
-        self.attrs: Mapping[str, Any] = self.file.attrs
+        self.attrs: Mapping[str, Any] = _Attributes(self.file.attrs)
 
     @property
     def files(self) -> dict[str, int]:  # type: ignore[override]
@@ -99,13 +99,42 @@ class Hdf5File(StoredFile):
         self.file.close()
 
 
+class _Attributes(Mapping[str, Any]):
+    """Attributes of a file or dataset, with a str for each text: h5py returns bytes for texts of a fixed length."""
+
+    def __init__(self, stored: h5py.AttributeManager) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._stored[name]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "SO":
+            decoded = np.empty(value.shape, object)
+            for i, item in np.ndenumerate(value):
+                decoded[i] = _decoded(item)
+            return decoded
+        return _decoded(value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def _decoded(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
 class Hdf5Array(StoredArray):
     """Dataset of an HDF5 file."""
 
     def __init__(self, file: Hdf5File, stored: h5py.Dataset, path: str) -> None:
         self._of, self.stored, self._path = file, stored, path  # the path may lead through links to other files
         self.name, self.shape = stored.name, tuple(stored.shape or ())
-        self.attrs: Mapping[str, Any] = stored.attrs
+        self.attrs: Mapping[str, Any] = _Attributes(stored.attrs)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]

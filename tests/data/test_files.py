@@ -354,8 +354,8 @@ def separate_path(tmp_path_factory):
     with h5py.File(path, "w") as file:
         for name, values in zip(NAMES, (TEMPERATURE, CURRENT, MASK)):
             file.create_dataset(name, data=values, chunks=(2, 5, 3), compression=1)
-        file["ocean/temperature"].attrs.update(scale_factor=0.25, add_offset=1.0, units="K")
-        file["current"].attrs["units"] = "m s-1"
+        file["ocean/temperature"].attrs.update(scale_factor=0.25, add_offset=1.0, units=np.bytes_("K"))
+        file["current"].attrs["units"] = np.array([b"m s-1"])
         for axis, (name, units, n) in enumerate(
             (("time", "days since 2000-01-01", N), ("lat", "degrees_north", 5), ("lon", "degrees_east", 6))
         ):
