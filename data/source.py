@@ -211,7 +211,7 @@ class ArrayDataset:
     Raises
     ------
     DataError
-        Arrays of different lengths, or unknown names; in reading as in :class:`Hdf5Dataset`.
+        Arrays of different lengths or of no real numbers, or unknown names; in reading as in :class:`Hdf5Dataset`.
     """
 
     def __init__(
@@ -245,12 +245,18 @@ class ArrayDataset:
         self.fields = {name: self._field(name, names.get(name), name in targets) for name in ordered}
 
     def _field(self, name: str, channels: Sequence[str] | None, is_target: bool) -> Field:
+        dtype = np.dtype(self.arrays[name].dtype)
+        if dtype.kind in "cSUmM":  # others may be types of extensions, such as bfloat16
+            raise DataError(
+                f"{self.path}: {name!r}: expected an array of real numbers, got one of {dtype}; convert it, a complex "
+                "number to two channels"
+            )
         shape = self.arrays[name].shape[1:] or (1,)
         names = [f"channel {k}" for k in range(shape[-1])] if channels is None else list(channels)
         if len(names) != shape[-1]:
             raise DataError(f"{self.path}: expected {shape[-1]} names of channels of {name!r}, got {len(names)}")
         attributes, where = getattr(self.arrays[name], "attrs", {}), f"{self.path}: {name!r}"
-        packing = packing_of(attributes, np.dtype(self.arrays[name].dtype), where) if attributes else None
+        packing = packing_of(attributes, dtype, where) if attributes else None
         return Field(name, "channels last", tuple(shape), names, is_target, packing=packing)
 
     def __len__(self) -> int:

@@ -355,6 +355,12 @@ def test_boxes(data):
         assert out[filled].size == inside.size
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "datetime64[s]", "U4"])
+def test_arrays_of_other_types_are_refused(dtype):
+    with pytest.raises(DataError, match=r"arrays: 'x': expected an array of real numbers, got one of "):
+        ArrayDataset({"x": np.zeros(SHAPE, dtype)}, ())
+
+
 def test_of_a_file_and_of_its_arrays(tmp_path):
     """A data set of a memory map is read like the HDF5 file with the same data, including names and order."""
     import h5py
