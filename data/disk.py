@@ -181,7 +181,7 @@ def atomic_path(
     parents : bool
         Whether to create a missing folder, which is removed again if the block fails.
     remedy : str
-        What helps against too little space, besides freeing some, for the message.
+        What helps against too little space, in addition to freeing some, for the message.
 
     Raises
     ------
