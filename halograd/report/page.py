@@ -148,7 +148,8 @@ def _masks(record: Record, predictions: Path | None, pictures: Path, left_out: l
             )
         ranks, run = record.begin.get("ranks", 1), record.directory
         left_out.append(
-            f"masks: no {path}; `mpiexec -n {ranks} halograd evaluate {run} --predictions {path}` writes it"
+            f"masks: no {path}; `mpiexec -n {ranks} halograd evaluate {run} --predictions {path}` writes it for "
+            "samples of one size; for several sizes, `halograd apply` writes files of predictions"
         )
         return None
     masks = read_masks(path, record.begin.get("config", {}).get("data", {}))

@@ -100,7 +100,8 @@ def test_a_run_that_has_just_begun(begun, tmp_path):
     text, left_out = page_of(begun, tmp_path / "page.html")
     assert "<img" not in text and "No step was logged yet" in text
     assert {line.partition(":")[0] for line in left_out} >= {"curves", "timeline", "masks"}
-    assert any(f"halograd evaluate {begun} --predictions" in line for line in left_out)
+    (masks,) = (line for line in left_out if line.startswith("masks:"))
+    assert f"halograd evaluate {begun} --predictions" in masks and "for several sizes, `halograd apply`" in masks
 
 
 def test_one_step_without_validation(trained, tmp_path):
