@@ -204,7 +204,7 @@ class DataConfig(Table):
     network cannot divide is padded with zeros, and cut off its predictions. `halograd apply` and `evaluate` set it."""
     patches: Whole = 0
     """Number of windows of the network's size that an epoch has of every sample, in random places; samples may be
-    larger or smaller, and of different size. Evaluation reads the middle window. 0: samples have the network's size,
+    larger or smaller, and of different size. `evaluate` sets what is evaluated. 0: samples have the network's size,
     unless ``augment.crop`` is set."""
     foreground: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the windows that are placed around a random element of foreground, as far as the sample goes."""

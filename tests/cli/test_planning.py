@@ -52,6 +52,22 @@ def planned(tmp_path_factory) -> Path:
     return path
 
 
+def test_the_page_of_planning_shows_what_the_commands_print(typed, tmp_path):
+    """Lines of the two tables of `plan` and `explain` in docs/planning.md, but for those that end with "..."."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    shown = [
+        block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if re.match("mesh_2k on|conv6_1", block)
+    ]
+    plan = tmp_path / "plan.json"
+    printed = typed("plan", "mesh_2k", "--machine", "lassen", "--ranks", 16, "--batch", 4, "-o", plan)[1]
+    printed += typed("explain", plan, "--layer", "conv6_1")[1]
+    for line in "".join(shown).splitlines():
+        if not line.startswith("planner grid, ..."):
+            start = line.partition("...")[0].rstrip(" ,")
+            assert start in printed, f"docs/planning.md: expected a line that is printed, got {line!r}"
+    assert len(shown) == 2
+
+
 def test_a_plan_with_ranks_that_are_idle_says_so(typed, planned):
     line = "idle        {} of 8 ranks have nothing to compute: plan for fewer, or for a larger batch"
     assert line.format(6) in typed("plan", *SMALL, *LASSEN, "--planner", "data")[1].splitlines()
