@@ -525,11 +525,26 @@ def keep_model(config: Config, folder: Path) -> Config:
         return config
     options = config.model.model_copy(update={"onnx": None}).options
     write_graph(config.model.torch, options, folder / NAME)
-    return kept_model(config, folder)
+    return kept_model(config, folder, options)
 
 
-def kept_model(config: Config, folder: Path) -> Config:
-    """Return the configuration of a run with the graph in its folder, if ``model.torch`` was kept there. Local."""
+def kept_model(config: Config, folder: Path, trained: Mapping[str, Any]) -> Config:
+    """Return the configuration of a run with the graph in its folder, if ``model.torch`` was kept there. Local.
+
+    Raises
+    ------
+    UserError
+        If options of the function differ from those of `trained`, the run's own table ``[model]``: the graph was made
+        with these.
+    """
     if config.model.torch is None or not (folder / NAME).is_file():
         return config
+    options = {key: value for key, value in (config.model.model_extra or {}).items() if key != "loss"}
+    for key, value in options.items():
+        if key not in trained or trained[key] != value:
+            raise UserError(
+                f"model.{key}: expected the options of model.torch with which the run was trained, because it keeps "
+                f"its module as {folder / NAME}, got {value!r}; for samples of other extents set data.extents (apply "
+                "needs no setting), for another module train another run"
+            )
     return config.model_copy(update={"model": config.model.model_copy(update={"onnx": str(folder / NAME)})})

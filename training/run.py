@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import platform
@@ -114,8 +115,11 @@ def train(
         minutes, own_log = config.run.stall_minutes, directory / "log.jsonl"
         watchdog = stack.enter_context(Watchdog(ranks, minutes, own_log, lambda: folder.latest))
         checkpoint = _checkpoint_of(ranks, folder, resume, stack)
-        keep = keep_model if checkpoint is None else kept_model
-        config = on_root(ranks.mpi, partial(keep, config, directory))
+        if checkpoint is None:
+            config = on_root(ranks.mpi, partial(keep_model, config, directory))
+        else:
+            trained = json.loads(checkpoint.config or "{}").get("model", {})
+            config = on_root(ranks.mpi, partial(kept_model, config, directory, trained))
         progress = TrainingProgress() if checkpoint is None else checkpoint.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None

@@ -305,9 +305,10 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
-    config = kept_model(config, checkpoint.parent.parent)
+    trained = json.loads(text or "{}")
+    config = kept_model(config, checkpoint.parent.parent, trained.get("model", {}))
     requested = json.loads(config.model_dump_json(exclude_unset=True))
-    return config, checkpoint, progress, _drawn_by(requested) == _drawn_by(json.loads(text or "{}"))
+    return config, checkpoint, progress, _drawn_by(requested) == _drawn_by(trained)
 
 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:

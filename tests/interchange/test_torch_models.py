@@ -402,6 +402,8 @@ def test_a_run_needs_torch_only_once(comm, working, monkeypatch):
     with monkeypatch.context() as without:
         for name in hidden:
             without.setitem(sys.modules, name, None)
+        with pytest.raises(UserError, match=r"model\.filters: expected the options"):
+            train(working / "run.toml", ["model.filters=7", cut], resume=True, comm=comm)
         result = train(working / "run.toml", ["training.epochs=2", cut], resume=True, comm=comm)
         assert result["steps"] == 2 * before["steps"]
         comm.barrier()
@@ -412,6 +414,14 @@ def test_a_run_needs_torch_only_once(comm, working, monkeypatch):
         assert found["loss"] == pytest.approx(result["validation"]["loss"], rel=1e-12)
         if comm.rank == 0:
             export_run(working / "moved", "onnx", working / "trained.onnx")
+            for setting in ("model.filters=7", "model.resolution=32"):
+                key = setting.partition("=")[0]
+                with pytest.raises(UserError, match=rf"{key}: expected the options .*; for .* set data\.extents"):
+                    export_run(working / "moved", "onnx", working / "other.onnx", [setting])
+            settings = ["model.filters=6", "data.extents=[32, 24]"]
+            export_run(working / "moved", "onnx", working / "large.onnx", settings)
+            (given,) = hg.onnx.load(working / "large.onnx").inputs.values()
+            assert given.shape == (32, 24, 3)
     if comm.rank == 0:
         hg.to_torch(working / "moved", module.double())
         x = samples(16, 16, 3)
