@@ -220,6 +220,8 @@ def _check(
 ) -> None:
     """Raise errors now that the job would raise after its wait in the queue; reject resources that it would not use."""
     from ..kernels import BACKENDS
+    from ..perfmodel.machine import Machine
+    from ..planning import check_planner
     from ..training.build import make_network, make_strategy
 
     checked, ranks = set[str](), resources.ranks
@@ -233,7 +235,13 @@ def _check(
             continue
         checked.add(what)
         network = make_network(loaded)
-        if kind not in ("profile", "plan-then-train") and not loaded.strategy.auto:
+        if kind in ("profile", "plan-then-train"):
+            continue
+        if loaded.strategy.auto:  # the job makes the plan
+            check_planner(loaded.strategy.planner, "strategy.planner")
+            if loaded.strategy.machine is not None:
+                Machine.load(loaded.strategy.machine)
+        else:
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once, trainable=False)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)

@@ -233,6 +233,8 @@ def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, su
         (["--stage", "/tmp", "--set", "data.path=*.h5"], "as data.path, got a pattern, '*.h5'; leave"),
         (["--stage", "/tmp", "--sweep", "data.path=a.h5,b.h5"], "as data.path, got one that the sweep changes; leave"),
         (["--sweep", "training.batch=2,0"], "training.batch"),
+        (["--set", "strategy=auto", "--set", "strategy.planner=moon"], "strategy.planner: expected"),
+        (["--set", "strategy=auto", "--set", "strategy.machine=moon"], "moon"),
         (["--kind", "moon"], "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
         (["--kind", "train", "--sweep", "training.batch=2,4"], "--sweep: expected --kind sweep with it, got train"),
         (["--at-most", 2], "--at-most: expected --kind sweep with it, got train"),
