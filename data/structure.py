@@ -287,7 +287,8 @@ def static_axes(dataset: StoredArray, inputs: StoredArray, kind: Kind) -> str:
         return ""
     shape, axes = dataset.shape, letters[1:]
     letters_by_shape = _axes_by_shape(shape, axes, grid)
-    if not letters_by_shape and shape[0] == 1 and len(shape) > 1:
+    # A whole grid after an extent of 1 is one sample, not one row with channels.
+    if shape[0] == 1 and len(shape) > 1 and (not letters_by_shape or tuple(shape[1:]) == tuple(grid)):
         rest = _axes_by_shape(shape[1:], axes, grid)
         return f"N{rest}" if rest else ""
     return letters_by_shape

@@ -423,10 +423,10 @@ def test_refusals():
 STATIC_N, STATIC_GRID, STATIC_C = 5, (4, 6), 3
 
 
-def write_static(path, field, order="NHWC", scales=(), **attributes):
+def write_static(path, field, order="NHWC", scales=(), grid=STATIC_GRID, **attributes):
     """Write inputs and a dataset `field`; `scales` are the names of the scales of its axes."""
     names = {"NHWC": ("time", "lat", "lon", "level"), "NCHW": ("time", "level", "lat", "lon")}[order]
-    sizes = dict(zip(("time", "lat", "lon", "level"), (STATIC_N, *STATIC_GRID, STATIC_C)))
+    sizes = dict(zip(("time", "lat", "lon", "level"), (STATIC_N, *grid, STATIC_C)))
     with h5py.File(path, "w") as file:
         file["x"] = np.ones([sizes[name] for name in names])
         file["x"].attrs["layout"] = order
@@ -489,6 +489,13 @@ def test_every_box_is_the_slice(tmp_path, case):
                 np.testing.assert_array_equal(out[filled], whole[part].astype(dtype))
                 out[filled] = -1
                 assert (out == -1).all()
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((1, 4, 8), "NHW"), ((1, 4, 3), "HWC"), ((1, 4, 8, 2), "NHWC")])
+def test_a_grid_after_an_extent_of_1_is_a_sample(tmp_path, shape, axes):
+    """Also if 4 rows could be the columns of a coarser grid of one row; what is not the whole grid has channels."""
+    path = write_static(tmp_path / "a.h5", np.ones(shape), grid=(4, 8))
+    assert Hdf5Dataset(path, "x", {"w": "field"}).fields["w"].static == axes
 
 
 @pytest.mark.parametrize(
