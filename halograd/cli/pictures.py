@@ -74,7 +74,7 @@ def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> N
             ax.text(i, bottoms[i], f"{bottoms[i]:.3g}", ha="center", va="bottom", fontsize=6, color=DARK)
     ax.set_xlim(-0.7, width - 0.3)
     ax.set_ylim(0, 1e3 * top)
-    ax.set_ylabel("ms")
+    ax.set_title("ms", loc="left", fontsize=8)
     ax.spines["bottom"].set_visible(False)
     ax.set_xticks([])
 

@@ -68,6 +68,8 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.06))
         yield figure
+        # The layout needs the sizes of tick labels, which follow from an earlier layout.
+        figure.draw_without_rendering()
         with atomic_path(path) as partial:
             figure.savefig(partial, format="png", facecolor="white")
 
@@ -170,11 +172,12 @@ def _draw_loss(axes: Any, steps: Entries, validations: Entries, per_epoch: int) 
 
 
 def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict[str, str], quality: Quality) -> None:
-    x, most = [v["step"] / per_epoch for v in validations], 0.0
+    x, most, least = [v["step"] / per_epoch for v in validations], 0.0, 1.0
     for colour, (name, label) in zip(_COLOURS, metrics.items()):
         values = [np.nan if v.get(name) is None else v[name] for v in validations]
         axes.plot(x, values, color=colour, marker="s", markersize=3, label=label)
-        most = max([most, *(value for value in values if value == value)])
+        known = [value for value in values if value == value]
+        most, least = max([most, *known]), min([least, *known])
     if quality.baseline is not None:
         name, value = quality.baseline
         axes.axhline(value, color=DARK, linestyle="--", linewidth=1.2)
@@ -188,7 +191,11 @@ def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict
             va="top",
             color=DARK,
         )
-    axes.set(ylabel=quality.axis, ylim=(0, 1 if most <= 1 else None), title=quality.title)
+    if quality.baseline is not None:
+        least = min(least, quality.baseline[1])
+    # Scores near 1 differ in the last tenths, which an axis from 0 would hide.
+    low = max(0.0, 1 - 1.1 * (1 - least)) if most <= 1 and least > 0.5 else 0.0
+    axes.set(ylabel=quality.axis, ylim=(low, 1 if most <= 1 else None), title=quality.title)
     axes.legend(loc="upper left" if len(metrics) == 1 else "best")
 
 

@@ -36,11 +36,14 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
         return None
     details = read_details(details_path)
     try:
+        tables = [p.get("confusion") for p in details["predictions"]]
         return {
             "count": f"{details['count']:,}",
             "samples": details["samples"],
             "step": f"{details['step']:,}",
-            "predictions": [_prediction(p, pictures, str(i)) for i, p in enumerate(details["predictions"])],
+            "predictions": [
+                _prediction(p, pictures, str(i), tables[i] in tables[:i]) for i, p in enumerate(details["predictions"])
+            ],
         }
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
@@ -49,10 +52,11 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
         ) from error
 
 
-def _prediction(details: Mapping[str, Any], pictures: Path, number: str) -> dict[str, Any]:
+def _prediction(details: Mapping[str, Any], pictures: Path, number: str, repeats: bool) -> dict[str, Any]:
+    """Return the scores of a prediction, and its classes unless these repeat another's: a further metric of it."""
     scores = [(key, _number(value)) for key, value in details["scores"].items()]
     rows, confusion, calibration = [], None, None
-    if details["kind"] == "classes":
+    if details["kind"] == "classes" and not repeats:
         rows = details["by_class"]
         counts = np.array(details["confusion"], np.int64)
         if len(counts) <= MOST_CELLS:

@@ -250,6 +250,16 @@ def test_status_needs_no_mpi(trained):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_further_metric_does_not_repeat_the_table_of_classes(trained, tmp_path):
+    details = json.loads((trained / "evaluation.json").read_text())
+    (own,) = [p for p in details["predictions"] if p["kind"] == "classes"]
+    details["predictions"].append({**own, "name": "prediction by Other", "scores": {"other": 0.25}})
+    (tmp_path / "evaluation.json").write_text(json.dumps(details))
+    text, _ = page_of(trained, tmp_path / "page.html", details=tmp_path / "evaluation.json")
+    once, _ = page_of(trained, tmp_path / "once.html")
+    assert "prediction by Other" in text and text.count("<table") == once.count("<table") + 1  # that of its score
+
+
 def test_details_that_are_none(trained, begun, tmp_path):
     """A missing, changed or foreign file of details is an error; without one the page shows how to create it."""
     record = read_record(begun)
