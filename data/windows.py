@@ -214,9 +214,8 @@ class SampleWindows:
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Extents of the smallest and the largest sample, in the first field."""
-        counts = self._units.prod(axis=1)
-        return self._extents(int(counts.argmin())), self._extents(int(counts.argmax()))
+        """Smallest and largest extents of all samples per axis, in the first field."""
+        return self._scaled(self._units.min(axis=0)), self._scaled(self._units.max(axis=0))
 
     @property
     def smallest(self) -> tuple[int, str]:
@@ -233,7 +232,10 @@ class SampleWindows:
         return float(inside.sum() / self._units.prod(axis=1, dtype=np.float64).sum())
 
     def _extents(self, index: int) -> list[int]:
-        return [n * max(1, step) for n, step in zip(self._units_of(index), self._steps[self.moved[0]])]
+        return self._scaled(self._units_of(index))
+
+    def _scaled(self, units: Iterable[int]) -> list[int]:
+        return [int(n) * max(1, step) for n, step in zip(units, self._steps[self.moved[0]])]
 
     # -- positions -------------------------------------------------------------------------------------
 

@@ -244,8 +244,8 @@ def test_what_is_said_and_refused(comm, patches, capfd):
     said = ["output.progress=true", "data.evaluate=middle"]
     train(patches, [*NEAR[:2], *said, "training.epochs=1"], comm=comm)
     said = " ".join(capfd.readouterr())
-    assert "windows of 8x8 in samples of 8x8 to 12x10; the foreground of 'mask' was found in " in said
-    assert "only the middle window of every sample is evaluated, 8x8 of 8x8 to 12x10 (" in said
+    assert "windows of 8x8 in samples of 6x8 to 12x16; the foreground of 'mask' was found in " in said
+    assert "only the middle window of every sample is evaluated, 8x8 of 6x8 to 12x16 (" in said
     one = ["data.path=parts/s2.h5", "data.validation=0", "output.directory=one"]
     for sets, message in (
         (["model.ignore=false"], "data.patches: expected samples of at least 8x8 elements, the network's window, got "
