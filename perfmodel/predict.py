@@ -85,7 +85,7 @@ LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies; number of strategies from the best grid.
 WORK, FEWEST, NEAR_GRID = 2000, 8, 8
 #: Number of the fastest strategies, of all and of those that fit, that are tried with wide values.
-WIDENED = 2
+WIDENED = 3
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ class NumpyWindows(Pointwise):
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
         # Among elements that are all -inf, the maximum is the first, and no padding before it.
-        start = np.empty(0) if position is None else first_taps(outputs, geometry, position.dtype)
-        kept = 0 if position is None else position.nbytes + start.nbytes
+        before = any(lo > 0 for lo, _ in geometry.padding)
+        start: Any = first_taps(outputs, geometry, np.uint8 if small else np.int32) if before else 0
+        kept = sum(array.nbytes for array in (position, start) if isinstance(array, np.ndarray))
         first, mask_bytes = round_up(margins.nbytes), round_up(y.size)
         scratch_bytes = first + 2 * mask_bytes
 
