@@ -50,7 +50,7 @@ class SearchOptions:
         typer.Option(
             "--robust",
             help="Choose the plan that loses least if latency, launch time or compute rate is off by 3 x; takes about "
-            "6 times as long.",
+            "7 times as long.",
         ),
     ] = False
     frontier: Annotated[
