@@ -84,8 +84,9 @@ CUTS = 6
 LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies; number of strategies from the best grid.
 WORK, FEWEST, NEAR_GRID = 2000, 8, 8
-#: Number of the fastest strategies, of all and of those that fit, that are tried with wide values.
-WIDENED = 3
+#: Number of the fastest strategies, of all and of those that fit, that are tried with wide values; one more for
+#: networks of up to `FEW_LAYERS` layers, whose steps are simulated in little time.
+WIDENED, FEW_LAYERS = 2, 32
 
 
 @dataclass(frozen=True)
@@ -463,9 +464,10 @@ class StrategySearch:
             return Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
 
         chosen, below = best, math.inf if best is None else (1 - MARGIN) * best.seconds
-        bases = self.plan_candidates.few(math.inf, WIDENED)
+        number = WIDENED + (len(self.network.layers) <= FEW_LAYERS)
+        bases = self.plan_candidates.few(math.inf, number)
         if best is not bases[0]:  # the limit binds
-            bases = [*([] if best is None else [best]), *self.plan_candidates.few(self.limit, WIDENED), *bases]
+            bases = [*([] if best is None else [best]), *self.plan_candidates.few(self.limit, number), *bases]
         tried = set[tuple[tuple[float, ...], ...]]()
         for base in dict.fromkeys(bases) if self.chooser.widens else ():
             plain = base.simulation.prediction(account=False)
