@@ -410,8 +410,9 @@ for sizes in (5, (2, 1, 2)):
     )
     add("grids", f"branches of pieces {sizes}", reverse, (7, 6, 5))
     add("channels", f"branches of pieces {sizes}", reverse, (7, 6, 5), axes=("height", "channel"))
-residual = branches(lambda conv, drop, x: x + drop(conv(x)), conv3(3, "c"), partial(hg.StochasticDepth, 0.5, "d"))
-add("uneven, many ranks", "branches of stochastic depth", residual, SHAPE, batch=5, gradient=False)
+for kind in (hg.StochasticDepth, hg.ChannelDropout):
+    residual = branches(lambda conv, drop, x: x + drop(conv(x)), conv3(3, "c"), partial(kind, 0.5, "d"))
+    add("uneven, many ranks", f"branches of {kind.__name__}", residual, SHAPE, batch=5, gradient=False)
 attended = branches(
     # Without biases of keys, whose gradients are zero but for rounding. The gradients of an input read thrice add up.
     lambda conv, attend, x: (y := conv(x)) + attend(y),
