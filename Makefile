@@ -6,6 +6,7 @@
 #   make quick       a part of everything in less than a minute: arithmetic, layers, two ranks, one training step
 #   make test-openmpi  tests of communication, and a run that is killed and resumed, under an Open MPI of this machine
 #   make bench-step  step times beside torch and JAX (installs them)
+#   make claims      all that benchmarks must show, with bounds, in one run; CLAIMS="--only attention" for a part
 #   make docs        the documentation as a site in site/, broken links as errors
 #   make docs-pages  the tables of docs/configuration.md and docs/when_to_cut.md anew, after a change of a key or a figure
 #   make dist        sdist and wheel in dist/
@@ -28,7 +29,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test nightly coverage test-openmpi bench-step gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle oracle-zoo nvrtc peers lint-tools docs-tools docs docs-pages dist-tools dist demo quick test nightly coverage test-openmpi bench-step claims gpu-check gpu-tools gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,9 @@ dist: dist-tools
 bench-step: peers
 	@$(PY) benchmarks/step.py
 
+claims: peers
+	@$(PY) benchmarks/claims.py --out claims/claims.json $(CLAIMS)
+
 # Without .gpu-wheels/ the check itself says which packages are missing: pip, on a machine without an index, would wait.
 gpu-check:
 	@$(if $(wildcard .gpu-wheels),$(PYTHON),$(if $(wildcard $(PY)),$(PY),$(PYTHON))) -m halograd.gpucheck $(if $(wildcard .gpu-wheels),--wheels .gpu-wheels) $(PARTS)
@@ -114,7 +118,7 @@ typecheck: lint-tools
 	@$(PY) -m mypy -p halograd
 
 clean:
-	@rm -rf build dist site .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
+	@rm -rf build dist site claims .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

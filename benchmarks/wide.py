@@ -102,11 +102,16 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def is_right(row: dict[str, Any]) -> bool:
+    """Return whether the choice of a row does not lose against the other strategy, but for noise."""
+    plain, wide = row["median"]
+    return (plain / wide if row["chosen"] else wide / plain) > 1 - NOISE
+
+
 def line(row: dict[str, Any]) -> str:
     """Return a row as text."""
     (plain, wide), (fast, faster), (first, second) = row["median"], row["best"], row["predicted"]
-    choice, other = ("wide", plain / wide) if row["chosen"] else ("plain", wide / plain)
-    verdict = "right" if other > 1 - NOISE else "wrong"
+    choice, verdict = ("wide" if row["chosen"] else "plain"), ("right" if is_right(row) else "wrong")
     parts = ", ".join(f"{term} {1e3 * a:.1f} -> {1e3 * b:.1f}" for term, (a, b) in row["parts"].items())
     return (
         f"{' x '.join(f'{axis} {n}' for axis, n in row['cut'].items()):<18} {1e6 * row['alpha']:6.0f} us  "
@@ -136,6 +141,8 @@ def main(
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=1200)
     if done.returncode:
         raise EntryError(f"{network} failed with exit code {done.returncode}")
+    rows = json.loads(done.stdout)
+    print(f"{sum(not is_right(row) for row in rows)} of {len(rows)} choices are wrong")
     if output is not None:
         output.write_text(done.stdout)
 
