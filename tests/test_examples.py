@@ -88,7 +88,7 @@ def test_tracking(tmp_path, ranks):
 @pytest.mark.nightly
 def test_notebook(monkeypatch):
     """All cells of the notebook run in sequence; its run becomes better, and its pictures are drawn."""
-    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib, which the picture of the notebook takes")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

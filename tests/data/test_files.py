@@ -216,7 +216,7 @@ def test_a_sample_without_all_files_is_named(tmp_path):
 
 
 def write_patterns(path, values, slope=(1.0, 0.0)):
-    nibabel = pytest.importorskip("nibabel")
+    nibabel = pytest.importorskip("nibabel", reason="needs nibabel: pip install 'halograd[formats]'")
     nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
     if path.suffix == ".nii":
         data = bytearray(path.read_bytes())

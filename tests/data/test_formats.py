@@ -11,9 +11,9 @@ from halograd.data.coordinates import write_coordinates
 from halograd.data.formats import ChunkCache
 from halograd.dtensor import Box
 
-zarr = pytest.importorskip("zarr")
-nibabel = pytest.importorskip("nibabel")
-tifffile = pytest.importorskip("tifffile")
+zarr = pytest.importorskip("zarr", reason="needs zarr: pip install 'halograd[formats]'")
+nibabel = pytest.importorskip("nibabel", reason="needs nibabel: pip install 'halograd[formats]'")
+tifffile = pytest.importorskip("tifffile", reason="needs tifffile: pip install 'halograd[formats]'")
 
 RNG = np.random.default_rng(5)
 VOLUME = RNG.integers(-900, 900, (9, 10, 7)).astype(np.int16)

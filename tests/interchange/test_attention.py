@@ -155,7 +155,7 @@ def apart(m, x):
 
 def test_back_in_torch(tmp_path):
     """Three layers hold the rows of one weight, which are joined again; files of weights have torch's names."""
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
     nn = torch().nn
     attention = nn.MultiheadAttention(C, HEADS, kdim=3, vdim=5)
     others = {"k": nn.Linear(C, 3), "v": nn.Linear(C, 5)}

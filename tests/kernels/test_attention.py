@@ -386,7 +386,7 @@ def test_nan_reaches_the_queries_that_read_it(typed):
 @pytest.mark.parametrize("causes", ["plain", "masked"])
 def test_torch(backends, causes):
     """Outputs and gradients equal those of torch's scaled_dot_product_attention in float64."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     a = Arrays(backends("numpy"), np.float64)
     reaches = (Everywhere(9, 7), Everywhere(5, 6)) if causes == "plain" else (Windows(9, 4, 1), Neighborhood(8, 3))
     case = Case(reaches, heads=4, d=6, e=5)

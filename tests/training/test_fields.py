@@ -518,7 +518,7 @@ def test_statistics_are_kept_beside_the_data(comm, shared, monkeypatch):
 
 
 def test_an_exported_network_has_the_units_of_the_data(tmp_path):
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[onnx]'")
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[interchange]'")
     write_arrays(tmp_path / "data.h5", arrays())
     run = hg.fit(network(), table(tmp_path / "data.h5", normalize_targets=True), tmp_path / "out", **OPTIONS)
     run.export(tmp_path / "net.onnx", normalize=True)

@@ -151,7 +151,8 @@ def test_a_run_of_an_older_order_goes_on_by_a_list(comm, many_files):
 @pytest.mark.ranks(2)
 def test_the_run_on_other_formats_is_that_on_hdf5(comm, many_files):
     """A run on a group of Zarr, and one on two TIFF files per sample."""
-    zarr, tifffile = pytest.importorskip("zarr"), pytest.importorskip("tifffile")
+    needs = "needs Zarr and TIFF: pip install 'halograd[formats]'"
+    zarr, tifffile = (pytest.importorskip(name, reason=needs) for name in ("zarr", "tifffile"))
     folder = many_files.parent
     if comm.rank == 0:
         (folder / "tiff").mkdir()
