@@ -517,10 +517,11 @@ def runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
 Box = tuple[slice, ...]
 
 
-def boxes(shape: Sequence[int], most: int, within: Box = ()) -> list[Box]:
+def boxes(shape: Sequence[int], most: int, within: Box = (), multiple: int = 1) -> list[Box]:
     """Return boxes that cover `shape`, or the box `within` it, of at most `most` elements each, but at least 1.
 
-    The last axes are cut last. ::
+    The last axes are cut last. The boxes of an axis are equal, or where this is possible a multiple of `multiple`, and
+    the last one is smaller. ::
 
         boxes((3, 4), 8)     0 0 0 0
                              0 0 0 0
@@ -530,9 +531,11 @@ def boxes(shape: Sequence[int], most: int, within: Box = ()) -> list[Box]:
     cuts: list[list[slice]] = []
     for axis in reversed(within):
         n = axis.stop - axis.start
-        extent = max(1, min(n, most))
-        most //= extent
-        extent = -(-n // -(-n // extent)) if n else 1  # equal boxes
+        largest = max(1, min(n, most))
+        most //= largest
+        extent = -(-n // -(-n // largest)) if n else 1  # equal boxes
+        rounded = -(-extent // multiple) * multiple
+        extent = rounded if extent < n and rounded <= largest else extent
         cuts.append([slice(a, min(axis.stop, a + extent)) for a in range(axis.start, axis.stop, extent)])
     return list(itertools.product(*reversed(cuts)))
 

@@ -36,8 +36,10 @@ from .pointwise import axis_counters, first_counter, mix64_inplace
 
 __all__ = ["NumpyAttention", "TileOperations"]
 
-#: Largest number of queries and of keys of a tile, and of scores that are computed at a time.
-QUERIES, KEYS, SCORES = 384, 768, 1 << 18
+#: Largest number of queries and of keys of a tile, and of scores that are computed at a time where tiles are smaller.
+QUERIES, KEYS, SCORES = 512, 768, 1 << 18
+#: Products of matrices are faster if rows begin at whole vectors.
+ALIGNED = 16
 #: Products of a pass (multiplications) below which threads are not worth their start.
 FEW = 1 << 22
 
@@ -94,7 +96,8 @@ class _Tiles:
         self.packed_bias: Any = None
         self.counters = None if mask is None else (part.of_queries(mask[0], heads), part.of_keys(mask[1], key_heads))
         self.blocked = part.blocked()
-        self.rows, self.columns = boxes(part.queries, QUERIES), boxes(part.keys, KEYS)
+        self.rows = boxes(part.queries, QUERIES, multiple=ALIGNED)
+        self.columns = boxes(part.keys, KEYS, multiple=ALIGNED)
         #: Whether backward computes scores with a row per key, as the gradients of keys and values need them. Single
         #: products are faster then; many small ones are not.
         self.by_key = False
@@ -249,14 +252,15 @@ class _Share(ABC):
         return out.reshape(*extents_of(lead), span_of(rows), span_of(columns))
 
     def sum_rows(self, array: Any, out: Any) -> None:
-        """Write the sum of each row of a packed array."""
+        """Write the sum of each row of a packed array ``(*lead, rows, count)`` to ``(*lead, rows, 1)``."""
         count = array.shape[-1]
         ones = self._buffers.get(("ones", count))
         if ones is None:
             # Made once per length of a row, in the first run with these views.
             ones = self._buffers["ones", count] = np.ones((count, 1), self.dtype)
-        # A product with ones is several times faster than np.sum along short rows.
-        np.matmul(array.reshape(-1, count), ones, out=out.reshape(-1, 1))
+        # A product with ones is several times faster than np.sum along short rows. Tiles stay separate: a library may
+        # sum a row in another order where the matrix has more rows, so bits would depend on the number of threads.
+        np.matmul(array.reshape(*out.shape[:-1], count), ones, out=out)
 
     def drop(self, p: Any, dropped: Any) -> None:
         """Apply dropout to an array of probabilities, or to their gradient."""

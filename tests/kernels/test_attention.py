@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halograd.device import wide
 from halograd.kernels import AttentionGeometry, DropoutMask, Everywhere, KernelError, Neighborhood, Windows, get_backend
-from halograd.kernels.attention import runs
+from halograd.kernels.attention import boxes, extents_of, runs, span_of
 from halograd.kernels.numpy import attention as tiled
 
 from .conftest import EPS, Arrays
@@ -503,3 +503,33 @@ def test_regular_tiles_are_one_run():
 def test_reach_refused(make):
     with pytest.raises(ValueError, match=r"expected sizes >= 0, extents and dilations >= 1, got "):
         make()
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    most=st.integers(0, 60),
+    multiple=st.sampled_from([1, 4, 16]),
+    shift=st.integers(0, 3),
+)
+def test_boxes_cover_each_element_once(shape, most, multiple, shift):
+    within = tuple(slice(shift, shift + n) for n in shape)
+    count = np.zeros([n + shift for n in shape], int)
+    found = boxes(count.shape, most, within, multiple)
+    for box in found:
+        count[box] += 1
+        assert span_of(box) <= max(1, most)
+    assert (count[within] == 1).all() and count.sum() == span_of(within)
+    for axis in range(len(shape)):
+        # But for the last, the boxes of an axis are equal.
+        extents = {(box[axis].start, box[axis].stop - box[axis].start) for box in found}
+        assert len({n for _, n in sorted(extents)[:-1]}) <= 1
+
+
+def test_boxes_are_multiples_where_this_is_possible():
+    def extents(*arguments):
+        return [extents_of(box) for box in boxes(*arguments)]
+
+    assert extents((4096,), 1000, (), 16) == [(832,)] * 4 + [(768,)]
+    assert extents((50,), 16, (), 16) == [(16,)] * 3 + [(2,)]
+    assert extents((50,), 15, (), 16) == [(13,)] * 3 + [(11,)], "not more than permitted"
+    assert extents((2, 30), 64, (), 16) == [(2, 30)], "an axis that is not cut stays whole"
