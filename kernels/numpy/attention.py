@@ -37,7 +37,7 @@ from .pointwise import axis_counters, first_counter, mix64_inplace
 __all__ = ["NumpyAttention", "TileOperations"]
 
 #: Largest number of queries and of keys of a tile, and of scores that are computed at a time where tiles are smaller.
-QUERIES, KEYS, SCORES = 512, 768, 1 << 18
+QUERIES, KEYS, SCORES = 512, 512, 1 << 18
 #: Products of matrices are faster if rows begin at whole vectors.
 ALIGNED = 16
 #: Products of a pass (multiplications) below which threads are not worth their start.
@@ -55,6 +55,14 @@ class TileOperations:
 
     def close(self) -> None:
         """Free what the operations hold."""
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Compute ``target = source``, for views of any strides."""
+        np.copyto(target, source)
+
+    def add(self, source: Any, target: Any) -> None:
+        """Compute ``target += source``, for views of any strides; no two elements of the target are the same."""
+        np.add(target, source, out=target)
 
     def product(self, left: Any, right: Any, out: Any) -> None:
         """Compute ``out = left right``, for matrices on the last two axes."""
@@ -202,14 +210,15 @@ class _Share(ABC):
         if ndim == 1 and math.prod(view.shape[:-2]) == 1:
             return view
         buffer = self.buffer(name, view.shape)
-        np.copyto(buffer, view)
+        self.operations.copy(view, buffer)
         return _rows(buffer, ndim)
 
     def scaled(self, tiles: _Tiles, box: Box) -> Any:
         """Return a copy of the queries of a box, times the scale, as ``(*lead, positions, channels)``."""
         view = tiles.of["q"][box]
         buffer = self.buffer("q", view.shape)
-        np.multiply(view, self.dtype.type(self.g.scale), out=buffer)
+        self.operations.copy(view, buffer)
+        np.multiply(buffer, self.dtype.type(self.g.scale), out=buffer)
         return _rows(buffer, len(tiles.part.queries))
 
     def scores(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, q: Any, k: Any) -> Any:
@@ -291,24 +300,30 @@ class _Forward(_Share):
         y, lse = tiles.of["y"][lead + rows], tiles.of["lse"][lead + rows]
         sums = self.buffer("sum", (*shape, y.shape[-1]))
         self._begin(y, lse, peak, total, sums)
-        for columns in tiles.columns:
+        for i, columns in enumerate(tiles.columns):
             k, v = self.copied(tiles, "k", lead + columns), self.copied(tiles, "v", lead + columns)
             p = self.scores(tiles, lead, rows, columns, q, k)
             np.max(p, axis=-1, keepdims=True, out=new)
             np.maximum(new, peak, out=new)
             self.operations.exponentials(p, new)
-            # Scale the sums of earlier tiles down to the new maximum.
-            np.subtract(peak, new, out=peak)
-            np.exp(peak, out=peak)
-            np.multiply(total, peak, out=total)
-            np.multiply(sums, peak, out=sums)
+            later = self.g.merge or i > 0
+            if later:
+                # Scale the sums of earlier tiles down to the new maximum.
+                np.subtract(peak, new, out=peak)
+                np.exp(peak, out=peak)
+                np.multiply(total, peak, out=total)
+                np.multiply(sums, peak, out=sums)
             np.copyto(peak, new)
             self.sum_rows(p, more)
             np.add(total, more, out=total)
             # After the total: dropout applies to probabilities, whose divisor is the sum over all keys.
             if self.g.dropout is not None:
                 self.drop(p, self.dropped(tiles, lead, rows, columns, first))
-            self.operations.add_product(p, v, sums, self.buffer("weighted", sums.shape))
+            # The first product overwrites the sums, which are undefined before it.
+            if later:
+                self.operations.add_product(p, v, sums, self.buffer("weighted", sums.shape))
+            else:
+                self.operations.product(p, v, sums)
         # A NaN may be lost in an exponential, not in the maximum.
         np.multiply(peak, 0, out=more)
         np.add(total, more, out=total)
@@ -316,7 +331,7 @@ class _Forward(_Share):
         # So the maximum with 1 only changes the total of a query without keys, whose output is 0 and not 0 / 0.
         np.maximum(total, 1, out=more)
         np.divide(sums, more, out=sums)
-        np.copyto(y, sums.reshape(y.shape))
+        self.operations.copy(sums.reshape(y.shape), y)
         np.log(total, out=total)
         np.add(peak, total, out=total)
         np.copyto(lse, total.reshape(lse.shape))
@@ -329,14 +344,13 @@ class _Forward(_Share):
         if not self.g.merge:
             peak.fill(least)
             total.fill(0)
-            sums.fill(0)
             return
         # The earlier results are those of one key with the score lse, whose exponential relative to itself is 1, and
         # with the value y. Without earlier keys (-inf) the total is 0.
         np.copyto(peak.reshape(lse.shape), lse)
         np.not_equal(peak, -np.inf, out=total, casting="unsafe")
         np.maximum(peak, least, out=peak)
-        np.copyto(sums.reshape(y.shape), y)
+        self.operations.copy(y, sums.reshape(y.shape))
 
 
 class _Backward(_Share):
@@ -404,10 +418,8 @@ class _Backward(_Share):
                 self._sum_pairs(tiles, lead, rows, columns, _turned(ds, by_query))
         np.multiply(dq, self.dtype.type(self.g.scale), out=dq)
         target = tiles.of["dq"][lead + rows]
-        if self.g.merge:
-            np.add(target, dq.reshape(target.shape), out=target)
-        else:
-            np.copyto(target, dq.reshape(target.shape))
+        write = self.operations.add if self.g.merge else self.operations.copy
+        write(dq.reshape(target.shape), target)
 
     def _begin(self, tiles: _Tiles, lead: Box, rows: Box) -> tuple[Any, Any, Any, Any]:
         """Return queries times the scale, gradients of the output, their product with the output, and lse, per query.
@@ -416,8 +428,9 @@ class _Backward(_Share):
         """
         box, ndim, shape = lead + rows, len(rows), (*extents_of(lead), span_of(rows))
         y, dy = self.buffer("y", tiles.of["y"][box].shape), self.buffer("dy", tiles.of["dy"][box].shape)
-        np.copyto(dy, tiles.of["dy"][box])
-        np.multiply(tiles.of["y"][box], dy, out=y)
+        self.operations.copy(tiles.of["dy"][box], dy)
+        self.operations.copy(tiles.of["y"][box], y)
+        np.multiply(y, dy, out=y)
         delta, lse = self.buffer("delta", (*shape, 1)), self.buffer("lse", (*shape, 1))
         self.sum_rows(y, delta)
         view = tiles.of["lse"][box]
@@ -437,7 +450,7 @@ class _Backward(_Share):
         self.operations.product(left, right, product)
         product = product.reshape(target.shape)
         if not tiles.part.overlaps:
-            np.add(target, product, out=target)
+            self.operations.add(product, target)
             return
         # The view has elements twice where tiles share keys; one np.add would keep one of the terms. So the tiles are
         # added one after the other.

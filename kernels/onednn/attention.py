@@ -45,6 +45,14 @@ class OnednnTileOperations(TileOperations):
         self._primitives.clear()
         self._list.close()
 
+    def copy(self, source: Any, target: Any) -> None:
+        if not self._reorder(source, target):
+            super().copy(source, target)
+
+    def add(self, source: Any, target: Any) -> None:
+        if not self._reorder(source, target, _SUM):
+            super().add(source, target)
+
     def product(self, left: Any, right: Any, out: Any) -> None:
         if not self._multiply(left, right, out):
             super().product(left, right, out)
@@ -60,6 +68,29 @@ class OnednnTileOperations(TileOperations):
     def softmax_gradient(self, gradient: Any, subtracted: Any, p: Any) -> None:
         if not self._binary(gradient, subtracted, ("binary", c.BINARY_MULTIPLY), p):
             super().softmax_gradient(gradient, subtracted, p)
+
+    def _reorder(self, source: Any, target: Any, *operations: tuple[Any, ...]) -> bool:
+        """Copy between views, with generated code: NumPy calls a loop for each row of channels, which are few."""
+
+        def make() -> Callable[..., None]:
+            descs = []
+            # Axes of extent 1 may have any stride, which oneDNN refuses if it interleaves with others.
+            kept = [i for i, n in enumerate(source.shape) if n > 1] or [0]
+            for array in (source, target):
+                shape, strides = ([values[i] for i in kept] for values in (array.shape, array.strides))
+                strides = [stride // array.itemsize for stride in strides]
+                if not _is_nested(shape, strides):
+                    raise ReferenceOnly("expected axes that do not interleave, as those of tiles that overlap")
+                descs.append(self._list.desc(shape, array.dtype, strides))
+            engine = self._engine.handle
+            pd = self._abi.reorder(descs[0], engine, descs[1], engine, self._list.attributes(*operations))
+            self._list.own("primitive_desc", pd)
+            if not self._abi.implementation(pd).startswith("jit"):
+                raise ReferenceOnly("expected generated code for a copy of tiles")
+            return self._primitive(pd, {c.SRC: descs[0], c.DST: descs[1]})
+
+        key = ("reorder", operations, source.shape, source.strides, target.strides)
+        return self._call(key, make, (source, target))
 
     def _multiply(self, left: Any, right: Any, out: Any, *operations: tuple[Any, ...]) -> bool:
         arrays = (left, right, out)

@@ -199,6 +199,38 @@ def test_threads(backends, monkeypatch, name):
         assert all(np.array_equal(results[n], found[0][n]) for n in ("y", "lse", "dq", "dk", "dv"))
 
 
+#: Views of an array: windows, single channels, dilated tiles (whose axes interleave), and axes of one element.
+VIEWS = {
+    "windows": ((2, 6, 12), lambda x: x.reshape(2, 2, 3, 3, 4).transpose(0, 1, 3, 2, 4)),
+    "dilated": ((2, 6, 12), lambda x: x.reshape(2, 3, 2, 3, 4).transpose(0, 2, 3, 1, 4)),
+    "interleaved": ((6, 4), lambda x: np.lib.stride_tricks.as_strided(x, (2, 3, 2), (20, 32, 4))),
+    "one channel": ((3, 5, 4), lambda x: x[..., 1:2]),
+    "one element": ((3, 5, 4), lambda x: x[1:2, 2:3, 1:2]),
+    "one tile": ((1, 8, 12), lambda x: x.reshape(1, 8, 3, 4)[:, :, 1:2].swapaxes(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_copies_of_views(backend, name):
+    """Copies and sums write all elements of a view, and none between them; also when they run again."""
+    shape, view = VIEWS[name]
+    typed = Arrays(backend, np.float32)
+    operations = backend._tile_operations()[0]
+    operations.begin()
+    for _ in range(2):
+        for write, plus in ((operations.copy, 0), (operations.add, 1)):
+            for source, target in (("view", "packed"), ("packed", "view")):
+                arrays = {"view": typed.draw(*shape), "packed": typed.draw(*view(np.zeros(shape, np.float32)).shape)}
+                views = {"view": view(arrays["view"]), "packed": arrays["packed"]}
+                expected = {n: a.copy() for n, a in arrays.items()}
+                written = view(expected["view"]) if target == "view" else expected["packed"]
+                written[...] = plus * written + views[source]
+                write(views[source], views[target])
+                assert all(np.array_equal(arrays[n], expected[n]) for n in arrays)
+    operations.end()
+    operations.close()
+
+
 def run_whole(typed, case):
     """Compare all results of a case with the expected ones, and return them."""
     state = np.array([12, 3, 0], np.uint64)
