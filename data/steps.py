@@ -55,7 +55,7 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
             breaks[rows[chain[1:]]] = np.cumsum(~((distances > 0) & (distances <= _GAP * usual)))
     if breaks.any():
         _log.warning(
-            "%s: time has %d gaps or steps backwards; data.lag pairs no samples across them",
+            "%s: gaps or steps backwards of time: %d; data.lag pairs no samples across them",
             dataset.path, len(np.unique(np.stack([numbers, breaks], 1), axis=0)) - len(np.unique(numbers)),
         )  # fmt: skip
     return np.unique(np.stack([numbers, breaks], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)

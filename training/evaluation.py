@@ -87,7 +87,8 @@ class Evaluation:
             for key in metric.scores():
                 if key in owners:
                     raise UserError(
-                        f"output.metrics: {name}: expected other scores than those of {owners[key]}, got {key!r}"
+                        f"output.metrics: {name}: expected other scores than those of {owners[key]}, got {key!r}; "
+                        f"remove {name}"
                     )
                 owners[key] = name
         self._counts: list[np.ndarray] = []

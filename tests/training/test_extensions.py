@@ -222,7 +222,7 @@ def test_settings_that_are_refused(working, sets, message):
         ('["auc"]', "expected errors, dice, iou, weighted, or \"FILE.py:CLASS\", got 'auc'"),
         ('["dice:all=true"]', "all: unknown key; expected one of each"),
         ('["weighted"]', "weighted: expected a loss of numbers, got one of classes"),
-        ('["errors", "errors"]', "errors: expected other scores than those of errors, got 'mae'"),
+        ('["errors", "errors"]', "errors: expected other scores than those of errors, got 'mae'; remove errors"),
         ('["rms.py:RMSprop"]', "rms.py:RMSprop: expected a class derived from Metric"),
         ("3", "expected a list, got 3"),
     ],
