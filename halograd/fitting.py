@@ -81,7 +81,7 @@ def fit(
     callbacks
         Callbacks after every step, epoch and checkpoint.
     comm
-        An MPI communicator; by default all ranks of the job.
+        An MPI communicator, or a :class:`~halograd.comm.Communicator`; by default all ranks of the job.
     options
         Keys of the tables ``[training]`` (``epochs`` and ``batch`` are required; ``seed``, ``patience``, ...) and
         ``[data]`` (``validation``, ``augment``, ...); and whole tables of a configuration: ``model`` (options),
@@ -102,7 +102,7 @@ def fit(
     UserError, DataError
         If the user can correct the fault; the message is one line.
     """
-    world = boot() if comm is None else comm
+    world = boot() if comm is None else getattr(comm, "mpi", comm)
     config = check_config(_tables(network, data, out, options), source="fit()")
     _check_callbacks(callbacks)
     result = train(config, (), resume, world, plan_run, rank_schemes_of, callbacks)

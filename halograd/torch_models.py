@@ -40,7 +40,7 @@ def from_torch(
     shapes
         Shapes of samples, ``(*spatial, C)``, by the name of the argument, if they differ from those of the example.
     comm
-        An MPI communicator, for example that of ``hg.boot()``.
+        An MPI communicator, for example that of ``hg.boot()``, or a :class:`~halograd.comm.Communicator`.
 
     Returns
     -------
@@ -54,6 +54,7 @@ def from_torch(
         torch or onnxscript is missing, or a node of the module has no equivalent. The message names node and module,
         for both exporters of torch. With `comm`, the error of rank 0 is raised on all ranks.
     """
+    comm = getattr(comm, "mpi", comm)
     if comm is None or comm.size == 1:
         return export(model, example_inputs, shapes)[1]
     exported = on_root(comm, lambda: _sendable(export(model, example_inputs, shapes)[0]))
@@ -93,6 +94,9 @@ def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "
         Names or shapes do not match. The message has the names; the module is not changed.
     """
     if isinstance(run, Executor):
+        if run.reducer is not None:
+            # The updates of the last step, which otherwise wait for the next forward pass.
+            run.reducer.finish()
         gathered = run.store.gather(run.comm, {**run.store.params, **run.store.state})
         if model is None or gathered is None:
             return model

@@ -324,6 +324,34 @@ def test_a_trained_run_goes_back(comm, shared):
         hg.to_torch(run, other)
 
 
+@pytest.mark.ranks(1, 2)
+def test_an_executor_gives_the_parameters_after_its_last_step(comm, shared):
+    """Updates that wait for the next forward pass are part of the result, without a call of `synchronize`."""
+    model = torch().nn.Sequential(torch().nn.Conv2d(2, 3, 3, padding=1), torch().nn.Tanh()) if comm.rank == 0 else None
+    x, target = samples(8, 8, 2, name="a"), samples(8, 8, 3, name="t")
+    with hg.Communicator(comm) as world:
+        network = _with_loss(hg.from_torch(model, first(x).float() if model else None, comm=world))
+        key = next(name for name in network.inputs if name != "target")
+        strategy = hg.Strategy({"height": comm.size})
+        with hg.Executor(network, world, hg.get_backend("numpy"), len(x), strategy, "float64") as executor:
+            trainer = hg.Trainer(executor, hg.SGD(executor.store, momentum=0.5), hg.Constant(0.1))
+            executor.set_input(key, x)
+            executor.set_input("target", target)
+            for _ in range(2):
+                trainer.step()
+            found = hg.to_torch(executor, copy.deepcopy(model).double() if model else None)
+    if comm.rank:
+        return
+    want = copy.deepcopy(model).double()
+    steps = torch().optim.SGD(want.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(2):
+        steps.zero_grad()
+        torch().nn.functional.mse_loss(want(first(x)), first(target)).backward()
+        steps.step()
+    for ours, theirs in zip(_state(found).values(), _state(want).values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-7)  # the exporter writes initial values in float32
+
+
 @pytest.mark.ranks(2)
 def test_ranks_agree(comm, shared):
     """An error of rank 0 is raised on all ranks; modules of ranks that differ stop a run."""
