@@ -242,7 +242,7 @@ def _traced(call: _Call) -> Iterator[None]:
 
 
 def _check_modes(module: Any) -> None:
-    """Raise UserError for a norm with running statistics that is in evaluation mode, or is not a batch norm."""
+    """Raise UserError for a norm with running statistics that halograd would update in another way than torch."""
     torch = library("torch")
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.nn.modules.instancenorm._InstanceNorm) and submodule.track_running_stats:
@@ -254,6 +254,12 @@ def _check_modes(module: Any) -> None:
             raise UserError(
                 f"from_torch(): expected norms in training mode, got {name!r} in evaluation mode; call train() on the "
                 "module, and freeze layers in halograd (training.freeze)"
+            )
+        if getattr(submodule, "running_mean", None) is not None and submodule.momentum is None:
+            # torch exports it as momentum 0, which would keep the statistics of the last batch only.
+            raise UserError(
+                f"from_torch(): expected norms with a momentum, got {name!r} with momentum=None, whose running "
+                "statistics are means over all steps; set momentum=0.1"
             )
 
 
@@ -290,6 +296,15 @@ def _by_torch_export(call: _Call, folder: Path, shapes: Mapping[str, Sequence[in
         verbose=False,
         custom_translation_table=translations(),
     )
+    for node in program.exported_program.graph.nodes:
+        # The exporter leaves this argument out of the file, silently. It is the last one of the operator.
+        name = str(node.target).removeprefix("aten.")
+        divisor = (*node.args[6:7], node.kwargs.get("divisor_override"))[0]
+        if name.startswith(("avg_pool2d.", "avg_pool3d.")) and divisor is not None:
+            raise UserError(
+                f"from_torch(): expected averages over windows, got divisor_override={divisor} in {node.name!r}; "
+                "leave it out, and multiply the averages by a number"
+            )
     large = sum(p.numel() * p.element_size() for p in call.module.parameters()) > _LARGE
     program.save(str(folder / "model.onnx"), external_data=large)
 

@@ -253,6 +253,13 @@ def test_what_is_refused():
     model.norm.eval()
     with pytest.raises(UserError, match="expected norms in training mode, got 'norm' in evaluation mode"):
         hg.from_torch(model, x)
+    model.norm = lib.nn.BatchNorm2d(model.norm.num_features, momentum=None)
+    with pytest.raises(UserError, match="expected norms with a momentum, got 'norm' with momentum=None"):
+        hg.from_torch(model, x)
+    pools = (lib.nn.AvgPool2d(2, divisor_override=3), lambda x: lib.nn.functional.avg_pool2d(x, 2, divisor_override=3))
+    for pool in pools:
+        with pytest.raises(UserError, match="got divisor_override=3 in 'avg_pool2d'"):
+            hg.from_torch(as_module(lambda m, x, pool=pool: pool(m.conv(x)), conv=lib.nn.Conv2d(2, 2, 1)), x)
     with pytest.raises(UserError, match=r"expected tensors \(N, C, \*spatial\), got ndarray of shape .* as 'x'"):
         hg.from_torch(_network(), np.zeros((1, 2, 4, 4)))
     with pytest.raises(UserError, match=r"arguments of forward\(\), got others: missing a required argument: 'x'"):
