@@ -112,24 +112,26 @@ def _module(name: str, key: str) -> ModuleType:
 def _module_of_file(path: Path, key: str) -> ModuleType:
     try:
         real = path.resolve(strict=True)
-        state = real.stat()
+        source = real.read_bytes()
     except OSError as error:
         raise UserError(
             f"{key}: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
             f"relative to the working folder, {os.getcwd()}"
         ) from error
-    # The module name identifies a file, its modification time and its size.
-    mark = zlib.crc32(f"{real} {state.st_mtime_ns} {state.st_size}".encode())
+    # The module name identifies a file and its contents, so an edited file is a new module.
+    mark = zlib.crc32(source, zlib.crc32(bytes(real)))
     name = f"halograd_own_{real.stem}_{mark:08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, real)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(real.parent) not in sys.path:
         sys.path.append(str(real.parent))
     try:
-        spec.loader.exec_module(module)
+        # Not `exec_module`: Python takes the bytecode in __pycache__ if size and second of the last change agree, so a
+        # file that a script writes twice within a second would run as it was before.
+        exec(compile(source, str(real), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         del sys.modules[name]
         raise UserError(f"{key}: {path} cannot be imported: {describe(error)}") from error

@@ -421,6 +421,14 @@ def test_a_file_is_executed_once_until_it_is_changed(folder):
     assert source_of("net.py:build") != mark and mark[0] == "net.py:build"
 
 
+def test_a_file_that_changes_within_a_second_and_keeps_its_size_is_executed_again(folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for number in range(4):
+        (folder / "net.py").write_text(NET.replace('"mine"', f'"net{number}"'))
+        os.utime(folder / "net.py", ns=(10**18, 10**18))
+        assert build("net.py:build").name == f"net{number}"
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
