@@ -99,17 +99,28 @@ def plan(
       halograd plan resnet50 --cores 4 --batch 1
     """
     check_counts(ranks=ranks, batch=batch, cores=tried.cores, budget=tried.budget)
+    if how.plot is not None and not how.frontier:
+        raise UserError("--plot: expected --frontier with it, whose curve it draws; add it, or remove --plot")
     if (ranks is None) == (tried.cores is None):
         raise UserError("plan: expected --ranks with a --machine, or --cores of this one, got both or neither")
     if ranks is None:
+        unused = {"--out": out, "--cache": what.cache, "--full": how.full, "--frontier": how.frontier}
+        for option, given in unused.items():
+            if given:
+                raise UserError(f"--cores: expected no {option} with it, which is for a --machine; remove either")
         _try_cores(what, batch, how, tried, as_json)
         return
+    for option, changed in vars(tried).items():
+        if changed != getattr(CoreOptions, option):
+            raise UserError(f"--{option}: expected --cores with it, as nothing is measured for a --machine; remove it")
     from ..perfmodel.predict import Planning, Rule
     from ..planning import baselines_of, check_planner, make_plan, make_robust_plan, parse_memory
 
     check_planner(how.planner)
     if how.robust and how.frontier:
         raise UserError("--robust: expected no --frontier with it, which compares the fastest plans; remove either")
+    if out is not None and how.frontier:
+        raise UserError("--out: expected no --frontier with it, which makes several plans; limit one by --memory")
     if out is not None:
         check_output(out, "--out")
     rule = build_value(cast(Any, Rule), how.recompute, at="--recompute")

@@ -96,6 +96,17 @@ REST = {
         (["--batch", "1", "--cores", "2", "--machine", "lassen"], "--cores: expected no --machine with it"),
         (["--batch", "1", "--ranks", "2"], "--machine: expected one of cori-haswell"),
         (["--batch", "1", "--cores", "0"], "--cores: expected"),
+        (["--batch", "1", "--cores", "2", "--out", "plan.json"], "--cores: expected no --out with it"),
+        (["--batch", "1", "--cores", "2", "--cache", "times"], "--cores: expected no --cache with it"),
+        (["--batch", "1", "--cores", "2", "--full"], "--cores: expected no --full with it"),
+        (["--batch", "1", "--cores", "2", "--frontier"], "--cores: expected no --frontier with it"),
+        (["--batch", "1", "--ranks", "2", "--machine", "lassen", "--kernels", "numpy"], "--kernels: expected --cores"),
+        (["--batch", "1", "--ranks", "2", "--machine", "lassen", "--budget", "1"], "--budget: expected --cores"),
+        (["--batch", "1", "--ranks", "2", "--machine", "lassen", "--plot", "a.png"], "--plot: expected --frontier"),
+        (
+            ["--batch", "1", "--ranks", "2", "--machine", "lassen", "--frontier", "--out", "plan.json"],
+            "--out: expected no --frontier with it",
+        ),
     ],
 )
 def test_refusals(jobs, capsys, options, message):
