@@ -120,8 +120,9 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
         planner = _Planner(config, comm, network, kernels, config.strategy.budget if training else 0.0)
         plan = planner.measured()
         trial = planner.tried(plan) if training else StepTrial(plan, plan.planner)
-    if comm.rank == 0 and training:
-        _show(trial, config, planner.robust)
+    with comm.agreement():  # the directory may not be writable
+        if comm.rank == 0 and training:
+            _show(trial, config, planner.robust)
     return PlannedRun(trial.plan)
 
 

@@ -162,13 +162,17 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
         for table in (TrainingConfig, DataConfig)
     )
     others = {key: value for key, value in settings.items() if key not in {**training, **own_keys}}
-    metrics = [setting if isinstance(setting, str) else METRICS.give(setting) for setting in others.pop("metrics", ())]
+    known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields, "metrics"]
+    for key in others:
+        if key not in known:
+            raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
+    listed = others.pop("metrics", [])
+    if not isinstance(listed, list | tuple):
+        raise UserError(f"fit(): metrics: expected a list of names, objects or classes, got {listed!r}")
+    metrics = [setting if isinstance(setting, str) else METRICS.give(setting) for setting in listed]
     for key, make in (("schedule", _schedule), ("optimizer", _optimizer)):
         if key in others:
             others[key] = make(others[key])
-    known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields, "metrics"]
-    for key in others.keys() - set(known):
-        raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
     tables: dict[str, Any] = {
         key: dict(setting) if isinstance(setting, Mapping) else setting for key, setting in others.items()
     }

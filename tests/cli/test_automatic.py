@@ -273,6 +273,17 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.ranks(2)
+def test_a_plan_that_rank_0_cannot_save_is_an_error_of_all_ranks(tmp_path, monkeypatch):
+    def refused(plan, path):
+        raise UserError(f"plan {path}: the disk is full")
+
+    monkeypatch.setattr(Plan, "save", refused)
+    config = parse_config(AUTO, [f"output.directory={tmp_path / 'out'}", "strategy.machine=lassen"])
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match="the disk is full"):
+        plan_run(config, comm)
+
+
 def test_a_plan_for_a_described_machine_is_robust(tmp_path, capsys):
     """So that wrong numbers of a machine file cost little; a measured machine, or `robust = false`, has the fastest."""
     shown, plans = [], []

@@ -101,6 +101,12 @@ def test_refusals(comm, folder, monkeypatch):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=2, comm=comm, optimiser={"kind": "sgd"})
     with pytest.raises(UserError, match=r"fit\(\): epoch: .*; .*batch, .*mean epochs"):
         hg.fit(unet(), data, folder / "out", epoch=1, batch=2, comm=comm)
+    unknown = dict.fromkeys(("zeta", "beta", "eta", "alpha", "theta", "delta", "gamma", "iota"), 1)
+    with pytest.raises(UserError, match=r"fit\(\): zeta: unknown key"):  # the first one: the same on all ranks
+        hg.fit(unet(), data, folder / "out", comm=comm, **unknown, **OPTIONS)
+    for metrics in ("iou", None):
+        with pytest.raises(UserError, match=rf"fit\(\): metrics: expected a list of names, .*, got {metrics!r}"):
+            hg.fit(unet(), data, folder / "out", comm=comm, metrics=metrics, **OPTIONS)
     wrong = {"an object of Notes": Notes(), "the class Notes in it": [Notes], "an object of int in it": [Notes(), 3]}
     for found, callbacks in wrong.items():
         with pytest.raises(UserError, match=f"callbacks: .*halograd.Callback, got {found}$"):
