@@ -45,7 +45,18 @@ FEW = 1 << 22
 
 
 class TileOperations:
-    """Operations on tiles in NumPy. A backend replaces those that its library computes faster."""
+    """Operations on tiles in NumPy. A backend replaces those that its library computes faster.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Scratch memory that the operations need [B].
+    """
+
+    scratch_bytes = 0
+
+    def bind(self, scratch: Any) -> None:
+        """Take a view of scratch memory of `scratch_bytes`, before operations and after the memory has grown."""
 
     def begin(self) -> None:
         """Prepare for operations by the calling thread."""
@@ -129,7 +140,8 @@ class _Share(ABC):
         # Offsets are fixed here, so that a share allocates nothing later; views are taken when it runs.
         self._buffers: dict[tuple[Any, ...], Any] = {}
         self._offsets: dict[str, int] = {}
-        self.end = begin
+        self._begin_operations = begin
+        self.end = begin + round_up(operations.scratch_bytes)
         d, e = (self.parts[0].of[n].shape[-1] if self.parts else 1 for n in ("k", "v"))
         most = [tiles.sizes() for tiles in self.parts] or [(0, 0, 0)]
         row, column, score = (
@@ -162,6 +174,7 @@ class _Share(ABC):
     def bind(self, bias: Any) -> None:
         """Take new views of the scratch memory; `bias` is the table with margins, or None."""
         self._buffers.clear()
+        self.operations.bind(self.scratch.view((self.operations.scratch_bytes,), np.uint8, self._begin_operations))
         for tiles in self.parts:
             tiles.bias = None if bias is None else tiles.part.of_bias(bias, self.g.heads[0], self.margins)
 

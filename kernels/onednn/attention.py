@@ -27,12 +27,19 @@ _EXP = ("eltwise", c.EXP, 0.0, 0.0)
 class OnednnTileOperations(TileOperations):
     """Operations of one thread at a time, each on one thread."""
 
+    #: Largest scratchpad of a product: oneDNN copies one of its matrices into it, in a format of its own.
+    scratch_bytes = 1 << 16
+
     def __init__(self, engine: OnednnEngine) -> None:
         self._engine, self._abi = engine, engine.abi
         self._list = PrimitiveList(engine)
         self._stream = self._list.own("stream", engine.abi.cpu_stream(engine.handle))
         # By operation, shapes and strides; None: oneDNN has no fast primitive.
         self._primitives: dict[Any, Callable[..., None] | None] = {}
+        self._scratch: Any = None
+
+    def bind(self, scratch: Any) -> None:
+        self._scratch = scratch
 
     def begin(self) -> None:
         # oneDNN's products choose their threads when they run.
@@ -103,7 +110,9 @@ class OnednnTileOperations(TileOperations):
             descs = [self._list.desc(*arguments) for arguments in joined]
             attributes = self._list.attributes(*operations)
             pd = self._list.descriptor("matmul", descs[0], descs[1], None, descs[2], attributes=attributes)
-            return self._primitive(pd, {c.SRC: descs[0], c.WEIGHTS: descs[1], c.DST: descs[2]})
+            # oneDNN copies a left matrix that is transposed: for tiles, NumPy's product takes less time.
+            scratchpad = self.scratch_bytes if left.strides[-1] == left.itemsize else 0
+            return self._primitive(pd, {c.SRC: descs[0], c.WEIGHTS: descs[1], c.DST: descs[2]}, scratchpad)
 
         return self._call(key, make, arrays)
 
@@ -135,10 +144,17 @@ class OnednnTileOperations(TileOperations):
         run(*arrays)
         return True
 
-    def _primitive(self, descriptor: int, arguments: dict[int, int]) -> Callable[..., None]:
-        """Return a function that runs a primitive on arrays, in the order of its arguments."""
-        if self._list.required(descriptor, c.SCRATCHPAD):
-            raise ReferenceOnly("expected a primitive without a scratchpad, which tiles have no memory for")
+    def _primitive(self, descriptor: int, arguments: dict[int, int], most: int = 0) -> Callable[..., None]:
+        """Return a function that runs a primitive on arrays, in the order of its arguments.
+
+        It has a scratchpad of at most `most` [B].
+        """
+        pad = self._list.required(descriptor, c.SCRATCHPAD)
+        if pad:
+            nbytes = self._abi.desc_size(pad)
+            if nbytes > most:
+                raise ReferenceOnly(f"expected a scratchpad of at most {most} B, got {nbytes} B")
+            arguments = {**arguments, c.SCRATCHPAD: pad}
         own, abi = self._list.own, self._abi
         primitive = own("primitive", abi.primitive(descriptor))
         memories = [own("memory", abi.memory(desc, self._engine.handle, None)) for desc in arguments.values()]
@@ -149,7 +165,8 @@ class OnednnTileOperations(TileOperations):
 
         # oneDNN has the address of `table` only; as a default value, it lives as long as the function.
         def run(*arrays: Any, keep: Any = table) -> None:
-            for memory, array in zip(memories, arrays):
+            # Without a scratchpad there is one memory less, so that `zip` ends before the scratch memory.
+            for memory, array in zip(memories, (*arrays, self._scratch)):
                 set_data(memory, array.__array_interface__["data"][0])
             status = execute(primitive, stream, count, address)
             if status:
