@@ -110,8 +110,9 @@ class Trainer:
         executor.check_gradients(checks)
         store, alone = executor.store, executor.comm.size == 1 and executor.parts == 1
         reads = executor.kernels.reads_rounded and not checks and not store.scheme.keeps_errors
-        if store.rounded and alone and reads:  # nothing but updates reads gradients
-            store.direct = True
+        # An earlier trainer of this executor may have chosen otherwise: then its gradients in `grads` are old values.
+        before, store.direct = store.direct, bool(store.rounded) and alone and reads
+        if before or store.direct:
             self.optimizer.bind()
         self._reducer.update = self._update
         if executor.strategy.reduction.kind.searches:

@@ -12,12 +12,16 @@ from halograd.comm import Communicator
 from halograd.kernels.summed import is_one_launch
 from halograd.layers import BatchNorm
 from halograd.models import mesh_2k, resnet50
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
 from tests.support.step_counts import NETWORKS, StepCounts, count_step
 from tests.training.device_steps import NETWORKS as NAMED
 from tests.training.device_steps import train
-from tests.training.steps import assert_arrays
+from tests.training.steps import assert_arrays, fill
 
 #: Operations of CuPy that a step may take, of any of these networks, cut or not.
 MOST = 60
@@ -72,6 +76,24 @@ def test_updates_that_read_gradients_of_16_bits_change_nothing(more, cuda):
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert_arrays(found[0][1], found[1][1])
     assert (launches[1] < launches[0]) == (not more)
+
+
+def test_a_second_trainer_that_clips_reads_the_gradients_of_its_own_steps(cuda):
+    """A trainer without clipping leaves gradients in 16 bits; a later one with clipping converts them again."""
+    found = []
+    for reads in (False, True):
+        kernels = FakeBackend(cuda)
+        kernels.reads_rounded = reads
+        with Communicator(MPI.COMM_SELF) as comm, Executor(NAMED["lenet"](), comm, kernels, 4, None, "bfloat16") as e:
+            for step, clip in enumerate((None, 1e-3, None)):
+                trainer = Trainer(e, SGD(e.store, momentum=0.9), Constant(0.1), clip_norm=clip)
+                fill(e, step)
+                trainer.step()
+                trainer.synchronize()
+                found.append({name: e.device.to_host(array).copy() for name, array in e.store.params.items()})
+        kernels.close()
+    for without, direct in zip(found[:3], found[3:], strict=True):
+        assert_arrays(without, direct)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
