@@ -117,7 +117,9 @@ class LossScale:
         self._copied.wait()
         self._copied = None
         before, self.known = self.known, float(self._pinned[0])
-        skipped = self._pinned[1] == 0 and self.known <= before
+        # Growth sets the number of good steps to 0, too, and changes nothing at the largest scale. A skipped step
+        # changes nothing at the smallest scale, 1.
+        skipped = self._pinned[1] == 0 and (self.known < before or self.known == 1)
         self.skipped += skipped
         self._row = self._row + 1 if skipped and self.known == 1 else 0
 

@@ -21,6 +21,7 @@ from halograd.training import gradient_scaling, session
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
 from halograd.training.gradient_scaling import INITIAL, LossScale
+from halograd.training.memory import Memory
 from halograd.training.optimizers import SGD
 from halograd.training.run import train as train_run
 from halograd.training.schedules import Constant
@@ -402,6 +403,20 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(scaling_kernels):
                 trainer.synchronize()
             assert scaling.skipped < 15, "the scale came down until steps were made"
             assert any((to_host(v) != before[k]).any() for k, v in built.store.params.items())
+
+
+def test_the_largest_scale_does_not_grow_and_no_step_is_skipped_then():
+    """After 2000 good steps at the largest scale, the number of good steps restarts; this is not a skipped step."""
+    scaling = LossScale(Memory(NumpyBackend()))
+    scaling.load_state_dict({"scale": 2.0**24, "good": gradient_scaling.INTERVAL - 1.0})
+    scaling.adapt()
+    scaling.observe()
+    assert (scaling.state_dict(), scaling.skipped) == ({"scale": 2.0**24, "good": 0.0}, 0)
+    scaling._flag[...] = 1
+    scaling.adapt()
+    scaling.observe()
+    assert (scaling.known, scaling.skipped) == (2.0**23, 1)
+    scaling.close()
 
 
 @pytest.mark.ranks(2)
