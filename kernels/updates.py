@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ..device import is_low
 from . import checks
 from .base import Base
 from .kernel import Kernel, KernelError, idle
@@ -108,8 +109,12 @@ class UpdatePiece:
         The result is in ``scratch[0]``, or `g` itself where it does not differ: do not write to it.
         """
         g = self.g
+        if is_low(g.dtype):
+            # NumPy multiplies arrays of 16 bits, also by a Python float, in 16 bits, where a small scale gives 0.
+            g = self.scratch[0]
+            np.copyto(g, self.g)
         if not (isinstance(scale, float) and scale == 1.0):
-            g = np.multiply(self.g, scale, out=self.scratch[0])
+            g = np.multiply(g, scale, out=self.scratch[0])
         if weight_decay and self.decayed:
             np.multiply(self.p, weight_decay, out=self.scratch[1])
             g = np.add(g, self.scratch[1], out=self.scratch[0])

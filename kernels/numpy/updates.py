@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...device import wide
 from ..kernel import Kernel, ScratchKernel
 from ..memory import Scratch, round_up
 from ..updates import Rule, StepNumbers, UpdateArrays, UpdatePiece, Updates, piece_of
@@ -37,6 +38,7 @@ class NumpyUpdates(Updates):
                     step = np.add(step, b, out=a)
                 else:
                     step = v
+            # Not in place: with momentum, `step` is the state.
             np.multiply(step, numbers.rate, out=b)
             np.subtract(piece.p, b, out=piece.p)
 
@@ -125,6 +127,7 @@ class NumpyUpdates(Updates):
             def run() -> None:
                 if arrays.skip is not None and arrays.skip[0]:  # gradients overflowed: leave the state as it is
                     return
+                # Python's floats: with NumPy's float64, operations on float32 would run in float64.
                 numbers = StepNumbers(*scalars.tolist())
                 for start, stop, decayed, pieces in ranges:
                     own = numbers
@@ -156,6 +159,7 @@ class NumpyUpdates(Updates):
                 np.multiply(norm, inverse, out=norm)
             np.add(norm, 1e-6, out=factor)
             np.divide(max_norm, factor, out=factor)
+            # A norm of NaN stays NaN here, as in torch, so the step does not hide it.
             np.minimum(factor, 1.0, out=factor)
 
         return Kernel(run, "numpy:clip")
@@ -193,10 +197,12 @@ def _squares(flat: Any) -> float:
     BLAS uses different numbers of partial sums on different processors; with few of them, the product of a million
     elements is less accurate by two digits.
     """
+    # The square of 300 overflows in float16.
+    dtype = wide(flat.dtype)
     whole = flat.size - flat.size % _ROW
-    rest = flat[whole:]
+    rest = flat[whole:].astype(dtype, copy=False)
     total = float(np.dot(rest, rest))
     for start in range(0, whole, _ROW * _ROWS):
-        rows = flat[start : min(start + _ROW * _ROWS, whole)].reshape(-1, _ROW)
+        rows = flat[start : min(start + _ROW * _ROWS, whole)].astype(dtype, copy=False).reshape(-1, _ROW)
         total += float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
     return total

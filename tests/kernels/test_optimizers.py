@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from halograd.device import as_dtype
 from halograd.kernels import KernelError, UpdateArrays
 
 from .conftest import EPS
@@ -207,6 +208,31 @@ def test_refused(backend):
     ):
         with pytest.raises(KernelError, match=words):
             backend.sgd(UpdateArrays(p, g, (), scalars), 0.0, False, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "lars"])
+def test_scaled_gradients_of_16_bits(backend, rule, dtype):
+    """Gradients of 16 bits times a small scale, their squares and sums of squares do not vanish or overflow."""
+    results = []
+    for kind in (as_dtype(dtype), np.float32):
+        # Powers of two, so that both arrays have the same values.
+        for scale, size in ((2.0**-24, 0.25), (1.0, 2.0**-14), (1.0, 1024.0)):
+            p, g = np.ones(1100, np.float32), np.full(1100, size).astype(kind)
+            state = tuple(np.zeros(1100, np.float32) for _ in range(1 + (rule == "adam")))
+            arrays = UpdateArrays(p, g, state, np.array([1.0, scale, 1, 1, 0]), [(0, 1100, True)])
+            if rule == "sgd":
+                backend.sgd(arrays, 0.9, False, 0.0)()
+            elif rule == "adam":
+                backend.adam(arrays, (0.9, 0.999), 1e-8, 0.0, False)()
+            else:
+                backend.lars(arrays, 0.9, 0.01, 0.0)()
+            squares = np.zeros(1)
+            backend.sum_of_squares([(g, 1)], squares)()
+            results.append([p, *state, squares])
+    for low, single in zip(results[:3], results[3:]):
+        for found, want in zip(low, single):
+            assert np.isfinite(want).all() and np.allclose(found, want, rtol=1e-6, atol=0)
 
 
 FLOAT64 = np.dtype(np.float64)
