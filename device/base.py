@@ -106,6 +106,7 @@ class DeviceGraph:
         held, self._held = self._held, None
         if held is not None:
             free = held[2]
+            # `free` returns the graph's memory, so the graph must end before: this tuple is its last reference.
             del held
             if waits:
                 free()
@@ -417,6 +418,7 @@ def device_of(*arrays: Any) -> Device:
     for array in arrays:
         if array is None:
             continue
+        # `_of` tries all open devices; most arrays of a run on a CPU need no search.
         device = HOST if isinstance(array, np.ndarray) else _of(array)
         if device not in devices:
             devices.append(device)

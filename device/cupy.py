@@ -138,6 +138,7 @@ class StreamBranch(Branch):
 
     def __init__(self, cupy: Any, compute: Any, second: Any) -> None:
         self._compute, self._second = compute, second
+        # CUDA records and awaits events without a timestamp at the least cost.
         self._before, self._after = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
 
     def __call__(self, run: Callable[[], object]) -> None:
@@ -188,6 +189,7 @@ class CupyDevice(Device):
         self.ordinal, self.pinned_bytes = ordinal, 0
         self.name = f"cuda:{ordinal}"
         self.use()
+        # Other streams would wait for work of other libraries on CUDA's null stream, and it for them.
         self.compute = cupy.cuda.Stream(non_blocking=True)
         self._ahead, self._second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.stay_current()
@@ -238,6 +240,7 @@ class CupyDevice(Device):
             packed = self.empty(target.shape, target.dtype)
             packed.set(values, stream=self.compute)
             np.copyto(target, packed)
+        # The copy `values` ends with this call, so the device must have read it.
         self.compute.synchronize()
 
     def download(self, array: Any, pinned: np.ndarray) -> None:

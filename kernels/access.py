@@ -132,6 +132,7 @@ def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
     method
         Name of the method that runs; None: the kernel itself is called.
     """
+    # A `partial` does not have the attributes of its function.
     while isinstance(make, partial):
         make = make.func
     if isinstance(make, type):
@@ -141,4 +142,5 @@ def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
     else:
         methods = getattr(make, "makes", {})
         access = getattr(methods, method, None) if isinstance(methods, type) else methods.get(method)
+    # `makes` may hold the access itself; declared functions and methods have it as an attribute.
     return access if isinstance(access, Access) else getattr(access, "access", ANY)

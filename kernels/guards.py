@@ -111,6 +111,7 @@ class Guards:
         text = f"{changed.size} bytes {where}, the first {first} B, the last {last} B into the guard"
         operation = f"{self.operation}: " if self.operation else ""
         self._violations.append(f"{operation}{kernel} wrote outside of its memory: {text}")
+        # Else the next check would attribute the same bytes to another kernel.
         mark(guard)
 
     def check(self) -> None:
@@ -176,6 +177,7 @@ def mark(guard: np.ndarray) -> None:
 def _pattern(size: int) -> np.ndarray:
     global _longest, _longest_address
     if _longest.size < size:
+        # Longer than needed, so that guards of growing arrays seldom make it again.
         _longest = np.resize(_longest, 2 * size)
         _longest_address = _address(_longest)
     return _longest[:size]

@@ -129,6 +129,7 @@ class Kernel:
     def __init__(
         self, run: Callable[[], Any], impl: str, workspace_bytes: int = 0, close: Callable[[], Any] | None = None
     ) -> None:
+        # Decided here, so that calls of kernels without guards do not test for them.
         self._guards = GUARDS if GUARDS.active else None
         self._run: Callable[[], Any] = run if self._guards is None else self._guards.watched(run, impl)
         self._free: Callable[[], Any] | None = close
@@ -180,6 +181,7 @@ class ScratchKernel(Kernel):
             end = round_up(scratch_bytes) + guarded_bytes(scratch_bytes)
             self._within = ((scratch_bytes, end, f"after its scratch memory of {scratch_bytes} B"),)
             scratch_bytes = end
+        # At build time, so that no call within a step allocates.
         scratch.reserve(scratch_bytes)
         self._bind: Callable[[], Callable[[], Any]] | None = bind
         self._scratch = scratch
@@ -201,6 +203,7 @@ class ScratchKernel(Kernel):
         return [(part, where) for part, where in parts if on_host(part)]
 
     def close(self) -> None:
+        # Else a call after `close` would bind again once the scratch memory has grown, and run.
         self._bind = None
         super().close()
 
@@ -318,6 +321,7 @@ class BatchNormTraining:
     @property
     def unbiased(self) -> float:
         """Factor that turns the biased variance into the unbiased one."""
+        # The variance of one element is 0, with any factor.
         return self.count / max(self.count - 1, 1)
 
     @property

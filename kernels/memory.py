@@ -206,4 +206,5 @@ class Scratch:
         self._buffer, self.nbytes = None, 0
         self._kept.clear()
         self._keeps = False
+        # A kernel that is called nevertheless takes new views, and `view` raises: it writes to no freed memory.
         self.generation += 1

@@ -73,6 +73,7 @@ class Boxes:
         for view in views:
             size = np.dtype(view.dtype).itemsize
             joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
+            # A row of the table has strides of a source and of a target; a fill has a target only.
             both = Joined(joined.shape, joined.strides * 2, joined.lanes)
             widths.setdefault(joined.lanes, []).append((view, both))
         launches = []
@@ -135,6 +136,7 @@ def _kernel(
     for row, piece, (source, target) in zip(table, joined, heads):
         strides = (piece.padded(s, 0) for s in piece.strides)
         signed = np.array([blocks, piece.items, *piece.padded(piece.shape, 1), *(n for s in strides for n in s)])
+        # Addresses need 64 unsigned bits, strides may be negative: the kernel reads their bits as signed.
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
     pieces = launcher.upload(table)

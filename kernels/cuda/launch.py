@@ -131,6 +131,7 @@ class CupyLauncher(Launcher):
         parameters = np.array([address(record)], np.uint64)
         pointer, start, extents = int(function.ptr), address(parameters), (*grid, *block)
 
+        # The pointers are bare numbers: the default argument keeps their objects alive as long as `run`.
         def run(keep: Any = (function, parameters)) -> None:
             launch(pointer, *extents, 0, stream().ptr, start, 0)
 
@@ -163,6 +164,7 @@ class Launch:
         self._function = launcher.function(program, name)
         self._grid, self._block = _three(grid), _three(block)
         self._record = np.zeros((), record_of(program.source, kernels_of(program.source)[name]))
+        # Before the members are set: every launch reads the record anew.
         self._enqueue = launcher.bind(self._function, self._grid, self._block, self._record)
         self._kept: dict[str, Any] = {}
         self.set(**members)
@@ -188,6 +190,7 @@ class Launch:
 
 def _three(extents: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*extents, 1, 1)[:3]
+    # CUDA's limits; along x a grid may have 2^31 - 1 blocks.
     if y > 65535 or z > 65535:
         raise KernelError(f"expected at most 65535 blocks in y and z, got {tuple(extents)}; split the batch")
     return int(x), int(y), int(z)
@@ -242,6 +245,7 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
 
 def items_grid(launcher: Launcher, items: int, per_unit: int = 16) -> tuple[int]:
     """Return the grid of a loop over items: enough blocks to keep the device busy, and no more than there are items."""
+    # CUDA refuses a grid without blocks.
     return (max(1, min(math.ceil(items / THREADS), launcher.blocks(per_unit))),)
 
 

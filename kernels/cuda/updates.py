@@ -99,6 +99,7 @@ class CudaUpdates(Updates):
 
     def _decays(self, count: int, decays: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
         """Return the members for weight decay of `count` elements: a number of leading elements, or a mask."""
+        # The mask has one byte per four elements, the widest access of the kernels (optimizer.cu).
         flags = np.zeros(-(-count // 4) * 4, np.uint8)
         for start, stop, decayed in decays:
             flags[start:stop] = bool(decayed)
@@ -133,6 +134,7 @@ class CudaUpdates(Updates):
         def bind() -> Callable[[], Any]:
             partial = self.scratch.view((len(table), chunks, 2), np.float64)
             for launch in launches:
+                # The address changes when the scratch memory grows.
                 launch.set(partial=partial)
             return run
 

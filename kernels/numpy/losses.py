@@ -129,9 +129,11 @@ class _BinaryCrossEntropy(_Elementwise):
 
         `e`, `t` and `rest` are modified.
         """
+        # sigmoid(x) = max(e, 1 if x >= 0 else 0) / (1 + e); the division follows once, at the end.
         np.greater_equal(x, 0, out=work)
         np.maximum(e, work, out=work)
         rest *= work
+        # The same for sigmoid(-x).
         np.less(x, 0, out=work)
         np.maximum(e, work, out=work)
         t *= work
@@ -211,9 +213,11 @@ class _SoftmaxCrossEntropy(_OfClasses):
         z, column = buffer(work, "z", shape, x.dtype), buffer(work, "column", shape[1:], x.dtype)
         label, weight = self._labels(t[:, 0], x.dtype, weights)
         index = buffer(work, "index", shape[1:], np.int64)
+        # In the flat array (K, positions), the label's logit is at label * positions + position.
         np.multiply(label, shape[1], out=index)
         index += _positions(shape[1], work)
         np.copyto(z, x.T)
+        # Minus the largest logit, no exponential overflows.
         np.amax(z, axis=0, out=column)
         z -= column
         # The sum of the exponentials is `own`, that of the label, plus `others`. Its logarithm near 1, and own / sum -
@@ -303,6 +307,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         if self.targets.ignored is None:
             out.fill(1)
         else:
+            # `_labels` wrote this buffer for the same chunk.
             np.copyto(out, buffer(self.work, "counts", out.shape, np.bool_))
         if weights is not None:
             out *= weights[:, 0]

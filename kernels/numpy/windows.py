@@ -205,6 +205,8 @@ def first_taps(outputs: Sequence[int], geometry: Geometry, dtype: Any) -> Any:
     """Return the number of each window's first tap after the padding, as an array ``(1, *outputs, 1)``."""
     first, g = np.zeros((1,), dtype), geometry
     for n, k, s, d, (lo, _) in zip(outputs, g.kernel, g.stride, g.dilation, g.padding):
+        # The ceiling of (lo - n * s) / d; negative for windows that begin inside.
         before = -((np.arange(n) * s - lo) // d)  # taps in the padding
+        # The last axis of the window varies fastest, as in `tap_views`.
         first = first[..., None] * k + np.clip(before, 0, k - 1).astype(dtype)
     return first[..., None]

@@ -105,11 +105,13 @@ template <int V> DEVICE bool add_chunks(const Columns& at, double (&sums)[2][V],
             out[at.channels + at.channel + k] = sums[1][k];
         }
     }
+    // Other blocks must see the partial sums before they see this block's arrival.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0 && threadIdx.y == 0) {
         uint64* count = arrived + int64(blockIdx.z) * gridDim.x + blockIdx.x;
         last = atomicAdd(count, uint64(1)) == uint64(chunks - 1);
+        // For the next launch: within a graph, the host cannot clear it.
         if (last) *count = 0;
     }
     __syncthreads();

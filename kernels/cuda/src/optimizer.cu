@@ -77,6 +77,7 @@ template <class Rule, int V> DEVICE void update_all(const UpdateParams& u, const
     const Index bulk = Index(u.count) / V;
     for (Index item = first_item(); item < bulk; item += item_step()) update<Rule, V>(u, item * V, rule);
     if (V > 1) {
+        // Fewer than V elements are left, one for each of the first threads of the grid.
         const Index i = bulk * V + first_item();
         if (i < Index(u.count)) update<Rule, 1>(u, i, rule);
     }

@@ -19,6 +19,7 @@ template <int V> DEVICE void squares(const SquaresParams& p) {
 #pragma unroll
         for (int k = 0; k < V; ++k) sum += double(x[k]) * double(x[k]);
     }
+    // Fewer than V elements are left, one for each of the first threads of the grid.
     const Index i = bulk * V + first_item();
     if (V > 1 && i < Index(p.count)) {
         const double x = double(widen(p.x[i]));
@@ -51,6 +52,7 @@ template <int V> DEVICE void find_nonfinite(const FiniteParams& p) {
     for (Index item = first_item(); item < bulk; item += item_step()) {
         A x[V];
         load<V>(p.x + item * V, x);
+        // The difference is NaN for NaN and infinities, and 0 for all other numbers.
 #pragma unroll
         for (int k = 0; k < V; ++k) found |= !(x[k] - x[k] == A(0));
     }
