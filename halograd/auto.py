@@ -234,10 +234,12 @@ class _Planner:
             times = self.times()
             plan = self._plan_on_root(times)
             missing = list(times.missing.values()) if isinstance(times, MeasuredTimes) else []
+            # Only rank 0 has the times, so its list decides what all ranks measure next.
             works, again = self.comm.bcast((missing or self._unconfirmed(plan), not missing))
             if not works or not self._measure(works, again):
                 return plan
             keys = {work.key for work in works}
+            # A layer that was measured twice is confirmed, and leaves the set.
             self._once = self._once - keys if again else self._once | keys
 
     def _unconfirmed(self, plan: Plan) -> list[LayerWork]:
@@ -268,6 +270,7 @@ class _Planner:
         table = self.config.strategy
         if not further and (table.machine or self.budget == 0):
             return StepTrial(plan, plan.planner)
+        # A planner that does not search was the user's own choice, so nothing competes with it.
         names = near_baselines(plan) if PLANNERS[table.planner].searches else []
         times, plans = self.times(), {plan.planner: plan}
         for name in dict.fromkeys([*names, *further]):
@@ -279,6 +282,7 @@ class _Planner:
             for name, candidate in strategies.items()
             if plans[name] is plan or can_run(candidate, self.network, self.comm.size)
         }
+        # One strategy on one rank: there is nothing to choose, and no other split of the cores to report.
         if len(strategies) == self.comm.size == 1 and not further:
             return StepTrial(plan, plan.planner)
         # Same check as in the run, before any exchange.
@@ -295,6 +299,7 @@ class _Planner:
         """Return the time of a step on one rank with the threads of all ranks [s]; None if that is not possible."""
         threads, seconds = self.comm.size * self.config.backend.threads, None
         on_one_host = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
+        # Splitting is collective, so every rank makes a communicator, although only rank 0 uses its own.
         alone = self.comm.split(self.comm.rank)
         assert alone is not None
         with closing(alone), self.comm.agreement():
@@ -314,6 +319,7 @@ class _Planner:
         pricing = Pricing(NetworkModel(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:
+            # Free pages, not all pages: the other ranks of this host hold memory too.
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except ValueError:  # the system does not report it
             return False

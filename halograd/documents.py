@@ -118,6 +118,7 @@ def parse_option(option: str, key: str, text: str) -> Any:
     """
     source = f"{option} {shown_path(key)}"
     try:
+        # A text with a line feed could set further keys, which the check of the keys below finds.
         table = tomllib.loads(f"value = {text}") if len(text) < LONGEST else {}
     except (ValueError, RecursionError) as error:
         bare = isinstance(error, tomllib.TOMLDecodeError) and text and text[0] not in "\"'[{" and "\n" not in text
@@ -222,11 +223,13 @@ def _read(path: str | Path, what: str, kind: str) -> str:
         with Path(path).open("rb") as file:
             data = file.read(LARGEST[kind] + 1)
         _check_size(len(data), source, kind)
+        # Some editors write a byte order mark first, which TOML and JSON do not permit.
         return data.decode("utf-8-sig")
     except OSError as error:
         reason = f"got an error ({error.strerror})"
     except UnicodeDecodeError as error:
         reason = f"got one that is not UTF-8 text (byte {error.start})"
+    # A UserError is a ValueError too, and would get the message below.
     except UserError:
         raise
     except ValueError:
@@ -320,6 +323,7 @@ def write_whole(path: str | Path, text: str) -> None:
     OSError
         The file cannot be written; an existing file stays unchanged, and no partial file is left.
     """
+    # If the path is a link, the rename replaces its target and not the link.
     final = Path(os.path.realpath(path))
     if final.exists() and not final.is_file():
         final.write_text(text, encoding="utf-8")
@@ -352,6 +356,7 @@ def check_output(path: str | Path, what: str, ending: str = "") -> None:
         if final.exists() and not final.is_file():  # a pipe or a device
             return
         probe = final.with_name(f".{final.name}.{os.getpid()}.partial")
+        # Permissions alone do not show it: a file system that is mounted read-only refuses root too.
         probe.touch()
         probe.unlink()
     except (OSError, ValueError) as error:  # ValueError: a null character

@@ -342,6 +342,7 @@ class TrainedRun:
     def _agreed_table(self, data: Any, checkpoint: Path, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the table ``[data]`` for `apply`; arrays must be the same on all ranks. Collective."""
         arrays = _is_array(data) or (isinstance(data, Mapping) and any(map(_is_array, data.values())))
+        # First whether all ranks have arrays or all have files, because the collective calls below differ.
         table = self._agreed(lambda: {} if arrays else _data(data, "apply()"), lambda _: int(arrays))
         if not arrays:
             return table
@@ -356,6 +357,8 @@ class TrainedRun:
             mark = mark_of(result)
         except Exception as error:
             fault, mark = error, 0
+        # The first agreement shares faults and checksums; the second raises the error of a rank that differs
+        # from rank 0 on all ranks, because the others see no difference.
         marks = agree(self._comm, range(self._comm.size), fault, mark)
         agree(self._comm, range(self._comm.size), None if mark == marks[0] else UserError(_OTHER_DATA))
         return result

@@ -83,6 +83,7 @@ class Cores:
         """
         bound = frozenset[int]().union(*(cores.bound for cores in processes))
         cores_given = sum(cores.task for cores in processes)
+        # A quota is shared by all processes of a group, so quotas are not added; cores of a task are its own.
         return max(1, int(min(len(bound), cores_given, *(cores.quota for cores in processes))))
 
 
@@ -129,6 +130,7 @@ def _read(path: Path) -> str:
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the control groups that may limit this process, with all their ancestors, and their version."""
     mounted = root / "sys/fs/cgroup"
+    # In a container, the mounted root may be the container's own group, whatever path the process reports.
     groups = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")

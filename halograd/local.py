@@ -70,6 +70,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], report: Callab
         The job failed; `report` has received the message of the job.
     """
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
+    # Settings of the user have priority over those for Open MPI, but not over the threads of other libraries.
     environment = {**ENVIRONMENT, **os.environ, **dict.fromkeys(THREADS, "1")}
     lines = []
     with subprocess.Popen(

@@ -114,8 +114,10 @@ class Measuring:
 
         nodes = sorted(self.comm.allgather_objects(platform.node()))
         conditions = Conditions.here(self.kernels, self._oversubscription, self._autotune)
+        # All that changes the measured times is in the name, so a file of other conditions is not reused.
         text = "|".join([conditions.text, self.comm.transport, self.dtype, *nodes])
         name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        # The folder of the cache may differ between nodes: rank 0 writes the file, so its path counts.
         return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
 
     def known_machine(self, path: Path) -> Machine | None:
@@ -200,6 +202,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription
     """Return the time of SGD with momentum per byte of parameters, which are read from main memory [s/B]."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
+    # Changing this array before an update removes the parameters from the cache.
     passing = backend.zeros((last_level_cache(),), "uint8")
     with Executor(network, alone, backend, 1, dtype=dtype) as executor:
         optimizer = SGD(executor.store, momentum=0.9)
@@ -331,6 +334,7 @@ def measure_steps(
         open at a time.
     """
     fastest = dict.fromkeys(strategies, float("inf"))
+    # Rounds alternate between strategies, so that a load of the machine that comes and goes affects all of them.
     for _ in range(TRIALS):
         for name, strategy in strategies.items():
             with opened(strategy) as step:
@@ -346,6 +350,7 @@ def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
 
     timed()  # warm-up: touches pages, creates primitives
     slowest = float(comm.allreduce_scalar(timed(), "max"))
+    # Steps communicate, so all ranks must run the same number: it follows from the time of the slowest.
     count = max(LEAST, min(MOST, int(SECONDS / max(slowest, 1e-6))))
     return float(comm.allreduce_scalar(median([timed() for _ in range(count)]), "max"))
 

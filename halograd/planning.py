@@ -130,6 +130,7 @@ def _measured(plan_request: PlanRequest, batch: int, ranks: int) -> KernelTimes 
     """Return times from the cache if `halograd profile` measured the machine file on this machine, else None."""
     from .perfmodel.profile.record import Profile, record_path
 
+    # `halograd profile` writes device, library and threads in this form; other machine files have no times.
     match = _DEVICE.fullmatch(plan_request.machine.device)
     if (
         Path(plan_request.machine_file).suffix != ".toml"

@@ -82,6 +82,7 @@ class Registry(Generic[Kind]):
         if not issubclass(kind, self.base):
             raise UserError(f"{self.key}: expected a {self.base.__name__}, or a class derived from it, got {value!r}")
         name = f"{SCRIPT}:{kind.__name__}"
+        # Another class or object of this name stays known, because an earlier configuration may name it.
         while self._objects.get(name, value) is not value:
             name += "_"
         self._objects[name] = value
@@ -89,6 +90,7 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def _installed(self) -> Mapping[str, EntryPoint]:
+        # Reads the metadata of all installed packages, so this waits until a name is needed.
         return {point.name: point for point in entry_points(group=f"halograd.{self.kind}")}
 
     @property
@@ -158,6 +160,7 @@ class Registry(Generic[Kind]):
         if text in self._objects and not isinstance(self._objects[text], type):
             return copy.deepcopy(self._objects[text])
         name, values = _split(text)
+        # A text such as `mpi:4` would otherwise be searched as `4` in a module `mpi`.
         head = name.partition(":")[0]
         if head in self.names and head != name:
             raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value", got {shown(text)}')
@@ -189,6 +192,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
     >>> _split("half.py:Half"), _split("mpi")
     (('half.py:Half', {}), ('mpi', {}))
     """
+    # The last colon begins the settings; a location has another one before it.
     name, _, rest = text.rpartition(":")
     if "=" not in rest or not name:
         return text, {}

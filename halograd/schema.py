@@ -166,6 +166,7 @@ def table_of(*callables: Callable[..., Any]) -> type[Table]:
     return make_table(callables[0].__name__, __base__=Table, **fields)
 
 
+# An adapter compiles the schema of its class, which takes longer than validating one object.
 _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
@@ -270,6 +271,7 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
     """Return the types at a path (for an unknown key, those of its table), and the path without alternatives."""
     kinds, steps = _alternatives(kind), list[int | str]()
     for i, step in enumerate(where):
+        # A path of pydantic also names the alternative of a union, which is no key of the file.
         branch = [t for t in kinds if len(kinds) > 1 and _is_called(t, step)]
         if branch:
             kinds = branch

@@ -230,6 +230,7 @@ def check_layer(
                 reference = run_layer(make, shapes, alone, {}, backend=kernels, debug=debug, **common)
         reference = cast(LayerResult, ranks.bcast(reference))
         if gradient and dtype == "float64":
+            # Each array needs two more steps, so the ranks share the arrays among them.
             own = [k for k in reference if k.startswith("d")][ranks.rank :: ranks.size]
             with ranks.agreement():
                 _check_gradients(make, shapes, alone, {k: reference[k] for k in own}, batch, kernels)
@@ -237,6 +238,7 @@ def check_layer(
             if not _possible(network, parts, world.size):
                 continue
             once = (network, shapes, ranks, parts, batch, dtype, kernels, options)
+            # The second step starts with buffers that hold data of the first one.
             with _stepped(*once, steps=2, debug=debug) as (executor, loss):
                 blocks = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
             ranks.agree(_difference(blocks, reference, tolerance, dtype, str(parts)))
@@ -272,6 +274,7 @@ def _difference(
         scale = max(1.0, float(np.max(np.abs(whole), initial=0.0)))
         bound = tolerance * float(np.finfo(dtype).eps) * math.sqrt(max(whole.size, 1)) * scale
         error = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
+        # Not `error > bound`, which is false for NaN.
         if not error <= bound:
             return AssertionError(f"{where}: {key} differs from one process by {error:.3g}, allowed are {bound:.3g}")
     return None
@@ -281,6 +284,8 @@ def _check_gradients(make, shapes, comm, gradients, batch, backend) -> None:
     """Compare gradients with central differences of the loss along a random direction per input and parameter."""
     for key, gradient in gradients.items():
         direction = random_array(gradient.shape, f"direction of {key}")
+        # Near the cube root of float64's epsilon (6e-6), at which rounding and truncation errors of a central
+        # difference balance.
         eps, values = 1e-6, []
         for sign in (1, -1):
             shift = {key[1:]: sign * eps * direction}

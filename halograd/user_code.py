@@ -125,14 +125,17 @@ def _module_of_file(path: Path, key: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, real)
     assert spec is not None
+    # Registered before it runs, as by Python's import: dataclasses look up their module by its name.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(real.parent) not in sys.path:
+        # At the end, so that a file of the user does not hide a module of a library.
         sys.path.append(str(real.parent))
     try:
         # Not `exec_module`: Python takes the bytecode in __pycache__ if size and second of the last change agree, so a
         # file that a script writes twice within a second would run as it was before.
         exec(compile(source, str(real), "exec", dont_inherit=True), vars(module))
     except Exception as error:
+        # Else the next call would return the module that ran only in part.
         del sys.modules[name]
         raise UserError(f"{key}: {path} cannot be imported: {describe(error)}") from error
     return module

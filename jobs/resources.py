@@ -94,6 +94,7 @@ class Resources:
                 f"--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got {self.time!a}; such as --time 04:00:00"
             )
         limit = None if self.time is None else _seconds(self.time)
+        # A signal right after the start would stop every attempt before its first step.
         if limit is not None and limit < self.warning + EARLY:
             raise UserError(
                 f"--time: expected at least {self.warning + EARLY} s, which is --warning and the {EARLY} s that Slurm "

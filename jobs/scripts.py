@@ -184,6 +184,7 @@ def _plan_then_train(job: Job) -> str:
     command += [] if profiling.planner is None else ["--planner", profiling.planner]
     command += [] if profiling.memory is None else ["--memory", profiling.memory]
     command += _options(profiling)
+    # One process computes the plan, without a GPU.
     alone = replace(job.resources, nodes=1, ranks_per_node=1, gpus_per_node=0)
     planning = replace(job, name=f"{job.name}-plan", resources=alone)
     trained = replace(job, overrides=[*job.overrides, f"strategy={to_toml({'file': f'{job.run}/plan.json'})}"])
@@ -225,6 +226,7 @@ def _directives(job: Job, array: str | None = None, signal: bool = True) -> list
     directives: dict[str, Any] = {"job-name": job.name}
     if array is not None:
         directives["array"] = array
+    # A task of an array has a job number of its own (%j); squeue prints %A_%a.
     directives["output"] = "%x-%j.out" if array is None else "%x-%A_%a.out"
     directives |= {"open-mode": "append", "nodes": resources.nodes, "ntasks-per-node": resources.ranks_per_node}
     directives["cpus-per-task"] = resources.cpus_per_rank
@@ -232,6 +234,7 @@ def _directives(job: Job, array: str | None = None, signal: bool = True) -> list
         directives["gpus-per-node"] = resources.gpus_per_node
     directives |= {k: v for k in ("time", "partition", "account") if (v := getattr(resources, k)) is not None}
     if signal:
+        # B: to the shell of the script, which passes it on to the launcher until training has ended.
         directives["signal"] = f"B:USR1@{resources.warning}"
     directives["no-requeue" if job.links > 1 else "requeue"] = None
     return list({**directives, **dict(resources.directives)}.items())
@@ -246,12 +249,14 @@ def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) 
         flags = [f"--container-image={software.container}", f"--container-workdir={software.folder}"]
         flags.append(f"--container-mounts={mounts}")  # the last one: a script may append a folder
     elif software.container is not None:
+        # --nv shows the driver in the container; the slice is empty without GPUs.
         enter += [*["--nv"][: resources.gpus_per_node], software.container]
     values = {name: getattr(job, name) for name in ("run", "overrides", "threads", "data", "stage", "links")}
     values |= {"settings": (), "after_crash": job.after_crash, "warning": resources.warning, "software": software}
     values |= {"ranks": resources.ranks, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_node}
     values |= {"config": _path(job.config), "directives": options, "enter": enter, "container_flags": flags}
     values["staged"] = os.path.basename(os.path.normpath(os.path.join(software.folder, job.data)))
+    # Parts of a template that do not apply leave blank lines, which the substitution merges.
     text = _environment().get_template(f"{KINDS[kind]}.j2").render({**values, **more})
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -304,6 +309,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
     for _ in range(links):
         waiting = [f"--dependency=afternotok:{':'.join(jobs)}", "--kill-on-invalid-dep=yes"] if jobs else []
         try:
+            # sbatch --parsable prints NUMBER;CLUSTER if there are several clusters.
             jobs.append(_call(["sbatch", "--parsable", *waiting, str(script)]).split(";")[0])
         except UserError:
             if jobs:

@@ -86,6 +86,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
         }
         return command(**groups_of_options, **values)
 
+    # typer reads signature and annotations, and `wraps` has copied those of the command.
     vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

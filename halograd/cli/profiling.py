@@ -79,6 +79,7 @@ def profile(
     network = build(model, **parse_options(options or ()))
     check_counts(batch=batch, ranks=ranks, threads=how.threads, budget=how.budget)
     with open_communicator(how.transport) as comm, _backend(how) as backend:
+        # Before minutes of measurements, not after them.
         with comm.agreement():
             if comm.rank == 0:
                 check_output(out, "--out")
@@ -249,6 +250,7 @@ def _parse_size(text: str) -> int:
         nbytes = None
     if nbytes is None or nbytes < 4:
         raise UserError(f"--size: expected a size of at least 4 bytes, such as 256KiB or 4MiB, got {text!r}")
+    # Whole float32 elements.
     return int(nbytes) // 4 * 4
 
 

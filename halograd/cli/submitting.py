@@ -230,6 +230,7 @@ def _check(
         if kind != "local" or resources.gpus_per_node:
             on_device = BACKENDS[loaded.backend.kernels].on_device
             resources.check_backend(loaded.backend.kernels, on_device, loaded.backend.threads)
+        # Most sweeps change keys on which the cut does not depend, and making a large network takes long.
         what = repr((loaded.model, loaded.strategy, loaded.training.at_once))
         if what in checked:
             continue

@@ -125,6 +125,7 @@ def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
         density, now = (inputs[held_out, ..., names.index(n)] for n in ("Density", "scaledJacobian"))
     _statistics(files).apply(inputs)
     model = fit(lambda: ((inputs[i], masks[i]) for i in training))
+    # Thresholds are chosen on training samples: on held-out ones they would make the scores too good.
     cut, _ = best_threshold(model, lambda: ((inputs[i], masks[i]) for i in training))
     network_cut, _ = best_threshold(OF_LOGITS, lambda: ((logits[i], masks[i]) for i in training))
     truth = masks[held_out] > 0.5

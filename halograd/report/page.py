@@ -252,6 +252,7 @@ def _shown_masks(
 
     def classes_of(k: int) -> tuple[np.ndarray, np.ndarray]:
         values = prediction[k]
+        # A logit above 0 is a probability above 0.5.
         guess = values[..., 0] > 0 if channels == 1 else values.argmax(axis=-1)
         return guess, np.rint(target[k][..., 0]).astype(int)
 

@@ -266,6 +266,7 @@ def best_to_worst(ious: np.ndarray) -> np.ndarray:
     [1, 2, 0]
     """
     order = np.argsort(-np.asarray(ious), kind="stable")
+    # Positions repeat if there are fewer samples than SHOWN.
     return order[np.unique(np.linspace(0, len(order) - 1, SHOWN).round().astype(int))]
 
 

@@ -117,6 +117,7 @@ def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
     steps: deque[bytes] = deque(maxlen=tail)
     others: list[bytes] = []
     for line in lines_of(path):
+        # Almost all lines of a long log are steps, so only the last of them are parsed.
         (steps if line.startswith(b'{"event": "step"') else others).append(line)
     entries, bad = [], 0
     for lines in (steps, others):
@@ -273,6 +274,7 @@ def _is_gone(directory: Path) -> bool:
 def _pace(record: Record) -> float | None:
     """Return the time per step of the latest job over at most two epochs, with all pauses between steps [s]."""
     begun = record.begin.get("step", 0)
+    # Earlier jobs of the run may have had other ranks, or another machine.
     window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
         return (window[-1]["time"] - window[0]["time"]) / (window[-1]["step"] - window[0]["step"])
