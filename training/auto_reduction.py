@@ -85,6 +85,7 @@ class ChunkSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the search, for a checkpoint: plain data."""
+        # Keys are texts, because JSON has no others.
         return {"chunk": self.chunk, "done": self.done, "times": {str(k): v for k, v in self.times.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,6 +261,7 @@ class AutoReduction:
         if not ranked:
             return shortlist(candidate_schemes(executor.network, executor.strategy, executor.batch))
         most = len(executor.replicable)
+        # A change to shards needs another optimizer, and more replicated layers another executor.
         possible = [s for s in ranked if s.replicated_dense <= most and not (s.kind.searches or s.kind.shards)]
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 

@@ -209,7 +209,9 @@ def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict
     """Write a group of arrays; return offset in the file [B], shape and dtype by path."""
     group, locations = file.create_group(name), {}
     for key, array in arrays.items():
+        # Without chunks and filters an array is one range of bytes, so readers find it without HDF5.
         dataset = group.create_dataset(key, data=array)
+        # HDF5 allocates nothing for an array without elements.
         offset = dataset.id.get_offset() if dataset.size else HEADER
         locations[f"{name}/{key}"] = offset, dataset.shape, dataset.dtype.str
     return locations
@@ -325,6 +327,7 @@ class CheckpointReader:
             rounded = any(path.startswith("errors/") for path in arrays)
             optional = [] if rounded else ["errors/"]
             optional.append("optimizer/")  # the optimizer has no state of a layer that was frozen
+            # Sorted, because all ranks of a node broadcast the arrays in this order.
             paths = sorted(path for path in parts if path in arrays or not path.startswith(tuple(optional)))
             shapes = {path: store.shapes[parts[path].name] for path in paths}
             read = {path: self._array(path, shapes[path], store.dtype) for path in paths} if self._reads else {}
@@ -377,6 +380,7 @@ class CheckpointReader:
         settings, states = self._index["settings"], self._index["states"]
         if settings is None:
             raise UserError(f"checkpoint {self.path}: expected the state of an optimizer, got parameters only")
+        # A resumed run may begin or end to average parameters: `restore` sets the averages if the file has none.
         names = sorted({*optimizer.state_names} - {AVERAGE})
         there, here = (settings["kind"], sorted({*states} - {AVERAGE})), (type(optimizer).__name__, names)
         if there != here:

@@ -120,6 +120,7 @@ class CheckpointFolder:
     def _candidates(self) -> list[Path]:
         """List the files, newest first, starting with the one that ``latest.h5`` names."""
         files, newest = self._files()[::-1], self._named("latest")
+        # Files after the one that latest.h5 names are those of a run that was set back to an earlier step.
         return [f for f in files if newest is None or f.name <= newest.name] or files
 
     def _set_aside(self, path: Path) -> str:
@@ -148,6 +149,7 @@ class CheckpointFolder:
         # Newer files belong to a run that was set back to an earlier step; it will write them again.
         old = [f for f in self._files() if f.name <= path.name][: -self.keep]
         self._remove([f for f in old if f.name not in kept])
+        # Left by a job that was killed while it wrote a checkpoint.
         self._remove(self.path.glob(".*.partial"))
         return path
 
@@ -288,6 +290,7 @@ class Checkpoints:
             self._log.write("checkpoint_failed", step=step, reason=str(error))
             if comm.rank == 0:
                 _log.warning("step %d: %s; training continues", step, error)
+        # Also after a failure: the next attempt follows an interval later, not after the next step.
         self._last = time.monotonic()
         self._session.executor.pass_loss.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
         return path

@@ -107,6 +107,7 @@ class ChunkWriter(io.RawIOBase):
         table = b"".join(_SUM.pack(self._sum(chunk, end)) for chunk in range(_chunks(end, CHUNK)))
         header = _FIELDS.pack(_SIGNATURE, FORMAT, CHUNK, begin, end, zlib.crc32(table))
         header = header.ljust(HEADER - _SUM.size, b"\0")
+        # The header is written last: without it, the rest is not taken for a complete file.
         for start, data in ((end, table), (0, header + _SUM.pack(zlib.crc32(header)))):
             self._file.seek(start)
             self._write_all(memoryview(data))
@@ -129,6 +130,7 @@ class ChunkWriter(io.RawIOBase):
 
     def truncate(self, size: int | None = None) -> int:
         end = self.tell() if size is None else size
+        # A chunk that loses bytes has another checksum.
         self._sums = {chunk: known for chunk, known in self._sums.items() if HEADER + (chunk + 1) * CHUNK <= end}
         return self._try(lambda: self._file.truncate(end), end)
 

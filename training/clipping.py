@@ -75,6 +75,7 @@ class Clip:
         if self._sum is not None:
             self._sum.run()
         self._clip()
+        # The next fetch overwrites the number on the host, so the norm of the step before is read first.
         if self.norm is not None and self.norm.value is None:
             self.norm.value = self._fetched.read()
         self._fetched.put(self._norm)

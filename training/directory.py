@@ -268,6 +268,7 @@ class RunLock:
                     claim.unlink()
             return False
         seen = self._look()
+        # Another run replaced or released the lock after this run had read it.
         if seen is None or seen[0] != text:
             claim.unlink()
             return False
@@ -304,6 +305,7 @@ class RunLock:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
+                # A run that was suspended must not touch the lock of the run that has taken over.
                 if self._is_mine():
                     os.utime(self.path.name, dir_fd=self._folder)
 
@@ -348,6 +350,7 @@ def process_scope() -> str:
 def _started(pid: int) -> str | None:
     """Return the start time of a process, "" if it is a zombie; None if it is not visible."""
     try:
+        # The name of the program is in parentheses, and may contain spaces and ")". The start time is field 22.
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

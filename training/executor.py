@@ -286,6 +286,7 @@ class Executor:
                 items += map(partial(runner.item, segment), segment.operations, bound)
                 items += self._on_gradients(segment.after, segment.name)
         self._make_counting()
+        # One of the calls of the pass, so that a graph of the pass contains the copy of the loss.
         forward.append(Item(self.pass_loss.put, program.forward[-1].name if program.forward else ""))
         backward += self._on_gradients(program.end, program.backward[-1].name if program.backward else "")
         self._forward = {kind: self._calls(forward, "forward", kind) for kind in ("training", "evaluation")}
@@ -419,6 +420,7 @@ class Executor:
         for call in self._counting:
             call()
         mode.counting, mode.part = False, part
+        # The count restarts after the last part, also if an error ended the batch before the last forward pass.
         self._counts = self._counts % self.parts + 1
 
     def _check_memory(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientCheck", "LossScale"]
 
+# The defaults of torch.amp.GradScaler.
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 #: So many consecutive steps are skipped at a scale of 1: then the gradients themselves are not finite.
 PATIENCE = 20
@@ -101,6 +102,7 @@ class LossScale:
             np.copyto(self._count, self._flag)
             self._sum.run()
             np.copyto(self._flag, np.minimum(self._count, 1), casting="unsafe")
+        # `adapt` clears the flag, maybe before the updates of this step run; they read this copy.
         np.copyto(self.skip, self._flag)
 
     def adapt(self) -> None:

@@ -247,6 +247,8 @@ class Reducer:
 
     def discard(self) -> None:
         """Finish all sums, and drop the updates of a failed step and residuals that are not finite."""
+        # Sums in progress end on all ranks, so that the next step can start them. No update is pending after this loop,
+        # so the calls of `finish` make no update.
         for state in self._states:
             state.finish()
             state.pending = state.computed = False

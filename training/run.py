@@ -126,6 +126,7 @@ def train(
         session = Session.open(config, ranks, stack, True, progress, None if plan is None else plan.strategy)
         with ranks.agreement(), writing(f"output.directory {directory}"):
             if ranks.rank == 0:
+                # A killed job has logged steps after its last checkpoint; this job makes and logs them again.
                 rewind_log(directory / "log.jsonl", progress.step)
                 if session.small is not None:
                     plan_of(config, session.network, session.small).save(directory / "small.json")
@@ -297,6 +298,7 @@ class TrainingRun:
 
         with closing(CheckpointReader(on_root(comm.mpi, find), comm)) as checkpoint:
             checkpoint.restore(self.session.executor.store, self.optimizer, extents=False)
+        # The schedule begins anew, while the corrections of Adam continue from the step of the other run.
         self.trainer.ahead = -self.optimizer.step
         self.log.print(f"initial parameters and optimizer: {checkpoint.path}, after {self.optimizer.step} steps")
 
@@ -381,6 +383,7 @@ class TrainingRun:
             self._stop(self._unvalidated)
         elif self._unvalidated:
             ended = not (self.sampler.position or self.sampler.skipped)
+            # At the start of an epoch, the validation that is missing belongs to the epoch before.
             self._end_stretch(self.sampler.epoch - ended, ended)
 
     def _stretch(self) -> float:
@@ -388,6 +391,7 @@ class TrainingRun:
         epoch, every = self.sampler.epoch, self.session.config.training.validate_every
         batches: Sequence[Batch] = self.sampler.rest_of_epoch()
         if every:
+            # Up to a multiple of `every`, so that a resumed run validates after the same steps.
             batches = batches[: every - self.optimizer.step % every]
         loss: SupportsFloat = math.nan
         begin = requested = time.perf_counter()  # `requested`: time of the request of samples
@@ -452,6 +456,7 @@ class TrainingRun:
         first = step + self.trainer.ahead == 1  # later losses are compared with it
         if step % every and step != total and not first:
             return
+        # On a device, float() waits for this step: only steps that are logged read the loss.
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:
             values["gradient_norm"] = float(self.trainer.gradient_norm)

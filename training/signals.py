@@ -58,6 +58,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _ASKING:
                 before = self._before[number] = signal.signal(number, self._note)
+                # The command line installs an outer one before the imports; a signal may have arrived since.
                 outer = getattr(before, "__self__", None)
                 if isinstance(outer, StopSignals) and outer.received is not None:
                     self._note(outer.received, None)

@@ -46,6 +46,7 @@ def placed(session: Session, value: Value) -> tuple[tuple[int, ...], Blocks]:
     shape = [n * m // w for n, m, w in zip(extents, own, windows.window)]
     axes: list[Intervals] = [((0, 1),), *(((0, n),) for n in shape), ((0, channels),)]
     cut = windows.longest(0)
+    # Axis 0 is that of the sample.
     axes[cut + 1] = intervals(shape[cut], session.comm.size)
     return (*shape, channels), Blocks(axes, session.comm.size)
 
@@ -89,6 +90,7 @@ class _Sums:
         self._boxes = [placed(session, value)[1][self._rank] for value in values]
         self._cut = windows.longest(0)
         self._starts = [  # per output and axis: in elements of the output
+            # a window of w elements has m outputs
             [[s * m // w for s in starts] for starts, m, w in zip(windows.all_starts(0), shape, windows.window)]
             for shape in (value.layout.shape[1:-1] for value in values)
         ]

@@ -278,6 +278,7 @@ class Trainer:
         kinds = {"parameter": store.params, "running statistic": store.state}
         kept = ((f"{kind} {n}", array) for kind, arrays in kinds.items() for n, array in arrays.items())
         name = next((n for n, array in kept if not np.isfinite(array).all()), None)
+        # Where every rank holds all arrays, all ranks find the same name without a message.
         if not store.whole:
             name = next((n for n in comm.allgather_objects(name) if n is not None), None)
         if name is not None:
@@ -302,6 +303,7 @@ class Trainer:
             np.copyto(bucket.params[own], average)
             np.copyto(average, kept)
         if self.optimizer.average:
+            # A rank swaps its own shard only, and the copies in 16 bits are still those of the other values.
             self._reducer.spread()
 
     def _diverged(self, what: str) -> Diverged:

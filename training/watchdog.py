@@ -382,11 +382,13 @@ class Watchdog:
         """Report the rank that blocks the others, unless another rank does, and end this process. Does not return."""
         self._arm(LAST)
         faulthandler.dump_traceback(self._file.descriptor)
+        # One rank after the other, so that later ranks see in the log that an earlier one has reported.
         time.sleep(PRINTING * min(self._comm.rank, PRINTERS))
         if self._report(since):
             self._arm(LAST)
             time.sleep(ABORT)
             self._comm.abort(1)
+        # Meanwhile the timer or the abort of another rank ends this process.
         time.sleep(2 * LAST)
 
     def _report(self, since: float) -> bool:
