@@ -52,7 +52,7 @@ from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, followi
 from .norms import NORMS
 from .onnx_file import read_onnx
 from .own_operators import OWN_OPERATORS
-from .patterns import ACTIVATIONS, activation_of, is_hard_sigmoid, permuted, recognize
+from .patterns import ACTIVATIONS, activation_of, has_numbers_of_torch, permuted, recognize
 from .shaping import SHAPING
 from .sliding import SLIDING
 
@@ -218,10 +218,11 @@ def _selu(build: Builder, op: OnnxNode) -> Activation:
 _SELU = 1.6732632423543772, 1.0507009873554805
 
 
-def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
-    if not is_hard_sigmoid(op):
-        raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
-    return _activation("HardSigmoid")(build, op)
+def _with_numbers(build: Builder, op: OnnxNode) -> Activation:
+    if not has_numbers_of_torch(op):
+        known = {"HardSigmoid": "torch's slope 1 / 6 and offset 1 / 2", "Swish": "x * sigmoid(x), alpha = 1"}
+        raise build.refused(op, known[op.kind], f"{op.attributes}")
+    return _activation(op.kind)(build, op)
 
 
 def _prelu(build: Builder, op: OnnxNode) -> Activation:
@@ -513,7 +514,8 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
 OPERATORS: dict[str, Operator] = {
     "Identity": lambda build, op: build.value(op),
     **{kind: _activation(kind) for kind in ACTIVATIONS},
-    "HardSigmoid": _hard_sigmoid,
+    "HardSigmoid": _with_numbers,
+    "Swish": _with_numbers,
     "Abs": _pointwise(lambda _: Abs()),
     "Exp": _pointwise(lambda _: Exp()),
     "Log": _pointwise(lambda _: Log()),

@@ -23,7 +23,7 @@ __all__ = [
     "DECOMPOSED",
     "RULES",
     "activation_of",
-    "is_hard_sigmoid",
+    "has_numbers_of_torch",
     "per_channel",
     "permuted",
     "recognize",
@@ -171,15 +171,17 @@ def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
     product = graph.only_reader(op.outputs[0]) if op.kind in kinds else None
     if product is None or product.kind != "Mul" or op.inputs[0] not in product.inputs:
         return
-    if op.kind == "HardSigmoid" and not is_hard_sigmoid(op):
+    if not has_numbers_of_torch(op):
         return
     graph.replace([op, product], product.changed(kind=kinds[op.kind], inputs=op.inputs[:1], attributes={}))
 
 
-def is_hard_sigmoid(op: OnnxNode) -> bool:
-    """Return whether a slope and offset are those of torch: 1 / 6 and 1 / 2."""
+def has_numbers_of_torch(op: OnnxNode) -> bool:
+    """Return whether an activation has the numbers of torch's: HardSigmoid 1 / 6 and 1 / 2, Swish 1."""
+    if op.kind == "Swish":
+        return bool(op.attributes.get("alpha", 1.0) == 1)
     slope, offset = op.attributes.get("alpha", 0.2), op.attributes.get("beta", 0.5)
-    return math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5
+    return op.kind != "HardSigmoid" or (math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5)
 
 
 def _gelu(graph: Graph, op: OnnxNode) -> None:
@@ -386,7 +388,7 @@ def _activation_after(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] 
         fused: tuple[str, dict[str, Any]] = op.attributes["activation"]
         return fused
     after = graph.only_reader(op.outputs[0])
-    if after is None or after.kind not in ACTIVATIONS or (after.kind == "HardSigmoid" and not is_hard_sigmoid(after)):
+    if after is None or after.kind not in ACTIVATIONS or not has_numbers_of_torch(after):
         return None
     # An activation of a network output stays a separate layer, because losses take its input.
     return None if after.outputs[0] in graph.outputs else (after.kind, after.attributes)

@@ -451,3 +451,33 @@ def test_operations_without_effect_leave_no_layer(tmp_path):
         hg.onnx.load(tmp_path / "m.onnx")
     network = hg.onnx.load(tmp_path / "m.onnx", buffers=["one", "zero"])
     assert [node.layer.kind for node in network.layers.values()] == ["ReLU", "Tanh"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["alone", "after"])
+@pytest.mark.parametrize(
+    "kind, attributes, message",
+    [
+        ("Swish", {"alpha": 1.5}, r"Swish\): expected x \* sigmoid\(x\), alpha = 1, got {'alpha': 1.5}"),
+        ("HardSigmoid", {"alpha": 0.3}, r"HardSigmoid\): expected torch's slope 1 / 6 and offset 1 / 2, got {'alpha'"),
+        ("HardSigmoid", {}, r"HardSigmoid\): expected torch's slope 1 / 6 and offset 1 / 2, got {}"),
+        ("Swish", {}, ""),
+        ("Swish", {"alpha": 1.0}, ""),
+    ],
+)
+def test_activations_with_other_numbers_than_those_of_torch_are_refused(tmp_path, kind, attributes, message, after):
+    """Also where the layer before could compute the activation."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+    helper = onnx.helper
+    weights = onnx.numpy_helper.from_array(np.ones((2, 3, 1, 1), np.float32), "w")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"])] if after else []
+    nodes.append(helper.make_node(kind, ["c" if after else "x"], ["a"], **attributes))
+    nodes.append(helper.make_node("Relu", ["a"], ["y"]))
+    ends = (("x", 3), ("y", 2 if after else 3))
+    infos = [helper.make_tensor_value_info(name, 1, ["n", channels, 4, 4]) for name, channels in ends]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [weights] if after else [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)]), tmp_path / "m.onnx")
+    if not message:
+        assert "SiLU" in [node.layer.kind for node in hg.onnx.load(tmp_path / "m.onnx").layers.values()]
+        return
+    with pytest.raises(UserError, match=message):
+        hg.onnx.load(tmp_path / "m.onnx")
