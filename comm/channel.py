@@ -255,4 +255,5 @@ _MASK = (1 << 64) - 1
 
 def _weight(number: int) -> int:
     """Return an odd number of 64 bits, different for every position; 1 for the first."""
+    # 2**64 over the golden ratio: its multiples are far from each other. An odd factor maps no two counts to one value.
     return number * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

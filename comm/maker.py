@@ -46,7 +46,7 @@ class Maker:
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
         """Return one channel per specification; see `Communicator.channels`."""
-        comm, fault, totals = self._comm, None, (np.zeros(0), np.zeros(0))
+        comm, fault, totals, dtypes = self._comm, None, (np.zeros(0), np.zeros(0)), list[str]()
         try:
             for spec in specs:
                 check_counts(spec.sends, "send_counts", comm.rank, comm.size)
@@ -56,13 +56,16 @@ class Maker:
                         f"device: expected that of the first channel, {specs[0].device.name}, got {spec.device.name}"
                     )
             totals = expectations(comm.size, specs)
+            dtypes = [str(np.dtype(spec.dtype)) for spec in specs]
         except Exception as error:
             fault = error
         device = specs[0].device if specs else HOST
-        identical = self._begin(fault, int(device.is_host))
+        # The sums of bytes below do not show a dtype of the same size, nor a channel without messages on one rank only.
+        identical = self._begin(fault, zlib.crc32("\n".join([str(device.is_host), *dtypes]).encode()))
         with comm.agreement():
             if not identical:
-                raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
+                _check_kinds(comm, device.is_host, dtypes)
+                self._context.agree(None)  # ranks without a fault would wait in the collective of `check_matching`
             check_matching(comm.mpi, *totals, specs)
             patterns = [
                 Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
@@ -145,6 +148,22 @@ class Maker:
             else Reduction(spec.buffer, meter, next(plans))
             for spec, link, rests, meter in zip(specs, links, idle, meters)
         ]
+
+
+def _check_kinds(comm: Ranks, on_host: bool, dtypes: list[str]) -> None:
+    """Raise CommError unless the channels of this rank are of the kinds of the first rank. Collective."""
+    host, expected = comm.mpi.bcast((on_host, dtypes), root=0)
+    first = comm.ranks[0]
+    if len(dtypes) != len(expected):
+        raise CommError(
+            f"channels: expected {len(expected)} as on rank {first}, got {len(dtypes)}; request as many on all ranks, "
+            "without counts where there is no message"
+        )
+    if on_host != host:
+        raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
+    for other, own in zip(expected, dtypes):
+        if own != other:
+            raise CommError(f"dtype: expected {other} as on rank {first}, got {own}; give all ranks one dtype")
 
 
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:

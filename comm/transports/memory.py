@@ -137,6 +137,7 @@ class Arena:
             with the other nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
+        # At least as large as all windows so far: few windows, whose number MPI limits, hold any number of channels.
         size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
         mine = [*requests, size, free_memory(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)

@@ -251,6 +251,7 @@ class NodeMemory:
         """Return the stage of all large sums. The first call creates it (collective)."""
         if self._stage is None:
             ranks = self.context.mpi.size
+            # `blocks` rounds: a share may be one element longer than an equal part.
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
             (block,) = self.blocks([STAGE_BYTES + share])
             self._stage = _CommonStage(block, share)

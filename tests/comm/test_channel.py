@@ -232,6 +232,25 @@ def test_wrong_counts_on_one_rank_are_an_error_on_all(communicator):
     exchange(channel, communicator.rank, 1)
 
 
+@pytest.mark.parametrize("case", ["dtype", "itemsize", "none", "extra"])
+def test_other_dtypes_or_numbers_of_channels_on_one_rank_are_an_error_on_all(communicator, case):
+    last = communicator.rank == communicator.size - 1
+    peers = [rank for rank in range(communicator.size) if rank != communicator.rank]
+    specs = [ChannelSpec(dict.fromkeys(peers, 4), dict.fromkeys(peers, 4), "float32")]
+    if case == "dtype" and last:
+        specs = [ChannelSpec(specs[0].sends, specs[0].recvs, "int32")]
+    elif case == "itemsize" and last:  # the same number of bytes
+        specs = [ChannelSpec(dict.fromkeys(peers, 2), dict.fromkeys(peers, 2), "float64")]
+    elif case == "none" and last:
+        specs = []
+    elif case == "extra" and last:
+        specs.append(ChannelSpec({}, {}, "float32"))
+    names = {"dtype": "dtype: expected float32 .* got int32", "itemsize": "dtype: expected float32 .* got float64",
+             "none": "channels: expected 1 .* got 0", "extra": "channels: expected 1 .* got 2"}  # fmt: skip
+    with pytest.raises(CommError, match=names[case]):
+        communicator.channels(specs)
+
+
 def test_closing_the_communicator_finishes_what_is_under_way(communicator):
     channel = open_channel(communicator, np.full((communicator.size, communicator.size), 100))
     channel.start()
