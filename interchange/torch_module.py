@@ -485,8 +485,13 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
     if len(foreign) < len(specs):
         fresh = {name.rpartition("/")[0] for name in foreign}
         for name, arrangement in arrangements(network, fresh).items():
-            array = arrangement.to_torch(np.asarray(arrays[name]))
-            state[arrangement.names[0]] = array, np.ones(array.shape, bool)
+            array = np.asarray(arrays[name])
+            # Queries, keys and values of vision transformers are parts of one array.
+            whole, _ = state.setdefault(
+                arrangement.names[0],
+                (np.empty(arrangement.torch_shape, array.dtype), np.ones(arrangement.torch_shape, bool)),
+            )
+            arrangement.fill(whole, array)
     for name, source in foreign.items():
         numbers, positions = np.asarray(arrays[name]).reshape(-1), source.positions().reshape(-1)
         empty = np.zeros(source.shape, numbers.dtype), np.zeros(source.shape, bool)

@@ -12,6 +12,7 @@ from halograd import models
 from halograd.errors import UserError
 from halograd.interchange import load_weights, save_weights
 from halograd.interchange.feature_order import feature_orders, pieces
+from halograd.interchange.torch_module import state_for
 from halograd.interchange.weights import Arrangement, arrangements, check_weights_path
 from halograd.layers import Layer, Parameter
 from halograd.testing import random_array
@@ -195,6 +196,23 @@ def test_names_of_torchvision(name):
         return
     named = {one.names[0].rpartition(".")[0] for one in found.values()}
     assert not named & {key.rpartition("/")[0] for key in found} - {"conv1", "bn1"}, "every layer has a name of torch's"
+
+
+def test_packed_projections_go_back_to_torch():
+    """Queries, keys and values of a model of ours fill one array of torch, in files and in modules."""
+    network = models.vit(depth=1, heads=2, width=8, hidden_width=16, patch=8, classes=3, resolution=16)
+    arrays = {name: random_array(array.shape, name) for name, array in network.initial_values().items()}
+    state = state_for(network, arrays)
+    packed, there = state["encoder.layers.encoder_layer_0.self_attention.in_proj_weight"]
+    parts = [
+        arrays[f"encoder.layers.encoder_layer_0.self_attention.{part}/w"].reshape(8, 8)
+        for part in ("query", "key", "value")
+    ]
+    np.testing.assert_array_equal(packed, np.concatenate(parts))
+    assert there.all()
+    assert {name: array.shape for name, (array, _) in state.items()} == {
+        one.names[0]: one.torch_shape for one in arrangements(network).values()
+    }
 
 
 def test_orders_are_undone():
