@@ -303,10 +303,12 @@ class StandardAugmentation(Augmentation):
             raise DataError(f"data.augment: expected samples of {self._rank} spatial axes, got {uneven[0]!r} of others")
         self._names = AXES[len(AXES) - self._rank :]
         self._window = shapes[self._moved[0]]
+        # A subclass with a map of its own moves samples even if no change is set.
         self._own = type(self).map is not StandardAugmentation.map
         self._warps = bool(settings.smooth) or self._own
         self._check()
         self._borders = self._choose_borders()
+        # Bounds in the order in which `placement` draws: a flip per axis, then the turns.
         windows.shift(settings.shifts, [2] * sum(name in settings.flips for name in self._names) + [4] * settings.turns)
         self._vectors = {name: self._components(field) for name, field in self.fields.items()}
         self._ways: dict[str, tuple[Interpolation, float | None]] = {
@@ -442,6 +444,7 @@ class StandardAugmentation(Augmentation):
         if not probability or not batch.augmented:
             return None
         key = [self.seed, _SMOOTH, *batch.key(k), _CHANGES.index(change)]
+        # The probability has a stream of its own, so that a change is the same whatever its probability.
         if np.random.default_rng(key).random() >= probability:
             return None
         return np.random.default_rng([*key, 1, *name.encode()])
@@ -528,6 +531,7 @@ class StandardAugmentation(Augmentation):
             if not first <= channel < last:
                 continue
             own, source = out[..., channel - first : channel - first + 1], channels[placement.axes[axis]]
+            # A turn exchanges axes, and so the components along them.
             if source != channel:
                 self._copy(name, batch, k, placement, [*ranges[:-1], (source, source + 1)], own)
             if placement.mirrored[axis]:
@@ -548,6 +552,7 @@ class StandardAugmentation(Augmentation):
             (extents[axis] - high, extents[axis] - low) if back else (low, high)
             for axis, ((low, high), back) in enumerate(zip(ranges, placement.mirrored))
         ]
+        # From axes of the window to axes of the sample: the view is transposed back while it is filled.
         order = np.argsort(placement.axes)
         box = Box.of_ranges([*(own[axis] for axis in order), ranges[-1]])
         view = out[tuple(slice(None, None, -1 if back else 1) for back in placement.mirrored)]
@@ -583,6 +588,7 @@ class StandardAugmentation(Augmentation):
             if not (noise or brightness or contrast):
                 continue
             key = [self.seed, _ALTER, *batch.key(k), *name.encode()]
+            # For all channels of the sample, so that a rank with some of them draws the same.
             factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
             channels = slice(*inside.ranges[-1])
             sample *= 1 + contrast * factors[channels]

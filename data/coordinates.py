@@ -276,6 +276,7 @@ class _CoordinateWriter:
         self._axes = {name: _axes_of_output(shape, joined.spatial) for name, shape in outputs.items()}
         for name, (first, *others) in self._axes.items():
             if file[name].ndim > len(others) + 1:
+                # Several times per sample, from a rollout: one more axis after that of the samples.
                 self._axes[name] = (first, _AHEAD, *others)
         self._dimensions = dict[int, str]()  # by axis: scales without coordinates
 
@@ -400,6 +401,7 @@ class _CoordinateWriter:
             usual = ("sample", *_SPATIAL[-len(self._joined.spatial) :])[axis + 1]
             names = [self._joined.dimensions.get(axis, usual), usual, last]
         chosen = next(name for name in chain(names, (f"{last}_{n}" for n in count(2))) if name not in self._file)
+        # As the netCDF-4 library writes a dimension without a variable: a big-endian float and this name.
         self._file.create_dataset(chosen, (size,), ">f4").make_scale(f"{NO_VARIABLE} {size:10d}")
         if axis is not None:
             self._dimensions[axis] = chosen

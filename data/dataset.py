@@ -27,7 +27,7 @@ from halograd.documents import one_line
 from ..dtensor.box import Box
 from .chunks import CACHE, SLOW, Chunks
 from .disk import DataError
-from .formats import AND, StoredArray, StoredFile, open_stored
+from .formats import AND, Channels, StoredArray, StoredFile, open_stored
 from .sampler import Unit, belonging_to
 from .source import checked_index, overlap
 from .storage import check_files
@@ -237,6 +237,7 @@ class Hdf5Dataset:
         return sum(self._memory(field.chunks) for field in self.fields.values() if field.chunks is not None)
 
     def _memory(self, chunks: Chunks) -> int:
+        # Fields share the memory of their file.
         several = sum(field.chunks is not None for field in self.fields.values())
         return chunks.cache(self.share // several)
 
@@ -280,6 +281,7 @@ class Hdf5Dataset:
         """Return one of the datasets; open all of them at the first call."""
         if not self._datasets:
             try:
+                # Another rank has checked the file, or it was closed: other files that it names may have changed since.
                 if self._file is None:
                     self._file = self.open()
                     check_files(self.path, self.structure.files)
@@ -321,6 +323,8 @@ class Hdf5Dataset:
         if part.size == 0:
             return filled
         source, kept = self._dataset(name), kept_labels(name, self.ranges, self.labels)
+        if isinstance(source, Channels):
+            source.kept = kept  # it unpacks each of its arrays by itself
         if field.static:
             out[filled] = self._read_shared(name, source, Box.of_ranges(part.ranges[1:]), out.dtype, kept)
             return filled
@@ -336,6 +340,7 @@ class Hdf5Dataset:
         """Return a box ``(*spatial, C)`` of a field that all samples share. It stays in memory for the next samples."""
         known = self._shared.get(name)
         if known is None or known[0] != box or known[1].dtype != dtype:
+            # Letters of the box's axes, to find the range of each axis of the file.
             axes, order = self.fields[name].static, "N" + "DHW"[1 - box.ndim :] + "C"
             ranges = [(0, 1), *box.ranges]
             where = tuple(slice(*ranges[order.index(axis)]) for axis in axes)

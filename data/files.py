@@ -213,6 +213,7 @@ class FileSet:
         # All open files share the memory for chunks.
         self._most_open = max(1, most_open)
         for part in self.parts:
+            # At most so many files are open at once.
             part.share = CACHE // min(self._most_open, len(self.parts))
         needed = max(part.cached for part in self.parts)
         if needed:
@@ -358,6 +359,7 @@ def _groups(parts: Sequence[Hdf5Dataset]) -> NDArray[np.int64] | None:
         return None
     groups, first = [], 0
     for part in parts:
+        # Consecutive numbers, so that adding `first` makes them unique over the files.
         own = np.arange(len(part)) if part.groups is None else np.unique(part.groups, return_inverse=True)[1]
         groups.append(first + own.reshape(-1).astype(np.int64))
         first += int(own.max()) + 1
@@ -397,6 +399,7 @@ class SampleFiles(FileGroup):
         with ExitStack() as stack:
             files = {path: stack.enter_context(open_stored(path, kind, allow_external)) for path in self.paths}
             opened = _SampleFile(self, files)
+            # All are open: from here on the result closes them.
             stack.pop_all()
             return opened
 

@@ -191,10 +191,16 @@ class Channels(StoredArray):
         Arrays on one grid. Those whose attribute ``layout`` does not end with ``C`` have no channels.
     texts
         Names of the channels, by array.
+
+    Attributes
+    ----------
+    kept
+        Stored numbers that have a value even if an array marks them as missing.
     """
 
     def __init__(self, name: str, path: Path, arrays: Sequence[StoredArray], texts: Sequence[str]) -> None:
         self.name, self._arrays = name, list(arrays)
+        self.kept: Sequence[float] = ()
         layouts = [array.attrs.get("layout", "") for array in arrays]
         layouts = [layout.decode("utf-8", "replace") if isinstance(layout, bytes) else layout for layout in layouts]
         self._last = [isinstance(layout, str) and layout.endswith("C") for layout in layouts]
@@ -260,7 +266,7 @@ class Channels(StoredArray):
             if packing is None:
                 target[...] = stored
             else:
-                packing.unpack(stored, target)
+                packing.unpack(stored, target, self.kept)
 
 
 class Format(ABC):

@@ -122,6 +122,7 @@ class Loader:
             raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
         own = SampleWindows(dataset) if augmentation is None else augmentation.windows
         self._windows, reductions = windows or own, reductions or {}
+        # Only for its check: patches must divide the window.
         for name, reduction in reductions.items():
             reduction.coarse_shape(self._windows.fields[name].shape)
         self._dataset, self._statistics, self._augmentation = dataset, statistics or {}, augmentation
@@ -129,6 +130,7 @@ class Loader:
         self._boxes = dict(boxes)
         self._slots = [{name: allocate(box.shape, dtype) for name, box in boxes.items()} for _ in range(depth)]
         self._cells = {name: np.zeros(r.fine_box(boxes[name]).shape, dtype) for name, r in reductions.items()}
+        # Boxes with the margin of a filter, by name; made at the first augmented batch.
         self._wide: dict[str, NDArray[Any]] = {}
         self._running: _Worker | None = None
         self.seconds_waited, self.absent = 0.0, 0
@@ -214,9 +216,11 @@ class Loader:
         part = array[self._read(name, batch, box, array)]
         gaps = self._windows.pads(name) and not self._dataset.fields[name].is_target
         gaps |= self._augmentation is not None and batch.augmented and self._augmentation.leaves_gaps(name)
+        # Before normalization, whose rules may clip an infinite number to a finite one.
         absent = mark_absent(part) if gaps or name in self._dataset.lenient else None
         if name in self._statistics:
             self._statistics[name].apply(part, max(0, box.start[-1]))
+        # After normalization 0 is the mean of the channel.
         if absent is not None:
             part[absent] = 0
             self.absent += int(np.count_nonzero(absent))
@@ -251,6 +255,7 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
+        # Wakes the thread if it waits for a free slot.
         self.free.put(None)
         if self.thread.ident is not None:
             self.thread.join()
@@ -262,6 +267,7 @@ class _Worker:
             for position, request in enumerate(self._batches):
                 batch = _as_batch(request, position)
                 slot = self.free.get()
+                # Slots that were freed before stop() come out of the queue before its None.
                 if slot is None or self._stopped.is_set():
                     return
                 self._loader.fill(batch, slot)

@@ -59,6 +59,7 @@ class Masked(DatasetView):
         self._targets = targets
         self._limits = {target: ranges.get(target, TargetRange()) for names in targets.values() for target in names}
         self.fields |= {name: self._field(name, names, channels[name]) for name, names in targets.items()}
+        # The setter lets the other data set read invalid targets; here they become weights.
         self.lenient = dataset.lenient
 
     def _field(self, name: str, targets: Sequence[str], channels: int) -> Field:

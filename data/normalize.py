@@ -127,6 +127,7 @@ class ChannelStatistics:
         mine = slice(first_channel, first_channel + x.shape[-1])
         rules = self.transforms[mine]
         std = self.std[mine]
+        # A constant channel becomes 0 instead of infinite.
         scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0).astype(x.dtype)
         mean = self.mean[mine].astype(x.dtype)
         for sample in x if x.ndim > 2 else x[:, None]:
@@ -255,10 +256,12 @@ def channel_statistics(
     shift, total, fault = np.zeros(len(rules)), np.zeros((3, len(rules))), None
     try:
         buffer = SampleRows(dataset, name, rules)
+        # Every rank reads the same block: a shift of its own would make the sums of ranks incomparable.
         shift = _mean(buffer.first(int(indices[0])).reshape(-1, len(rules)))
         _add_up(buffer, indices[rank::size], shift, total)
     except Exception as error:
         fault = error
+    # Before the sum, or the other ranks would wait in it for a rank that has raised.
     agree(fault)
     count, sums, squares = np.asarray(allreduce(total.reshape(-1)), dtype=np.float64).reshape(total.shape)
     if not count.all():
@@ -268,6 +271,7 @@ def channel_statistics(
             "all training samples; leave that channel out"
         )
     mean = sums / count
+    # Rounding may make the difference negative.
     variance = np.maximum(squares / count - mean**2, 0.0)
     # The deviation of a constant channel is only rounding; dividing by it would scale that to order one.
     scale = np.maximum(np.abs(shift + mean), 1e-300)

@@ -107,6 +107,7 @@ class Packing:
             absent |= stored < self.low
         if self.high is not None:
             absent |= stored > self.high
+        # Rarely needed, and a pass over the numbers for each label.
         for number in kept if absent.any() else ():
             absent &= stored != number
         return absent
@@ -216,6 +217,7 @@ def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: s
     if dtype.kind == "f":
         with np.errstate(all="ignore"):
             stored = np.asarray(value).astype(dtype).item()
+        # Larger than the type: no stored number equals it.
         if math.isinf(stored) and not math.isinf(value):
             stored = None
     elif math.isfinite(value) and value == int(value):
@@ -268,6 +270,7 @@ def _limits(
     if dtype.kind == "f":
         return (low if low > -math.inf else None), (high if high < math.inf else None)
     least, most = _extremes(dtype)
+    # Limits beyond the type are cut to one past its ends, which leaves no number, or all.
     first = math.ceil(min(max(low, least), most + 1))
     last = math.floor(max(min(high, most), least - 1))
     return (first if first > least else None), (last if last < most else None)

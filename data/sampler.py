@@ -177,6 +177,7 @@ class Batches(Sequence[Batch]):
     ) -> None:
         self._order, self._size, self._epoch = order, size, epoch
         self._positions, self._augmented = positions, augmented
+        # Without a number of samples, all of `order` is patch 0.
         self._samples, self._skipped, self._foreground = samples or len(order), skipped, foreground
 
     def __len__(self) -> int:
@@ -250,6 +251,7 @@ class Sampler:
             raise DataError(f"remainder: expected 'drop' or 'fill', got {remainder!r}")
         if batch < 1:
             raise DataError(f"batch: expected 1 or more samples, got {batch}")
+        # With a number of steps, samples are repeated until the batches are full.
         least = batch if remainder == "drop" and not steps else 1
         if len(indices) * patches < least:
             raise DataError(f"batch of {batch}: expected at least {least} samples to draw from, got {len(indices)}")
@@ -324,6 +326,7 @@ class Sampler:
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,
         }  # fmt: skip
+        # Left out by default: checkpoints of older versions have no such keys.
         if self.patches > 1 or self.steps:
             state |= {"patches": self.patches, "steps": self.steps}
         return {**state, "skipped": self.skipped} if self.skipped else state
@@ -349,12 +352,14 @@ class Sampler:
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         batch, skipped = int(state.get("batch", self.batch)), int(state.get("skipped", 0))
+        # Samples in place of batches: those that are used do not come twice in this epoch.
         if batch != self.batch:
             position, skipped = 0, skipped + position * batch
         most = max(0, self._batches(self._count - skipped))
         if epoch < 0 or skipped < 0 or not 0 <= position < max(1, most):
             raise DataError(f"expected an epoch >= 0 and a position in 0 .. {most - 1}, got {epoch}, {position}")
         self.epoch, self.position, self.skipped = epoch, position, skipped
+        # The rest of the epoch is smaller than one batch.
         if not most:
             self.epoch, self.skipped = epoch + 1, 0
 
@@ -449,6 +454,7 @@ def years(times: NDArray[np.float64], units: str, calendar: str = "standard") ->
     if match is None or seconds is None or not np.isfinite(times).all():
         return None
     year, month, day, *clock = (int(text or 0) for text in match.groups()[1:])
+    # Rounded to seconds: a float number of days is not exact, and a year begins at a whole second.
     first = clock[0] * 3600 + clock[1] * 60 + clock[2] + np.rint(times * seconds)
     if calendar in _GREGORIAN:
         try:

@@ -51,6 +51,7 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
         for number in np.unique(numbers[rows]):
             chain = np.flatnonzero(numbers[rows] == number)
             distances = np.diff(own[chain])
+            # The median, because gaps are few and may be long.
             usual = np.median(distances) if len(distances) else 0.0
             breaks[rows[chain[1:]]] = np.cumsum(~((distances > 0) & (distances <= _GAP * usual)))
     if breaks.any():
@@ -93,11 +94,13 @@ class TimeSteps(DatasetView):
         super().__init__(dataset)
         self.lag, self.history, self.rollout = lag, history, rollout
         numbers = simulations(dataset)
+        # Stable: rows of a simulation stay in order of time, also if simulations alternate in the file.
         order = np.argsort(numbers, kind="stable")
         first, last = -lag * (history - 1), lag * rollout if labelled else 0
         chosen = np.arange(-first, len(order) - last)
         if len(chosen):
             ordered = numbers[order]
+            # Sorted, so equal numbers at both ends mean that all rows between are of that simulation, too.
             chosen = chosen[ordered[chosen + first] == ordered[chosen + last]]
         if not len(chosen):
             longest = int(np.bincount(numbers).max()) if len(numbers) else 0
@@ -105,6 +108,7 @@ class TimeSteps(DatasetView):
                 f"{self.path}: data.lag: expected {1 + last - first} successive times in one simulation (of one file), "
                 f"got at most {longest}; choose a smaller lag, history or rollout, or correct the dataset 'simulation'"
             )
+        # Back to the order of the file: samples keep their order under any lag.
         chosen = chosen[np.argsort(order[chosen], kind="stable")]
         self._order, self._chosen = order, chosen
         self.rows = order[chosen].astype(np.int64)

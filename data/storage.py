@@ -262,6 +262,7 @@ class Storage:
         """Raise DataError if nothing of a dataset was written, unless it has its own fill value; warn of gaps."""
         if missing <= 0:
             return
+        # A fill value of its own shows that missing chunks are intended; HDF5's default is zero.
         chosen = dataset.id.get_create_plist().fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED
         if all_of_it and not chosen:
             raise DataError(f"{self._where(dataset)}: expected numbers, but {gap}; it reads as zero: write the numbers")
@@ -428,6 +429,7 @@ def _candidates(own: str, name: str, variable: str) -> Iterator[str]:
         yield name
         name = os.path.basename(name)
     folder = os.path.dirname(os.path.abspath(own))
+    # The order of HDF5: prefixes of the environment, the folder of the file, the working directory, the real folder.
     for prefix in filter(None, os.environ.get(variable, "").split(":")):
         yield os.path.join(prefix.replace("${ORIGIN}", folder), name)
     yield os.path.join(folder, name)

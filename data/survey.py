@@ -54,6 +54,7 @@ def read_box(
         reduction.apply(values, out, absent)
         if absent is not None:
             gone = np.empty(box.shape, np.float32)
+            # A patch is absent if all of its cells are.
             replace(reduction, rule="all").apply(absent, gone)
             absent = gone > 0
     if absent is not None:
@@ -251,6 +252,7 @@ def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: I
     DataError
         A sample cannot be read.
     """
+    # Otherwise reading would raise at the first invalid value.
     before, dataset.lenient = dataset.lenient, frozenset(dataset.fields)
     try:
         rows = {name: SampleRows(dataset, name) for name in dataset.fields}

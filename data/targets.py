@@ -187,6 +187,7 @@ class LabelMap:
         """Replace labels in place; other values and NaN are unchanged. Local."""
         if not len(self._from):
             return
+        # One pass with the old labels: a map that exchanges two labels must not apply the second rule to the first.
         at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
 
@@ -321,6 +322,7 @@ class TargetReduction:
         split: list[int] = [n]
         for p, f in zip(patches, self.factors):
             split += [p, f]
+        # (N, patches, cells, patches, cells, ..., C): the cells of a patch are at the axes 2, 4, ...
         axes = tuple(2 + 2 * k for k in range(len(patches)))
         there = np.broadcast_to(np.True_, cells.shape) if absent is None else ~absent
         out[...] = RULES[self.rule](cells.reshape(*split, channels), there.reshape(*split, channels), axes)

@@ -59,6 +59,7 @@ class Displacement:
         cls, random: np.random.Generator, extents: Sequence[int], magnitude: float, spacing: float
     ) -> Displacement:
         """Draw displacements of at most `magnitude` elements in a window."""
+        # Knots from -1, as positions of a finer field reach half a cell beyond the window; each has four points.
         grid = [math.floor(n / spacing) + 5 for n in extents]
         return cls(random.uniform(-magnitude, magnitude, (len(grid), *grid)), spacing)
 
@@ -84,7 +85,9 @@ class Displacement:
         knot = np.floor(u / self.spacing)
         f = u / self.spacing - knot
         g = 1 - f
+        # The uniform cubic B-spline basis; the weights add up to 1.
         weights = [g * g * g / 6, ((3 * f - 6) * f * f + 4) / 6, ((3 * g - 6) * g * g + 4) / 6, f * f * f / 6]
+        # Point i is at (i - 2) * spacing, and the first of the four is one before the knot.
         return knot.astype(np.intp) + 1, weights
 
     def limits(self, ranges: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -188,6 +191,7 @@ class SmoothMap:
             moved = [(a + low, b + high) for (a, b), (low, high) in zip(moved, shifts)]
         limits = []
         for row, n in zip(self.matrix, self.extents):
+            # Interval arithmetic: the extremes of a sum of products of intervals are at their ends.
             products = [sorted((factor * a, factor * b)) for factor, (a, b) in zip(row, moved)]
             limits.append(((n - 1) / 2 + sum(p[0] for p in products), (n - 1) / 2 + sum(p[1] for p in products)))
         return limits
@@ -221,6 +225,7 @@ class GridMap:
         own, whole = self.extents[axis], self.smooth.extents[axis]
         if own == whole:
             return value
+        # Grids have common cell boundaries, not common centres.
         return (value + 0.5) * (own / whole if back else whole / own) - 0.5
 
     def _placed(self, axis: int, value: Any) -> Any:
@@ -263,6 +268,7 @@ class GridMap:
         placement = np.zeros_like(self.smooth.matrix)
         for axis, (source, back) in enumerate(zip(self.axes, self.mirrored)):
             placement[source, axis] = -1 if back else 1
+        # The map goes from window to sample, a vector the other way.
         return np.asarray(np.linalg.inv(placement @ self.smooth.matrix))
 
 
@@ -326,6 +332,7 @@ def _folded(positions: NDArray[np.intp], extent: int, border: Border) -> NDArray
     if border == "wrap":
         return positions % extent
     if border == "reflect":
+        # Mirrored at the boundary of the last cell, so the last element occurs twice: period 2 n.
         inside = positions % (2 * extent)
         return np.where(inside < extent, inside, 2 * extent - 1 - inside)
     return np.clip(positions, 0, extent - 1)
@@ -397,6 +404,7 @@ def sample_block(
         for pieces in itertools.product(*(axis.pieces for axis in axes)):
             where = tuple(slice(at, at + high - low) for (low, high), at in pieces)
             read([piece for piece, _ in pieces], (lowest, highest), source[where])
+        # Offsets in elements, so that the sum over the axes is an index into the flat array.
         tables = [axis.table * (step // source.itemsize) for axis, step in zip(axes, source.strides)]
         flat = source.reshape(-1)
         for tile in tiles(ranges):
@@ -417,6 +425,7 @@ def _readable(
     if math.prod(axis.count for axis in axes) * nbytes <= _SOURCE or math.prod(lengths) <= _TILE:
         yield box, axes
         return
+    # Halves of the longest axis: the box around a rotated part grows with its longest side.
     longest = lengths.index(max(lengths))
     low, high = box[longest]
     for half in ((low, (low + high) // 2), ((low + high) // 2, high)):

@@ -139,6 +139,7 @@ class SampleWindows:
         extents = per_sample or {name: np.array([shape], np.int64) for name, shape in shapes.items()}
         #: Extents in units, per sample (or of one for all) and axis.
         self._units = np.ones((len(extents[self.moved[0]]), len(first)), np.int64)
+        # The first field comes last, so its extents count where fields disagree; the check below reports these.
         for name in reversed(self.moved):
             steps = np.array(self._steps[name])
             self._units = np.where(steps, extents[name] // np.maximum(steps, 1), self._units)
@@ -258,16 +259,20 @@ class SampleWindows:
         units = self._units_of(batch.indices[k])
         free = [n - window for n, window in zip(units, self._window)]
         if not batch.augmented:
+            # Negative for a sample that is smaller than the window: half of the padding is before it.
             return tuple(n // 2 for n in free)
         draw = self.random(batch, k)
+        # The augmentation draws its flips and turns from an equal generator; skip these numbers.
         for bound in self._before:
             draw.integers(bound)
         starts = [int(draw.integers(n + 1)) if n >= 0 else n // 2 for n in free]
         shifts = [int(draw.integers(n)) if axis in self._shifted else 0 for axis, n in enumerate(units)]
         if self.foreground is not None and batch.centered and batch.centered[k]:
+            # A generator of its own: with foreground, the other windows stay where they were.
             own = np.random.default_rng([self.seed, _CENTER, *batch.key(k)])
             for axis, at in enumerate(self._center(self.foreground, batch.indices[k], own)):
                 if at is not None and free[axis] >= 0:
+                    # Positions of the foreground are those of the file; the window is placed in the shifted sample.
                     first = (at - shifts[axis]) % units[axis] - self._window[axis] // 2
                     starts[axis] = min(max(first, 0), free[axis])
         return tuple(start + shift for start, shift in zip(starts, shifts))
@@ -299,6 +304,7 @@ class SampleWindows:
         if part.size == 0:
             return filled
         for k in range(*part.ranges[0]):
+            # One by one, because each sample has a window of its own.
             at: Any = (k - box.start[0], *filled[1:])
             self.read(name, batch, k, Box.of_ranges(part.ranges[1:]), out[at])
         return filled
@@ -367,6 +373,7 @@ def weights_along(window: int) -> NDArray[np.float64]:
     The largest is 1. The smallest is at least :data:`SMALLEST`, so that elements at the border of a sample, which have
     no other window, keep their accuracy.
     """
+    # Without the smallest distance, weights of an even window would all be below 1.
     distance = np.abs(np.arange(window) - (window - 1) / 2)
     weights = np.exp(-0.5 * ((distance**2 - distance.min() ** 2) / (_SIGMA * window) ** 2))
     return np.maximum(weights, SMALLEST)
@@ -601,5 +608,6 @@ def _smallest(
     positions, numbers = (np.concatenate(pair) for pair in zip(kept, more))
     if len(positions) <= most:
         return positions, numbers
+    # Equal to a uniform draw without replacement, but the number of positions need not be known before.
     chosen = np.argpartition(numbers, most - 1)[:most]
     return positions[chosen], numbers[chosen]

@@ -96,6 +96,7 @@ def _weights(w: OnnxWriter, node: Node, order: Callable[[np.ndarray], np.ndarray
     bias, lengths = w.parameter(node, "b"), w.parameter(node, "g")
     weights = np.asarray(w.parameter(node, "w"))
     if lengths is not None:
+        # The files hold w * g / |w|, in float64 because the norm is a long sum.
         rows = np.asarray(weights, np.float64).reshape(len(weights), -1)
         scale = np.asarray(lengths, np.float64) / np.sqrt(np.square(rows).sum(axis=1))
         weights = (rows * scale[:, None]).reshape(weights.shape)
@@ -200,6 +201,7 @@ def _flip(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, (value,), channel = w.name(node), w.inputs(node), len(node.shape) - 1
     axes = [1 if axis == channel else axis + 2 for axis in layer.flipped_axes(node.shape)]
+    # An end before the first element: -1 would mean the last one.
     rows = {"starts": [-1] * len(axes), "ends": [-(2**31)] * len(axes), "axes": axes, "steps": [-1] * len(axes)}
     inputs = [w.numbers(f"{name}::{key}", numbers, np.int64) for key, numbers in rows.items()]
     return w.add("Slice", [value, *inputs], f"{name}::y")

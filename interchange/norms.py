@@ -74,6 +74,7 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
     affine = _affine(build, op, 1, channels)
     if len(affine) == 1:
         raise build.refused(op, "a factor and a summand per channel", "a factor alone")
+    # Rounded, because files have float32: 1 - 0.9 would be 0.10000002.
     momentum = round(1 - op.attributes.get("momentum", 0.9), 6)
     layer: Layer = BatchNorm("global", momentum, _eps(op), bool(affine), activation_of(op))
 

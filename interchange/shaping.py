@@ -150,6 +150,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
     ranges, strides = [(0, n) for n in shape], [1] * len(shape)
     for axis, start, end, step in zip(axes, starts, ends, steps):
         low, high, _ = slice(int(start), int(end)).indices(shape[axis])
+        # Up to the last element that the steps reach, so that a pooling with this stride ends there.
         ranges[axis], strides[axis] = (low, low + (high - 1 - low) // step * step + 1), step
     if set(strides) == {1}:
         return _part(build, op, ranges)
@@ -160,6 +161,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "a step of 1 along samples and channels", f"{steps}", remedy)
     if not value.last:
         build.samples(op)
+    # A window of one element with a stride picks elements, as a slice with steps does.
     value = _part(build, op, ranges)
     along = [step for axis, step in enumerate(strides) if axis not in (0, channels)]
     return value.of(build.add(op.part("step"), AveragePool((1,) * len(along), along), value.node))

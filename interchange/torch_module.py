@@ -497,6 +497,7 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
         empty = np.zeros(source.shape, numbers.dtype), np.zeros(source.shape, bool)
         whole, filled = state.setdefault(source.name, empty)
         flat, there = whole.reshape(-1), filled.reshape(-1)
+        # Elements that another layer has given already: layers that share an array must agree.
         before = there[positions]
         if not np.array_equal(flat[positions][before], numbers[before]):
             raise UserError(
@@ -532,6 +533,7 @@ def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]],
             _unmatched("a run with all parameters of the module", left, state)
             + "; if forward() or the loss does not use them, pass strict=False"
         )
+    # Every name of a shared tensor gets the array, as load_state_dict() copies name by name.
     new = {}
     for name, tensor in tensors.items():
         if id(tensor) not in by_tensor:

@@ -213,6 +213,21 @@ def test_labels_that_the_loss_or_the_user_names_are_not_missing(tmp_path):
         read(Hdf5Dataset(path, ranges=limits), "target")
 
 
+def test_labels_of_several_datasets_are_not_missing(tmp_path):
+    """Each dataset of a target is unpacked by itself, and there, too, a named label is a label."""
+    mask = np.random.default_rng(0).choice(np.array([0, 1, 2, 255], np.uint8), (N, *GRID))
+    path = write(tmp_path / "a.h5", np.zeros(SHAPE, np.float32), mask=mask)
+    with h5py.File(path, "a") as file:
+        file["other"] = mask[::-1]
+        for name in ("mask", "other"):
+            file[name].attrs["_FillValue"] = np.uint8(255)
+    both = np.stack([mask, mask[::-1]], axis=-1)
+    np.testing.assert_array_equal(read(Hdf5Dataset(path, targets=["mask", "other"], ranges=LABELS), "target"), both)
+    dataset = Hdf5Dataset(path, targets=["mask", "other"], ranges={"target": TargetRange(0, 2, whole=True)})
+    dataset.labels = {"target": LabelMap({255: 1})}
+    np.testing.assert_array_equal(read(dataset, "target"), np.where(both == 255, 1, both))
+
+
 def test_packed_labels_are_refused(tmp_path):
     path = write(tmp_path / "a.h5", np.zeros(SHAPE, np.float32))
     with h5py.File(path, "a") as file:
