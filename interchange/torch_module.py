@@ -255,7 +255,7 @@ def _check_modes(module: Any) -> None:
                 f"from_torch(): expected norms in training mode, got {name!r} in evaluation mode; call train() on the "
                 "module, and freeze layers in halograd (training.freeze)"
             )
-        if getattr(submodule, "running_mean", None) is not None and submodule.momentum is None:
+        if getattr(submodule, "running_mean", None) is not None and getattr(submodule, "momentum", 0) is None:
             # torch exports it as momentum 0, which would keep the statistics of the last batch only.
             raise UserError(
                 f"from_torch(): expected norms with a momentum, got {name!r} with momentum=None, whose running "
