@@ -130,6 +130,7 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
         begins.setdefault(first, []).append(buffer)
         ends.setdefault(last, []).append(buffer)
     for at in sorted({*begins, *ends}):
+        # Take before give: an operation may not write its results over arrays that it still reads.
         for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
             offsets[buffer] = free.take(aligned(buffer.nbytes))
         for buffer in ends.get(at, ()):
@@ -147,7 +148,9 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
         size = aligned(nbytes[buffer])
         for first, last in intervals:
             changes[first] += size
+            # The last operation still uses the buffer, so that its memory is free from the next one on.
             changes[last + 1] -= size
+    # No placement is smaller than the sum of the buffers that one operation finds in use.
     least = begin + max(accumulate(changes[at] for at in sorted(changes)), default=0)
     few = len(spans) <= FEW
     near = least if few else NEAR * least
@@ -197,10 +200,12 @@ def _in_order(
         np.maximum.accumulate(stops[others], out=used[1 : len(others) + 1])
         gaps = starts[others] - used[: len(others)]
         fitting = (gaps >= size).nonzero()[0]
+        # The smallest gap that is long enough; without one, after all buffers that exist at the same time.
         offset = int(used[fitting[gaps[fitting].argmin()] if len(fitting) else len(others)])
         offsets[buffer], end = offset, max(end, offset + size)
         if end >= below:
             return None
+        # Columns stay sorted by their starts: the running maximum of the stops above relies on it.
         at = int(starts[:number].searchsorted(offset))
         for begins, ends in spans[buffer]:
             placed[:, at + 1 : number + 1] = placed[:, at:number]
@@ -229,6 +234,7 @@ class _Free:
             self._holes[at : at + 1] = [(start + size, start + length)] if length > size else []
             return start
         start = self.end
+        # A free range at the end is too short, but is used: the arena grows only by what it lacks.
         if self._holes and self._holes[-1][1] == self.end:
             start = self._holes.pop()[0]
         self.end = start + size
