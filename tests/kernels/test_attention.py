@@ -199,13 +199,14 @@ def test_threads(backends, monkeypatch, name):
         assert all(np.array_equal(results[n], found[0][n]) for n in ("y", "lse", "dq", "dk", "dv"))
 
 
-#: Views of an array: windows, single channels, dilated tiles (whose axes interleave), and axes of one element.
+#: Views of an array: windows, single channels, dilated tiles (whose axes interleave), axes of one element and of none.
 VIEWS = {
     "windows": ((2, 6, 12), lambda x: x.reshape(2, 2, 3, 3, 4).transpose(0, 1, 3, 2, 4)),
     "dilated": ((2, 6, 12), lambda x: x.reshape(2, 3, 2, 3, 4).transpose(0, 2, 3, 1, 4)),
     "interleaved": ((6, 4), lambda x: np.lib.stride_tricks.as_strided(x, (2, 3, 2), (20, 32, 4))),
     "one channel": ((3, 5, 4), lambda x: x[..., 1:2]),
     "one element": ((3, 5, 4), lambda x: x[1:2, 2:3, 1:2]),
+    "nothing": ((3, 5, 4), lambda x: x[:, 2:2, 1:3]),
     "one tile": ((1, 8, 12), lambda x: x.reshape(1, 8, 3, 4)[:, :, 1:2].swapaxes(1, 2)),
 }
 
