@@ -167,7 +167,7 @@ PROGRAMS = (
     ),
     Program(
         "prediction",
-        ("prediction.py", "--seconds", "1", "--ranks", "1,2"),
+        ("prediction.py", "--seconds", "1", "--ranks", "1,2", "--node"),
         12,
         (
             Claim("steps on the node, median error [%]", r"the node.*?: \d+ steps, error median ([\d.]+)%", 4),

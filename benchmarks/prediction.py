@@ -123,6 +123,7 @@ def main(
     networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(NETWORKS),
     ranks: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,4",
     seconds: Annotated[float, typer.Option(min=0.05, help="Of steps per strategy.")] = 2.0,
+    node: Annotated[bool, typer.Option("--node", help="No emulated networks (grids).")] = False,
     out: Annotated[str, typer.Option(help="Write everything as JSON there, after every network.")] = "",
     resume: Annotated[bool, typer.Option(help="Measure only what is missing in --out.")] = False,
     minutes: Annotated[float, typer.Option(min=0, help="Begin no network after these.")] = 600.0,
@@ -130,13 +131,17 @@ def main(
     """Compare predictions, or plans, with measured steps."""
     if kind not in ("grids", "plans"):
         raise typer.BadParameter(f"expected grids or plans, got {kind!r}", param_hint="--kind")
+    if node and kind == "plans":
+        raise typer.BadParameter("expected --kind grids, got plans, which are measured on emulated networks only")
     if resume and not out:
         raise typer.BadParameter("expected --out with the file to continue", param_hint="--resume")
     rows: list[Row] = json.loads(Path(out).read_text())["rows"] if resume and Path(out).exists() else []
     rows = [row for row in rows if row["others"] <= DISTURBED]
     done, until = set(map(_setting, rows)), time.time() + 60 * minutes
     counts = [int(count) for count in ranks.split(",")]
-    jobs = [(count, ["auto"]) for count in counts] + [(count, emulated(EMULATED)) for count in counts if count == 2]
+    jobs = [(count, ["auto"]) for count in counts]
+    if not node:
+        jobs += [(count, emulated(EMULATED)) for count in counts if count == 2]
     if kind == "plans":
         jobs = [(count, emulated(WHERE_IT_MATTERS)) for count in counts if count > 1]
     try:
