@@ -286,7 +286,7 @@ class Communicator:
         """Return the communicator of the ranks with the same color, ordered by key. Collective.
 
         Ranks with color None get None. The new communicator shares the transport, progress thread, counters and
-        recorder of this one, which closes it.
+        recorder of this one; closing this one closes it, too.
         """
         self._check_open()
         self.agree(contexts.shortage())
@@ -320,7 +320,7 @@ class Communicator:
         Raises
         ------
         Exception
-            An exception of the type of the fault; a CommError if that type cannot be constructed from a text alone.
+            An exception of the type of the fault; a CommError if that type cannot be constructed from a string alone.
         """
         agree(self.mpi, self.ranks, fault)
 

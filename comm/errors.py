@@ -73,7 +73,7 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
 def describe(fault: Exception) -> tuple[str, str, str, bool]:
     """Return the module and name of the type of a fault, its text, and whether the text names a rank already. Local."""
-    # The memory errors of NumPy and CuPy cannot be constructed from a text.
+    # The memory errors of NumPy and CuPy cannot be constructed from a string.
     kind = MemoryError if isinstance(fault, MemoryError) and not isinstance(fault, UserError) else type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
     return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))

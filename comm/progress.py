@@ -1,7 +1,7 @@
 """Operations in stages, and the thread that drives them while the main thread computes.
 
-MPI libraries do not progress by themselves: a non-blocking all-reduce or a long message waits until the process calls
-MPI. The thread polls all pending operations and sleeps between polls.
+Most MPI libraries make no progress by themselves: a non-blocking all-reduce or a long message waits until the process
+calls MPI. The thread polls all pending operations and sleeps between polls.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Coding(Protocol):
         ...
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
-        """Add up summands in their order."""
+        """Add up `summands` into `total`, in their order."""
         ...
 
     def copy_back(self, pairs: Pairs) -> Stage:
@@ -380,7 +380,7 @@ def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None
 
 
 def properties(specs: Sequence[ReductionSpec]) -> list[str]:
-    """Return a text per sum of the properties that must be the same on all ranks. Local."""
+    """Return a string per sum of the properties that must be the same on all ranks. Local."""
     return [
         f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} as {spec.codec} on "
         f"{'the host' if on_device(spec.buffer) is None else 'a device'}"

@@ -67,10 +67,10 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """Method by which arrays of the host travel between the ranks of a communicator. Local.
+    """How arrays in host memory travel between the ranks of a communicator. Local.
 
-    A subclass is a frozen dataclass, whose fields are its settings (``"slow.py:Slow:seconds=0.1"``), or a class without
-    settings. Its properties choose links of the library; :meth:`connect` may wrap them.
+    A subclass is a frozen dataclass, whose fields are its settings, as in ``"slow.py:Slow:seconds=0.1"``, or a class
+    without settings. `shares`, `messages` and `network` select the library's links; :meth:`connect` may wrap them.
 
     Attributes
     ----------
@@ -209,7 +209,7 @@ def doubling_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float
 
 
 def transport_of(transport: str | Transport) -> Transport:
-    """Return the transport that a text names, with its settings. Local.
+    """Return the transport that a string names, with its settings. Local.
 
     >>> transport_of("emulated:alpha=1e-3,beta=1e-9,node=2")
     Emulated(alpha=0.001, beta=1e-09, node=2)

@@ -575,7 +575,7 @@ class Hdf5Surroundings(Surroundings):
             self._add_mapping(path)
 
     def _text(self, name: str) -> str:
-        """Return a text attribute of the input, or else of the file."""
+        """Return a string attribute of the input, or else of the file."""
         return _text(self._inputs, name) or _text(self._file, name)
 
     def _add_scales(self, axis: int, label: str) -> None:
@@ -651,7 +651,7 @@ class Hdf5Surroundings(Surroundings):
 
 
 def _labels_of(dataset: h5py.Dataset) -> list[str]:
-    """Return the labels of the axes; empty texts for axes without one."""
+    """Return the labels of the axes; empty strings for axes without one."""
     labels = dataset.attrs.get("DIMENSION_LABELS")
     if not isinstance(labels, np.ndarray) or labels.shape != (dataset.ndim,):
         return [""] * dataset.ndim
@@ -660,7 +660,7 @@ def _labels_of(dataset: h5py.Dataset) -> list[str]:
 
 
 def _number(dataset: h5py.Dataset) -> Any:
-    """Return the number in a scalar dataset; 0 for texts, arrays and numbers stored in other files."""
+    """Return the number in a scalar dataset; 0 for strings, arrays and numbers stored in other files."""
     if dataset.shape != () or dataset.is_virtual or dataset.external or dataset.dtype.kind not in "iuf":
         return np.int32(0)
     return dataset[()]
@@ -721,7 +721,7 @@ def _attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
-    """Return an attribute that is a text, numbers or texts; else None."""
+    """Return an attribute if it is a string, numbers or strings, and not too long; otherwise None."""
     try:
         value = attrs.get(name)
     except HDF5_FAULTS:
@@ -736,7 +736,7 @@ def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
 
 
 def _text(item: h5py.HLObject, name: str) -> str:
-    """Return a text attribute; "" if it is missing or not a text."""
+    """Return an attribute that is a string; "" if it is missing or of another type."""
     value = _attribute(item.attrs, name)
     value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return value if isinstance(value, str) else ""

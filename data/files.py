@@ -74,7 +74,7 @@ def natural(path: str) -> tuple[str, str]:
 
 
 def _by_value(digits: str) -> str:
-    """Return the digits prefixed by their count (names have at most 255), so that texts sort by the number's value."""
+    """Return the digits prefixed by their count (names have at most 255), so that names sort by the number."""
     digits = digits.lstrip("0")
     return f"{len(digits):03}{digits}"
 
@@ -105,7 +105,7 @@ def _is_plain_folder(path: str, kind: str | None) -> bool:
 
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
-    """Return the files of a format in a folder, and a text on what was expected."""
+    """Return the files of a format in a folder, and a string about what was expected."""
     # Hidden files, as macOS adds them to archives (._a.nii), are not samples; patterns do not match them either.
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
@@ -152,9 +152,10 @@ def _shapes_text(
     name: str,
     several_sizes: bool,
 ) -> tuple[str, str, str]:
-    """Return what is expected of the shape of a field, what it is, and the remedy; empty texts if it is right.
+    """Return the expected shape of a field, its shape, and the remedy, as strings; empty ones if they agree.
 
-    With `several_sizes` its extents may differ from `mine`, but not their factors to those of the reference `name`.
+    With `several_sizes` the extents may differ from `mine`, but not their ratios to those of the reference field
+    `name`.
     """
     change = "write it so"
     if len(mine) != len(theirs):

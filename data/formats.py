@@ -61,7 +61,7 @@ class StoredArray(ABC):
     dtype : dtype
         Type of the stored numbers: integers, floats or bool.
     attrs : mapping
-        Attributes as h5py returns them: texts, numbers, arrays.
+        Attributes as h5py returns them: strings, numbers, arrays.
     """
 
     name: str
@@ -440,7 +440,7 @@ class SampleArray(StoredArray):
         return (1, *(known.get(axis, 1) for axis in range(self._spatial + 1)))
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks of the source."""
+        """Return the chunks of the source; None if it has none."""
         if self._chunk is None or not math.prod(self.shape):
             return None
         return Chunks(self._chunk, self.shape, min(rows, self.ndim - 1), self.dtype.itemsize, self._remedy)

@@ -100,7 +100,7 @@ class Hdf5File(StoredFile):
 
 
 class _Attributes(Mapping[str, Any]):
-    """Attributes of a file or dataset, with a str for each text: h5py returns bytes for texts of a fixed length."""
+    """Attributes of a file or dataset, with a str for each string: h5py returns bytes for those of a fixed length."""
 
     def __init__(self, stored: h5py.AttributeManager) -> None:
         self._stored = stored
@@ -165,7 +165,7 @@ class Hdf5Array(StoredArray):
         return Hdf5Array(self._of, open_cached(self._of.file, self._path, nbytes, chunks), self._path)
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part in the type of the file."""
+        """Read a part, in the dtype in which it is stored."""
         if not out.size or not where:
             self.stored.read_direct(out, where)
             return

@@ -66,7 +66,7 @@ SOUNDS = 2
 
 @dataclass(frozen=True)
 class Bubble:
-    """A disc of other density in the initial mesh.
+    """A disc of different density in the initial mesh.
 
     Attributes
     ----------

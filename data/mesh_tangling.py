@@ -64,7 +64,7 @@ class Settings:
     time_step : float
         Step of the Runge-Kutta scheme [s]; the quality is computed after every step.
     interval_steps : int
-        Length of the next interval, in steps.
+        Length of the interval after an instant, in which a cell that falls below `limit` is masked, in steps.
     most_steps : int
         Largest number of steps of a simulation.
     least_masked, most_masked : float

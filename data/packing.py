@@ -99,7 +99,7 @@ class Packing:
                     np.copyto(target, np.nan, where=self.absent(source, kept), casting="unsafe")
 
     def absent(self, stored: NDArray[Any], kept: Collection[float] = ()) -> NDArray[np.bool_]:
-        """Return which stored numbers, of :attr:`dtype`, have no value. Local."""
+        """Return which stored numbers, of :attr:`dtype`, stand for missing values, except those in `kept`. Local."""
         absent = np.zeros(stored.shape, np.bool_)
         for number in self.missing:
             absent |= stored == number
@@ -144,7 +144,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     Raises
     ------
     DataError
-        An attribute violates the conventions: a factor per channel, a text, NaN, a factor of 0.
+        An attribute violates the conventions: a factor per channel, a string, NaN, a factor of 0.
     """
     numbers_by_name = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
     numbers_by_name = {name: numbers for name, numbers in numbers_by_name.items() if numbers.size}

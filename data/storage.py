@@ -109,7 +109,7 @@ class Storage:
     allow_external : bool
         Whether data may come from outside the folder of that file.
     texts : bool
-        Whether datasets of texts are permitted too.
+        Whether datasets of strings are permitted too.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ OF_NUMBERS = (
     *("units", "long_name", "standard_name", "description", "comment"),
     *("channel_names", "flag_values", "flag_meanings"),
 )
-#: Most attributes of a file, characters of a text, elements of a list: longer ones are data.
+#: Most attributes of a file, characters of a string, elements of a list: longer ones are data.
 _MOST, _LONGEST, _ITEMS = 64, 8192, 256
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
@@ -385,7 +385,7 @@ def _times_of(file: StoredFile, inputs: StoredArray) -> tuple[NDArray[np.float64
 
 
 def _text(value: Any) -> Any:
-    """Return a text attribute as a str; other values unchanged."""
+    """Return a string attribute as a str; other values unchanged."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -394,7 +394,7 @@ def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
 
 
 def plain_attributes(attrs: Mapping[str, Any], kept: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the attributes of a file or dataset that are texts, numbers or lists of them. Local.
+    """Return the attributes of a file or dataset that are strings, numbers or lists of them. Local.
 
     Parameters
     ----------
@@ -428,7 +428,7 @@ def _attribute(attrs: Mapping[str, Any], name: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a text that HDF5 can store. Local.
+    """Return whether a value is a string that HDF5 can store. Local.
 
     h5py reads invalid UTF-8 as surrogates, and cannot write them.
     """

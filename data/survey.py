@@ -235,7 +235,7 @@ def _named(constant: dict[int, float], names: Sequence[str]) -> str:
 
 
 def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:
-    """Return samples with NaN, infinity or targets out of range, each with a text about its first invalid value. Local.
+    """Return samples with NaN, infinity or targets out of range, each with its first invalid value as a string. Local.
 
     The function reads all `samples`.
 

@@ -210,7 +210,7 @@ class SampleWindows:
 
     @property
     def size(self) -> str:
-        """Extents of the window in the first field, as a text: ``"64x64"``."""
+        """Extents of the window in the first field, as a string: ``"64x64"``."""
         return "x".join(map(str, self.fields[self.moved[0]].shape[:-1]))
 
     @property

@@ -118,12 +118,12 @@ class WholeHdf5(Hdf5):
 
 
 def check_result(writer: Writer, out: Path) -> None:
-    """Check, before the computation, the methods of a writer, and that `out` can be written. Local.
+    """Check the methods of a writer, and that `out` can be written, before anything is computed. Local.
 
     Raises
     ------
     UserError, DataError
-        A method takes other arguments, the path cannot be written, or another program's file exists there.
+        A method has the wrong signature, the path cannot be written, or another program's file exists there.
     """
     check_methods(writer)
     check_replaceable(out, "one of an earlier job", writer.is_own)

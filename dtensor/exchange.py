@@ -1,7 +1,7 @@
 """Exchanges: move data from owned boxes to needed boxes.
 
-Halo exchange, redistribution, scatter, gather and their adjoints are instances of one class; no other code in halograd
-moves tensor data. An exchange is built once, over fixed arrays, and run many times::
+Halo exchange, redistribution, scatter, gather and their adjoints are instances of one class. Sums over ranks and
+gathered parameters are reductions (`halograd.comm`). An exchange is built once, over fixed arrays, and run many times::
 
     exchange.start()     # pack one message per neighbor and send it; copy what stays local
     ...                  # compute what does not need the data

@@ -368,7 +368,7 @@ class _Planner:
         return replace(plan, strategy=replace(plan.strategy, options=options))
 
     def _is_robust(self, planner: str) -> bool:
-        """Return whether the plan minimizes what it loses on other machines; baselines do not."""
+        """Return whether to choose the plan that loses least on other machines; not for baselines."""
         table = self.config.strategy
         if planner != table.planner or table.robust is False:
             return False

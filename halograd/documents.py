@@ -103,10 +103,10 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def parse_option(option: str, key: str, text: str) -> Any:
-    """Parse the value of ``KEY=VALUE`` on the command line as TOML; a bare word or path is a text.
+    """Parse the value of ``KEY=VALUE`` on the command line as TOML; a bare word or path is a string.
 
-    A shell removes the quotes of a text, so any value that does not start like a quoted text, a list or a table may be
-    a text.
+    A shell removes the quotes of a string, so any value that does not start like a quoted string, a list or a table
+    may be a string.
 
     >>> parse_option("--set", "model.widths", "[8, 16]"), parse_option("--set", "data.path", "a/b.h5")
     ([8, 16], 'a/b.h5')
@@ -118,7 +118,7 @@ def parse_option(option: str, key: str, text: str) -> Any:
     """
     source = f"{option} {shown_path(key)}"
     try:
-        # A text with a line feed could set further keys, which the check of the keys below finds.
+        # A string with a line feed could set further keys, which the check of the keys below finds.
         table = tomllib.loads(f"value = {text}") if len(text) < LONGEST else {}
     except (ValueError, RecursionError) as error:
         bare = isinstance(error, tomllib.TOMLDecodeError) and text and text[0] not in "\"'[{" and "\n" not in text
@@ -175,7 +175,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def dotted(path: Iterable[str | int], before: str = "") -> str:
-    """Return the path of an entry as a text: ``layers.conv1.height``, ``milestones[2]``; unusual keys are quoted."""
+    """Return the path of an entry as a string: ``layers.conv1.height``, ``milestones[2]``; unusual keys are quoted."""
     text = before
     for step in path:
         if isinstance(step, int):
@@ -203,7 +203,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return a text, or the message of an error (its type if it has none), without line breaks.
+    """Return a string, or the message of an error (its type if it has none), without line breaks.
 
     >>> one_line(OSError()), one_line("a\\n b")
     ('OSError', 'a b')
@@ -212,7 +212,7 @@ def one_line(value: object) -> str:
 
 
 def is_one_line(text: str) -> bool:
-    """Return whether a text has neither control characters nor line separators nor lone surrogates."""
+    """Return whether a string has neither control characters nor line separators nor lone surrogates."""
     return not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
@@ -302,7 +302,7 @@ def _check_value(source: str, path: Sequence[str | int], value: Any) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Return a text "EXPECTED, got VALUE" for a value that no reader expects; empty for a valid value."""
+    """Return a string "EXPECTED, got VALUE" for a value that no reader expects; empty for a valid value."""
     if isinstance(value, float):
         return "" if abs(value) < float("inf") else f"a finite number, got {value}"
     if isinstance(value, int):

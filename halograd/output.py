@@ -68,7 +68,7 @@ def mebibytes(nbytes: float) -> str:
 
 
 def cut_text(parts: Mapping[str, int]) -> str:
-    """Return the parts of the axes that are cut, as a text.
+    """Return the parts of the axes that are cut, as a string.
 
     >>> cut_text({"sample": 2, "height": 4, "width": 1}), cut_text({})
     ('2 sample x 4 height', 'no cut')
@@ -113,12 +113,12 @@ def split_text(ranks: int, threads: int) -> str:
 def progress_bar(
     unit: str, shown: bool = True, transient: bool = False, console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on the terminal of stderr; yield a function that takes the done and the total count.
+    """Show a bar on the terminal of stderr; yield a function that takes the number of completed items and of all.
 
     Parameters
     ----------
     unit
-        Name of the counted things.
+        Name of the items, shown after their numbers.
     shown
         Whether to show the bar; without a terminal it is never shown.
     transient

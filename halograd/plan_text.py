@@ -103,7 +103,7 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _scheme(plan: Plan) -> str:
-    """Return a text for the gradient reduction of a plan."""
+    """Return a string for the gradient reduction of a plan."""
     scheme = plan.strategy.reduction
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 

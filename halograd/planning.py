@@ -160,7 +160,7 @@ def _measured(plan_request: PlanRequest, batch: int, ranks: int) -> KernelTimes 
 
 
 def source_of(times: KernelTimes, machine: Machine) -> str:
-    """Return a text on the source of kernel times. Call it after all times were requested."""
+    """Return a string about the source of kernel times. Call it after all times were requested."""
     if not isinstance(times, MeasuredTimes):
         return f"roofline of {machine.name}"
     left = len(times.missing)
@@ -193,7 +193,7 @@ def planned_settings(optimizer: str) -> OptimizerSettings:
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:
-    """Return the size [B] of a text such as ``16GiB``; None for None."""
+    """Return the size [B] of a string such as ``16GiB``; None for None."""
     return None if text is None else read(Bytes, text, at=at)
 
 

@@ -148,19 +148,19 @@ class Registry(Generic[Kind]):
         return kind
 
     def make(self, text: str, at: str = "") -> Kind:
-        """Return the object that a text names, with its settings: ``NAME`` or ``NAME:key=value,key=value``. Local. ::
+        """Return the object that a string names, with its settings: ``NAME`` or ``NAME:key=value,key=value``. Local. ::
 
             TRANSPORTS.make("emulated:alpha=1e-3,beta=1e-9")
             CODECS.make("half.py:Half:scale=1024")
 
-        A value is a number, ``true`` or ``false``, else a text. `at` is the name of the entry in messages, by default
+        A value is a number, ``true`` or ``false``, else a string. `at` is the name of the entry in messages, by default
         `key`. Raises UserError for an unknown name, and for settings that its class does not permit.
         """
         at = at or self.key
         if text in self._objects and not isinstance(self._objects[text], type):
             return copy.deepcopy(self._objects[text])
         name, values = _split(text)
-        # A text such as `mpi:4` would otherwise be searched as `4` in a module `mpi`.
+        # A string such as `mpi:4` would otherwise be searched as `4` in a module `mpi`.
         head = name.partition(":")[0]
         if head in self.names and head != name:
             raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value", got {shown(text)}')
@@ -185,7 +185,7 @@ class Registry(Generic[Kind]):
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of a text.
+    """Return the name and the settings of a string.
 
     >>> _split("half.py:Half:scale=1024,signed=true")
     ('half.py:Half', {'scale': 1024, 'signed': True})

@@ -1,7 +1,7 @@
 """Construction of objects from plain data, checked by the annotations of their class, with errors of one line.
 
 A class is a :class:`Table` (pydantic), or a dataclass with ``__pydantic_config__ = STRICT``. Nothing is converted
-silently: a text is not a number, true is not 1, and an unknown key is an error.
+silently: a string is not a number, true is not 1, and an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def build(kind: type[Built], data: object, source: str = "", at: str = "") -> Bu
         ``source: at.key: expected ..., got ...`` in one line.
     """
     try:
-        # As JSON, in which a list may become a tuple and a table an object, but a text is not a number.
+        # As JSON, in which a list may become a tuple and a table an object, but a string is not a number.
         return _adapter(kind).validate_json(json.dumps(data, default=_plain))
     except ValidationError as error:
         raise UserError(": ".join(filter(None, (source, _describe(error, kind, at))))) from None
@@ -210,7 +210,7 @@ _EXPECTED = {
 
 
 def _describe(error: ValidationError, kind: Any, at: str) -> str:
-    """Return a text for one fault, preferably an unknown key, because that often explains a missing key."""
+    """Return a string for one fault, preferably an unknown key, because that often explains a missing key."""
     faults = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
     fault, tables, steps = next((p for p in faults if p[0]["type"] in _UNKNOWN), faults[0])
     # Among the alternatives for one value, take the one that matched furthest.
@@ -248,7 +248,7 @@ def _expected(fault: Mapping[str, Any]) -> str:
 
 
 def _known(key: str | int, tables: Iterable[Any]) -> str:
-    """Return the known keys, and the nearest one, as a text."""
+    """Return the known keys, and the nearest one, as a string."""
     keys = list(dict.fromkeys(name for table in tables for name in _fields(table)))
     return f"expected one of {', '.join(keys)}{nearest(str(key), keys)}"
 

@@ -1,4 +1,5 @@
-"""Checks of built-in and user layers: results on every grid against one process, and gradients against differences.
+"""Checks of built-in and user layers: results on every grid against one process, and gradients against
+finite differences.
 
 >>> from halograd.layers import Conv
 >>> check_layer(Conv(4, 3, padding=1), (8, 6, 3))

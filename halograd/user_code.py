@@ -50,7 +50,7 @@ def check_files(tables: Any, files: Mapping[str, int | None]) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in nested tables and lists."""
+    """Yield all strings in nested tables and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):

@@ -292,7 +292,7 @@ class _Operand:
         return operand
 
     def on(self, build: Builder, op: OnnxNode, space: Shape) -> _Operand:
-        """Return the operand with its sequence as a map of these extents."""
+        """Return the operand with its sequence reshaped to a grid of the extents `space`."""
         last, (samples, length, channels) = len(space) + 1, self.axes.shape
         node = build.add(op.part("map"), Reshape((*space, channels)), self.node)
         digits = {Factor(1, 1, length): tuple(Factor(a, 1, n) for a, n in enumerate(space, 1) if n > 1)}

@@ -87,7 +87,7 @@ __all__ = ["LAYERS", "first_axes"]
 
 
 def first_axes(axes: int) -> list[int]:
-    """Return the order of axes from channels last to channels first, for arrays with `axes` axes."""
+    """Return the permutation that moves channels from the last of `axes` axes to the one after samples."""
     return [0, axes - 1, *range(1, axes - 1)]
 
 
@@ -167,7 +167,7 @@ def _global_pool(kind: str) -> Callable[[OnnxWriter, Node], str]:
 
 
 def _means(w: OnnxWriter, node: Node) -> str:
-    """Export means over windows, which ONNX lacks, as products with a matrix, axis by axis."""
+    """Export means over windows of unequal size, which ONNX lacks, as products with a matrix, axis by axis."""
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
     axes = "dhw"[4 - len(shape) :]

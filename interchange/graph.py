@@ -412,7 +412,7 @@ class Builder:
         raise self.refused(op, "samples with spatial axes", "vectors")
 
     def channels_at(self, op: OnnxNode, value: Activation) -> int:
-        """Return the axis of the channels of a value in ONNX, which is input 0 of an operation."""
+        """Return the axis of the channels, in ONNX's order, of `value`, which must be input 0 of `op`."""
         return len(self.shape(op.inputs[0])) - 1 if value.last else 1
 
     def refused_array(self, op: OnnxNode) -> UserError:

@@ -57,7 +57,7 @@ class OnnxWriter:
         return [self.values[source] for source in node.inputs]
 
     def type_of(self, node: Node) -> int:
-        """Return ONNX's number of the element type of a value."""
+        """Return the element type of a value, as a number of ONNX's `TensorProto.DataType`."""
         dtype = self.dtype
         if isinstance(node, Input):
             dtype = node.array_dtype(self.dtype)

@@ -54,9 +54,10 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
-    """Return the value that has the elements of a node with these axes: of the node itself, or of a reshape of it.
+    """Return a value with the elements of `node` arranged by `axes`: `node` itself, or a reshape or flatten of it.
 
-    Layers refuse a value with axes in another order; further reshapes and transposes may sort them.
+    If no layer has this arrangement, layers that read the value raise `refusal`; later reshapes and transposes may
+    restore an order that layers have.
     """
     if len(node.shape) == 1 and len(axes.dims) > 2:
         first, after = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))

@@ -470,7 +470,7 @@ def _expect(fits: bool, reach: Reach) -> None:
 
 
 def _congruent(start: int, stop: int, remainder: int, modulus: int) -> range:
-    """Return the positions of an interval that have a remainder."""
+    """Return the positions in ``[start, stop)`` that are congruent to `remainder` modulo `modulus`."""
     return range(start + (remainder - start) % modulus, stop, modulus)
 
 
@@ -648,7 +648,7 @@ class TileGroup:
         ]
 
     def blocked(self) -> list[Any]:
-        """Return the pairs of a tile that are not allowed, for each axis on which some are not.
+        """Return masks of the query-key pairs of a tile that may not attend, for each axis that has such pairs.
 
         Each is bool, broadcast to ``(*queries, *keys)``.
         """

@@ -76,7 +76,7 @@ class Base(ABC):
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
     def describe_arithmetic(self, dtype: str) -> str:
-        """Return a text for the log: how products of this dtype are computed, and how to change it. Empty if there is
+        """Return a string for the log: how products of this dtype are computed, and how to change it. Empty if there is
         no choice.
         """
         return ""

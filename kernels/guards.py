@@ -134,7 +134,7 @@ class Guards:
     ) -> Callable[[], Any]:
         """Return `run` followed by a check of the guard bytes; messages attribute violations to `kernel`.
 
-        `scratch` returns guard bytes that hold for this call only, each with a text for its position.
+        `scratch` returns guard bytes that hold for this call only, each with a string for its position.
         """
 
         def call() -> None:

@@ -162,7 +162,7 @@ class ScratchKernel(Kernel):
         Function that takes new views and returns the function to run. It is called at the first call, and again after
         the scratch memory has grown.
     guards
-        Guard bytes in the scratch memory, with a text for their position: ``(start, stop, where)``.
+        Guard bytes in the scratch memory, with a string for their position: ``(start, stop, where)``.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ScratchKernel(Kernel):
         self._run()
 
     def _guard_bytes(self) -> list[tuple[Any, str]]:
-        """Return the guard bytes in the scratch memory with a text for their position; empty on a device."""
+        """Return the guard bytes in the scratch memory with a string for their position; empty on a device."""
         parts = [(self._scratch.view((stop - start,), np.uint8, start), where) for start, stop, where in self._within]
         return [(part, where) for part, where in parts if on_host(part)]
 

@@ -1,7 +1,7 @@
 """Activations: elementwise functions, as layers and within the kernels of other layers; softmax over the channels.
 
-Functions without parameters that are parts of norms and of changes of units (exp, log, ``|x|``, powers) are layers
-only.
+Functions that only norms and conversions of units consist of (exp, log, ``|x|``, powers) exist as layers, but are not
+fused into other kernels.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Embedding(ElementwiseLayer):
 
 
 class Token(Shifted):
-    """Learned positions before the others, such as the class token of a vision transformer: ``(L, C)`` -> ``(count + L,
+    """Learned tokens before the sequence, such as the class token of a vision transformer: ``(L, C)`` -> ``(count + L,
     C)``.
 
     ``Slice(0, count, axis="width")`` selects the tokens again.

@@ -507,7 +507,7 @@ class LossBlock(ABC):
             np.add(self.divisor, self.counted if mode.part else 0.0, out=self.counted)
 
     def sum_weights(self) -> None:
-        """Sum the weights of this block to `divisor`, with their mean over channels."""
+        """Write the sum of the weights of this block, averaged over the channels, to `divisor`."""
         counted = self.weights[: self.count]
         np.sum(counted, dtype=np.float64, out=self.divisor.reshape(()))
         self.divisor /= counted.shape[-1]

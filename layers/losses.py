@@ -360,8 +360,8 @@ class CRPS(Loss):
 
     Notes
     -----
-    Prediction ``(N, *spatial, M C)``, target ``(N, *spatial, C)``, weights one per position. All members of a sample
-    are computed by one network, which draws them or has M heads. The derivative of a difference of 0 is 0.
+    Prediction ``(N, *spatial, M C)``, target ``(N, *spatial, C)``, weights one per position. One network
+    computes all members of a sample: it has M heads, or noise among its inputs. The gradient of ``|d|`` at 0 is 0.
     Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more.
 
     References

@@ -277,7 +277,7 @@ class Strategy:
         """Log a warning if ranks own nothing of any layer's output: this is correct, but a waste. Local; once per
         process.
 
-        There is no warning for a plan for every layer, which may leave ranks idle on purpose.
+        There is no warning if every layer has its own cut, as in a plan, which may leave ranks idle on purpose.
         """
         idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
@@ -369,7 +369,7 @@ def _warn_once(text: str) -> None:
 
 
 def cuts_text(cuts: Mapping[str, Cut]) -> str:
-    """Return a text of the axes that are cut, with their parts.
+    """Return a string of the axes that are cut, with their parts.
 
     >>> cuts_text({"sample": 2, "height": (3, 1, 1), "width": 1}), cuts_text({})
     ('2 sample x 3:1:1 height', 'no cut')

@@ -87,7 +87,7 @@ class TargetReader:
         return self
 
     def class_factors(self, i: int) -> Sequence[float]:
-        """Return the class weights of input `i` if they follow from counts (`with_counts`); else none."""
+        """Return the class weights of input `i` if they are computed from counts (`with_counts`); otherwise ``()``."""
         return ()
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:

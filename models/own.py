@@ -24,7 +24,7 @@ _MADE: dict[str, Any] = {}
 
 
 def give(network: Any, name: str) -> str:
-    """Register an object that a script has created, and return its location as a text. Local; every rank calls it."""
+    """Register an object that a script has created, and return its location as a string. Local; every rank calls it."""
     where = f"{SCRIPT}:{name}"
     _MADE[where] = network
     return where

@@ -543,7 +543,7 @@ class Machine:
         return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * memory))
 
     def rate(self, flops: float, dtype: str, phase: str = "") -> float:
-        """Return the rate of a kernel of `flops` > 0 [flop] that memory does not limit [flop/s]; `phase` as above."""
+        """Return the rate [flop/s] of a compute-bound kernel of `flops` > 0 [flop]; `phase` as in :meth:`roofline`."""
         if dtype not in self.peak_flops:
             raise UserError(
                 f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
@@ -605,7 +605,7 @@ def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> t
 
 # -- machine files ----------------------------------------------------------------------------------
 
-# The texts of most keys are those of `Machine`, `Link`, `Efficiency` and `Overheads`.
+# The descriptions of most keys are those of `Machine`, `Link`, `Efficiency` and `Overheads`.
 
 
 Fraction = Annotated[float, Field(ge=1e-6, le=1)]

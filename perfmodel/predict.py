@@ -296,7 +296,7 @@ class StrategySearch:
         self.compared[name] = self._try(name, cut(self.network, self.batch, self.ranks, self.middle))
 
     def compare_grids(self) -> None:
-        """Simulate the grids that are the same for all layers."""
+        """Simulate strategies with one grid for all layers."""
         if not self.best_grids():
             raise UserError(
                 f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
@@ -496,7 +496,7 @@ class StrategySearch:
         return (self.batch * inputs + self._parameter_bytes()) / self.ranks
 
     def _parameter_bytes(self, spatial: bool = True) -> int:
-        """Return the size of all parameters and their gradients [B]; if not `spatial`, without those on positions."""
+        """Return the size of all parameters, or of those without spatial axes, and their gradients [B]."""
         return wide(self.training.dtype).itemsize * sum(
             spec.size * (2 if layer in self.network.trained else 1)
             for layer in self.network.layers

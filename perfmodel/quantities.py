@@ -1,4 +1,4 @@
-"""Quantities with units as texts, such as ``"1.2 us"`` and ``"16 GiB"``, and the types of such values in files."""
+"""Quantities with units as strings, such as ``"1.2 us"`` and ``"16 GiB"``, and the types of such values in files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def parse_quantity(text: object, unit: str) -> float:
     Raises
     ------
     ValueError
-        If `text` is not a text, has no unit or a unit of another kind, or is negative.
+        If `text` is not a string, has no unit or a unit of another kind, or is negative.
 
     Examples
     --------
@@ -93,7 +93,7 @@ def parse_quantity(text: object, unit: str) -> float:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """Return `value` [`unit`] as a text that `parse_quantity` converts back to exactly the same float."""
+    """Return `value` [`unit`] as a string that `parse_quantity` converts back to exactly the same float."""
     return f"{value!r} {unit}" if value != int(value) or value >= 2**53 else f"{int(value)} {unit}"
 
 

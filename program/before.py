@@ -12,11 +12,11 @@ __all__ = ["operations_before"]
 
 
 def operations_before(program: Program, goals: Collection[Operation]) -> tuple[set[Operation], set[Buffer]]:
-    """Return operations of the forward pass with all operations that write what they read. Local.
+    """Return `goals` and all operations of the forward pass on which they depend. Local.
 
     Returns
     -------
-    The operations, `goals` included, and the buffers that they read, those of inputs among them.
+    The operations, and the buffers that they read, including those of the inputs.
     """
     operations, read = set[Operation](), set[Buffer]()
     for operation in reversed([o for segment in program.forward for o in segment.operations]):

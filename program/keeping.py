@@ -207,7 +207,7 @@ class Keeping:
         return high
 
     def estimate(self, capacity: float) -> float:
-        """Return the time that the fastest choice within `capacity` [B] repeats [s]; infinity if there is none."""
+        """Return the time [s] of recomputation by the fastest choice within `capacity` [B]; infinity if none fits."""
         choice = self._search(capacity)
         return math.inf if choice is None else choice[0]
 

@@ -303,7 +303,7 @@ class UnderWay:
             self._reduction.finish()
 
     def close(self) -> None:
-        """Free the sum."""
+        """Free the reduction."""
         self._reduction.close()
 
 

@@ -347,7 +347,7 @@ def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple
 
 
 def sums_of(operations: Iterable[Operation]) -> list[Sum]:
-    """Return all sums of operations, each once, in their order."""
+    """Return the sums that operations contain, each once, in order of their first use."""
     return list(dict.fromkeys(total for operation in operations for total in operation.sums()))
 
 

@@ -48,7 +48,7 @@ def adapted(
     config
         Configuration of a trained run, with the data to read.
     overrides
-        ``section.key=value`` texts that it contains; these settings are not changed.
+        ``section.key=value`` strings that it contains; these settings are not changed.
     ranks
         Number of ranks.
     labelled
@@ -57,7 +57,7 @@ def adapted(
     Returns
     -------
     config, settings
-        `settings` are ``section.key=value`` texts.
+        `settings` are ``section.key=value`` strings.
 
     Raises
     ------

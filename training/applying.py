@@ -536,7 +536,7 @@ def _files(job: Mapping[str, Any], part: Hdf5Dataset) -> list[Any]:
 
 
 def _mark(job: Mapping[str, Any], part: Hdf5Dataset) -> str:
-    """Return a text that changes with the job or the file of samples."""
+    """Return a string that changes with the job or the file of samples."""
     return hashlib.sha256(json.dumps({**job, "files": _files(job, part)}, sort_keys=True).encode()).hexdigest()
 
 

@@ -85,7 +85,7 @@ class ChunkSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the search, for a checkpoint: plain data."""
-        # Keys are texts, because JSON has no others.
+        # Keys are strings, because JSON has no others.
         return {"chunk": self.chunk, "done": self.done, "times": {str(k): v for k, v in self.times.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

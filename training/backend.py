@@ -113,7 +113,7 @@ def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Subs
 
 
 def _ranks(ranks: Sequence[int], size: int) -> str:
-    """Return a text that names some of `size` ranks.
+    """Return a string that names some of `size` ranks.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')

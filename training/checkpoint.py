@@ -2,7 +2,7 @@
 
 ::
 
-    /                    attribute: dtype; texts: network, config, progress
+    /                    attribute: dtype; strings: network, config, progress
     /params/LAYER/NAME   parameters; float32 if activations have 16 bits
     /state/LAYER/NAME    running statistics
     /optimizer           attribute: settings (kind, step); one group like /params per state array; the group "average"

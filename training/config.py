@@ -513,7 +513,7 @@ def _received(tables: dict[str, Any], files: dict[str, int | None]) -> Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a TOML file; `overrides` are ``section.key=value`` texts with priority over it. Local.
+    """Read and check a TOML file; `overrides` are ``section.key=value`` strings with priority over it. Local.
 
     Raises
     ------

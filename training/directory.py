@@ -256,7 +256,7 @@ class RunLock:
         return True
 
     def _replace(self, text: str) -> bool:
-        """Replace the lock with content `text` by this run's lock; return False if another run does.
+        """Replace the lock with content `text` by this run's lock; return False if others replaced or released it.
 
         Only the run that creates the claim for this lock replaces it. If that run is killed before it removes the
         claim, another run removes the claim after a while.
@@ -339,7 +339,7 @@ class RunLock:
 
 
 def process_scope() -> str:
-    """Return a text for the scope of process numbers: boot of the kernel, and namespace; empty if unknown. Local."""
+    """Return a string for the scope of process numbers: boot of the kernel, and namespace; empty if unknown. Local."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -347,7 +347,7 @@ def evaluate_parts(
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """Return a text of metrics in one line."""
+    """Return a string of metrics in one line."""
     return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())
 
 

@@ -204,7 +204,8 @@ class Executor:
 
     @cached_property
     def replicable(self) -> list[str]:
-        """Dense layers whose gradients are replicated, or may be by :meth:`reduce_by`; in order of computation."""
+        """Dense layers whose weight gradients every rank computes from gathered inputs, or may compute so after
+        :meth:`reduce_by`; in order of computation."""
         return exposed_layers(self.strategy, self.network, self.batch)
 
     def _bind(self, trainable: bool, opened: ExitStack) -> None:
@@ -351,7 +352,7 @@ class Executor:
             self._replace_reducer(self.reducer)
 
     def _replace_reducer(self, old: Reducer) -> None:
-        """Create a new program and a new reducer, after all sums and updates in progress. Collective."""
+        """Create a new program and a new reducer, once all sums and updates in progress are complete. Collective."""
         old.close()
         with self.comm.agreement():
             self.program = self._reduced()

@@ -524,7 +524,7 @@ class _Both:
 
 
 def _cores() -> str:
-    """Return a text with the cores that this process may use, as ranges, and the limit on their number, if any."""
+    """Return a string with the cores that this process may use, as ranges, and the limit on their number, if any."""
     cores = usable_cores()
     runs: list[list[int]] = []
     for core in sorted(cores.bound):

@@ -132,7 +132,7 @@ def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...
     Raises
     ------
     UserError
-        If it is no :class:`Metric`, or one of its methods or attributes is invalid.
+        If it is not a :class:`Metric`, or one of its methods or attributes is invalid.
     """
     metric = make()
     if not isinstance(metric, Metric):

@@ -52,7 +52,7 @@ class LossWatch:
         self._last: SupportsFloat = math.nan
 
     def add(self, loss: SupportsFloat) -> None:
-        """Add the loss of a step. It is read at the next call, after a device has computed it."""
+        """Add the loss of a step. It is read at the next call: a device has usually computed it by then."""
         self._count()
         self._last = loss
 
@@ -76,7 +76,7 @@ class LossWatch:
         return self.mean
 
     def check_epoch(self, validation: float | None) -> str | None:
-        """End an epoch: return a text if a loss has diverged in it, else None; reset the sums.
+        """End an epoch: return a message if a loss has diverged in it, else None; reset the sums.
 
         Parameters
         ----------
@@ -157,7 +157,7 @@ class BestScore:
         return bool(self.patience) and self.waited >= self.patience
 
     def describe(self) -> str:
-        """Return a text on the best validation; empty if there is none."""
+        """Return a string about the best validation; empty if there is none."""
         return "" if math.isnan(self.value) else f"best {self.name} {self.value:.4f} at step {self.step}"
 
     def state_dict(self) -> dict[str, Any]:

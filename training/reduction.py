@@ -260,7 +260,7 @@ class Reducer:
             self._runner.instance(kernel).abandon()
 
     def close(self) -> None:
-        """Free the sums; idempotent."""
+        """Free the reductions; idempotent."""
         for total in self._sums.values():
             if total is not None:
                 total.close()
@@ -292,7 +292,7 @@ class _State:
 
     @property
     def idle(self) -> bool:
-        """Whether the parameters of the bucket are complete."""
+        """Whether nothing is pending: the parameters of the bucket are updated, gathered and rounded."""
         gathering = self.gather is not None and self.gather.under_way
         return not (self.pending or self.updated or gathering or self.gathered)
 

@@ -73,7 +73,7 @@ def train(
     config
         TOML file (:mod:`halograd.training.config`), or a configuration, the same on all ranks.
     overrides
-        ``section.key=value`` texts.
+        ``section.key=value`` strings.
     resume
         Whether to continue from the newest undamaged checkpoint of the run, on any number of ranks; without one, the
         run starts from the beginning.
@@ -92,8 +92,8 @@ def train(
     -------
     dict
         ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: the signal (SIGUSR1
-        or SIGTERM) that stopped the run with a checkpoint, and its rank, else None; ``diverged``: a text if the loss of
-        the last epoch is finite but far above the first one, else None.
+        or SIGTERM) that stopped the run with a checkpoint, and its rank, else None; ``diverged``: a message if the loss
+        of the last epoch is finite but far above the first one, else None.
 
     Raises
     ------
@@ -334,7 +334,7 @@ class TrainingRun:
         -------
         dict
             Number of ``steps``, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
-            ``stopped``: the signal that stopped the run before its end, else None; ``diverged``: a text if a loss of
+            ``stopped``: the signal that stopped the run before its end, else None; ``diverged``: a message if a loss of
             the last epoch was far above the first one (:class:`LossWatch`), else None.
 
         Raises

@@ -400,7 +400,7 @@ def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) 
 
 
 def _kernels(session: Session) -> str:
-    """Return a text on the backend, and on the arithmetic of its products if there is a choice."""
+    """Return a string about the backend and the arithmetic of its products if there is a choice."""
     kernels = session.executor.kernels
     return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
 

@@ -33,7 +33,7 @@ NAMED = 3
 def suited(config: Config, comm: Communicator, network: Network, strategy: Strategy) -> SmallLayers | None:
     """Return the strategy with other cuts of small layers, which rank 0 chooses; None if nothing changes. Collective.
 
-    Nothing changes without a cut in space, with a file, or on devices.
+    Nothing changes if no spatial axis is cut, with a strategy from a file, with ``small = "keep"``, or on devices.
 
     Raises
     ------

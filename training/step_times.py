@@ -58,7 +58,7 @@ class RunPlan(Protocol):
         ...
 
     def compare(self, measured: Measured) -> str:
-        """Return a text of several lines that compares predicted and measured times."""
+        """Return a string of several lines that compares predicted and measured times."""
         ...
 
     def record(self, measured: Measured) -> dict[str, object]:

@@ -61,7 +61,7 @@ def evaluate(
     target
         Directory of a run, one of its checkpoints, or its configuration.
     overrides
-        ``section.key=value`` texts that change the configuration of the run.
+        ``section.key=value`` strings that change the configuration of the run.
     samples
         ``"validation"`` (the held-out samples), ``"training"`` or ``"all"``.
     predictions
@@ -280,7 +280,7 @@ def _files(session: Session) -> list[Any]:
 
 
 def _settings(session: Session) -> dict[str, Any]:
-    """Return the plain data, in addition to checkpoint and samples, on which predictions depend. Local."""
+    """Return, as plain data, all on which predictions depend in addition to checkpoint and samples. Local."""
     config = session.config
     tables = config.model_dump(
         mode="json",

@@ -128,7 +128,7 @@ class Position:
     since: float = 0.0
 
     def text(self) -> str:
-        """Return a text that describes the position."""
+        """Return a string that describes the position."""
         where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
         waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
         return f"{where}{waits}{_of_ranks(self.ranks)} (at {self.line})"
@@ -142,7 +142,7 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_stall(positions: Mapping[int, Position]) -> tuple[int, str]:
-    """Return the rank that blocks the other ranks, and a text with the reason.
+    """Return the rank that blocks the other ranks, and a string with the reason.
 
     It is a rank that crashed; else one whose position is not known, if possible one that another rank waits for; else
     the rank that is in no exchange; else the rank with the least progress.

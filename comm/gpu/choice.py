@@ -227,7 +227,7 @@ def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
     """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
     ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
-    share one (from 2.30.3 on, for instances of one from 2.31 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``mpi-cuda``,
+    share one (from 2.30.3 on, MIG instances of one from 2.31 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``mpi-cuda``,
     if MPI was proven to reach device memory; ``mpi-staged``.
 
     Raises

@@ -80,7 +80,7 @@ class AwaitedCodec(StreamCodec):
 
 
 class MpiCudaTransport:
-    """Transport by persistent messages of device memory; sums are added up on the device in the order of the ranks.
+    """Transport by persistent MPI requests on device memory; sums are added up on the device in the order of the ranks.
 
     It does not use ``MPI_Iallreduce``: many libraries support device memory only in point-to-point messages.
     """

@@ -46,8 +46,8 @@ class DeviceWatchdog:
     interval
         Time between two polls [s].
     end
-        Function that is called with a text if no rank raises a fault; by default it prints the text. A caller that can
-        end the job does so here.
+        Function that is called with a message if no rank raises a fault; by default it prints the message. A caller
+        that can end the job does so here.
     begin
         Function that each of its threads calls first: it selects the device of this rank.
     together

@@ -68,7 +68,7 @@ class HostLinks:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that all its channels and reductions share [B]."""
+        """Memory of the buffers that all channels and reductions of this rank use in common [B]."""
         return self._messages.buffer_bytes + (0 if self._memory is None else self._memory.buffer_bytes)
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:

@@ -265,9 +265,9 @@ def apply(
     """Predict data without labels with a trained network, on any number of ranks.
 
     The number and the size of samples may differ from training: resolution, batch and cut follow from them and from
-    the number of ranks. Each rank writes its own blocks; with several ranks, an OUT of HDF5 joins the files of the
-    parts. If samples differ in size, OUT is a folder with a file for each of DATA. A job that was interrupted
-    continues.
+    the number of ranks. Each rank writes its own blocks; with several ranks, an OUT of HDF5 is a
+    virtual file over these parts. If samples differ in size, OUT is a folder with a file for each of DATA. The same
+    command continues a job that was interrupted.
 
     \b
     Examples:

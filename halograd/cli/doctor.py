@@ -220,7 +220,7 @@ def _numpy(version: str) -> Iterator[Finding]:
 
 
 def _load(name: str) -> Any:
-    """Return the module, or a text with the reason why it cannot be imported."""
+    """Return the module, or a string with the reason why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -165,7 +165,7 @@ class Explainer:
     plan_request
         Network and machine of the plan.
     report
-        Called with a text about the current work.
+        Called with a string about the current work.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Explainer:
         return [f"{line}  {reason}".rstrip() for line, reason in zip(table(heading, rows), reasons)]
 
     def _reasons(self, other: Prediction) -> str:
-        """Return a text with the terms of the step that differ most from the plan."""
+        """Return the terms of the step time that differ most from those of the plan, as a string."""
         differences = {
             term: sum(other.total(f) - self.chosen.total(f) for f in fields) for term, fields in TERMS.items()
         }

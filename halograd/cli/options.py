@@ -1,4 +1,4 @@
-"""Options of commands: groups that commands share, and the parsing of texts into numbers, cuts and settings."""
+"""Options of commands: groups that commands share, and the parsing of strings into numbers, cuts and settings."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class PredictionOptions:
 
     @property
     def extents(self) -> list[int]:
-        """Extents of the window, per axis. Raises UserError for other texts."""
+        """Extents of the window, per axis. Raises UserError for other strings."""
         try:
             return [int(n) for n in self.window.split(",")] if self.window else []
         except ValueError:
@@ -182,7 +182,7 @@ class ModelOptions:
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """Parse options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a text."""
+    """Parse options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a string."""
     pairs = (parse_pair("--option", option, "KEY=VALUE, such as resolution=512") for option in options)
     return {key: parse_option("--option", key, text.strip()) for key, text in pairs}
 

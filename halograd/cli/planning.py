@@ -188,7 +188,7 @@ def _show_frontier(
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """Memory of the fullest rank [B] and step time [s] of a plan, with its choices in short."""
+    """Memory of the fullest rank [B] and step time [s] of a plan, with a summary of its choices."""
 
     memory_bytes: int
     step_seconds: float

@@ -32,7 +32,9 @@ def predict(
     ],
     grid: Annotated[
         str | None,
-        typer.Option(metavar="AXIS=PARTS,...", help="Cut of all layers; without sample, it takes the other ranks."),
+        typer.Option(
+            metavar="AXIS=PARTS,...", help="Cut of all layers; without sample, the other ranks cut the samples."
+        ),
     ] = None,
     planner: Annotated[
         str | None, typer.Option(help="Planner or baseline, as of `halograd plan`; default: elimination.")

@@ -1,4 +1,4 @@
-"""Entry of the command line: output on rank 0, error messages, and the end of a job of several ranks."""
+"""Entry point of the command line: output on rank 0, error messages, and the end of a job of several ranks."""
 
 from __future__ import annotations
 

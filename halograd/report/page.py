@@ -202,7 +202,7 @@ def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[s
 
 
 def _cuts_of(path: Path) -> dict[str, str]:
-    """Return the cut of each layer as a text; empty if the plan cannot be read."""
+    """Return the cut of each layer as a string; empty if the plan cannot be read."""
     try:
         plan = Plan.load(path)
     except (UserError, OSError):

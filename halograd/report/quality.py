@@ -19,7 +19,7 @@ MOST_ROWS, MOST_CELLS = 50, 40
 
 
 def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -> dict[str, Any] | None:
-    """Return texts, tables and pictures of a file of `halograd evaluate --details`; None if there is no file.
+    """Return strings, tables and pictures of a file of `halograd evaluate --details`; None if there is no file.
 
     The default of `path` is ``evaluation.json`` of the run.
 

@@ -318,7 +318,7 @@ def _validation_text(validation: dict[str, Any]) -> str:
 
 
 def _until(seconds: float) -> str:
-    """Return a text with the time of day after `seconds` [s]; empty if it cannot be represented."""
+    """Return a string with the time of day after `seconds` [s]; empty if it cannot be represented."""
     try:
         return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
     except (OverflowError, ValueError, OSError):

@@ -253,7 +253,7 @@ class Frontend:
             graph.deselect_workspace_greater_than(workspace_limit)
 
     def compiled_at_run_time(self, graph: Any, index: int) -> bool:
-        """Return whether building the plan ran a compiler. That takes some tenths of a second, so such plans are
+        """Return whether building the plan ran a compiler. That takes a few tenths of a second, so such plans are
         stored.
         """
         note = self.module.behavior_note.RUNTIME_COMPILATION

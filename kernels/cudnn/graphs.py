@@ -223,7 +223,7 @@ class GraphKey(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a text for messages: dtype, extents, options."""
+        """Return a string for messages: dtype, extents, options."""
 
     @property
     def text(self) -> str:
@@ -289,7 +289,7 @@ class PlanKey(GraphKey):
         return convolution(frontend, self, where)
 
     def describe(self) -> str:
-        """Return a text for messages: dtype, extents (N, C, spatial...), and the window."""
+        """Return a string for messages: dtype, extents (N, C, spatial...), and the window."""
         s = self.shapes
         padding = tuple(zip(s.before, s.after))
         fused = " + bias" * self.bias + " + relu" * self.relu

@@ -78,7 +78,7 @@ class SumsKey(GraphKey):
         return graph.graph
 
     def describe(self) -> str:
-        """Return a text for messages: dtype and extents (N, C, spatial...)."""
+        """Return a string for messages: dtype and extents (N, C, spatial...)."""
         s = self.shapes
         more = " + bias" * self.bias + " + relu" * self.relu
         return f"{self.dtype} x {s.x.dims}, w {s.w.dims}, y {s.y.dims}{more}, stride {s.stride}, dilation {s.dilation}"

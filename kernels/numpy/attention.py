@@ -96,7 +96,7 @@ class TileOperations:
 
 
 class _Tiles:
-    """Tiles of one group for a share of samples and heads, in the order of computation, with the views of arrays."""
+    """Tiles of one group for a share of samples and heads, in the order of computation; their views of the arrays."""
 
     def __init__(
         self, part: TileGroup, arrays: AttentionArrays, geometry: AttentionGeometry, mask: Any, share: Box
@@ -492,7 +492,7 @@ class _Backward(_Share):
 
 
 class _Pass:
-    """All shares of a forward or backward pass: `kernel` computes them.
+    """Forward or backward pass in shares of samples or heads, which may run at the same time; `kernel` runs them.
 
     Parameters
     ----------

@@ -251,7 +251,7 @@ class NetworkCosts:
         return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
 
     def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
-        """Return the strategy for a choice of candidates, with halo algorithms."""
+        """Return the strategy for a choice of candidates, with the halo algorithm of each layer."""
         layers: dict[str, dict[str, Any]] = {}
         for name, parts, halos, i in zip(self.names, self.candidates, self.halos, indices):
             layers[name] = {axis: n for axis, n in zip(AXES, parts[i]) if n > 1} or {"sample": 1}

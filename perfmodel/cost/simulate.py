@@ -259,8 +259,8 @@ class Simulation:
 
     @property
     def _uniform(self) -> int:
-        """Number of the first ranks whose programs have arrays of the same shapes: equal blocks, and no element of
-        another rank is read; 0 if they differ.
+        """How many of the first ranks have programs with arrays of the same shapes, because their blocks are equal and
+        they read no element of another rank; 0 if shapes differ.
         """
         known = self._known
         if known.uniform is None:
@@ -312,7 +312,7 @@ class Simulation:
 
     @property
     def chunking(self) -> int:
-        """Number that is equal for simulations of the same cuts with the same buckets."""
+        """Key that is equal for simulations with the same cuts and the same buckets."""
         return id(self._buckets)
 
     def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:

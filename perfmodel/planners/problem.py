@@ -298,10 +298,10 @@ class PlanSearch(Protocol):
         """Simulate the choices of a planner, their improvements, the baselines and the grids."""
 
     def compare(self, name: str, cut: Callable[..., Any]) -> None:
-        """Simulate a strategy: ``cut(network, batch, ranks, bucket_bytes)``."""
+        """Simulate the strategy of a baseline, ``cut(network, batch, ranks, bucket_bytes)``."""
 
     def compare_grids(self) -> None:
-        """Simulate the grids that are the same for all layers."""
+        """Simulate strategies with one grid for all layers."""
 
 
 class Chooser(ABC):
@@ -405,7 +405,7 @@ def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
 
 
 def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None:
-    """Return, per layer and candidate, whether it may be needed; None if nothing is possible at all."""
+    """Return, per layer and candidate, whether it may be needed; None if a layer has no possible candidate."""
     known: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def extremes(layer: int, own: Array, tables: Mapping[Edge, Array]) -> tuple[Array, Array]:

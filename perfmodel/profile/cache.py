@@ -204,7 +204,7 @@ class TimeCache:
             If the file cannot be written.
         """
         self._times[conditions.text, key] = tuple(times)
-        # Conditions and key are JSON already and stay texts: they are compared, never parsed.
+        # Conditions and key are JSON already and stay strings: they are compared, never parsed.
         line = json.dumps([conditions.text, key, list(times)], separators=(",", ":"))
         self._unwritten.append(f"{line}\n".encode())
         if len(self._unwritten) >= self.every:
