@@ -81,7 +81,8 @@ class Network:
         """Return the layers with parameters whose names match the pattern. Local. Raises ValueError if there are none.
         """
         having = [name for name in self.layers if self.own_parameters(name)]
-        matches = fnmatch.filter(having, pattern)
+        # A name is no pattern: "stage[0]" would match "stage0".
+        matches = [pattern] if pattern in having else fnmatch.filter(having, pattern)
         if not matches:
             raise ValueError(
                 f"network {self.name!r}: expected names or patterns of layers with parameters "

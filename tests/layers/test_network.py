@@ -5,6 +5,7 @@ import pytest
 
 import halograd as hg
 from halograd import layers
+from halograd.layers.resized import resized
 from halograd.layers.settings import fingerprint, settings_of
 from halograd.models import googlenet
 from tests.layers.cases import LAYERS
@@ -84,6 +85,16 @@ def test_what_the_loss_depends_on():
     aside = hg.Dense(3, name="dense")(hg.GlobalAveragePool(name="pool")(y))
     assert hg.Network({"loss": mse(y, target), "aside": aside}).trained == {"conv", "mse"}
     assert hg.Network({"aside": aside}).trained == {"conv", "pool", "dense"}, "without a loss, every layer may be"
+
+
+def test_the_name_of_a_layer_is_no_pattern():
+    """As a pattern, "stage[0]" would match "stage0" only; copies of a network freeze layers by their names."""
+    y = hg.Input((4, 4, 2), name="x")
+    for name in ("stage[0]", "stage0", "last"):
+        y = hg.Conv(2, 1, name=name)(y)
+    frozen = hg.Network(y).freeze("stage[0]")
+    assert frozen.frozen == {"stage[0]"}
+    assert frozen.freeze("las*").frozen == resized(frozen, (6, 6)).freeze("last").frozen == {"stage[0]", "last"}
 
 
 def test_auxiliary_predictions_are_trained():
