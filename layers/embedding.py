@@ -158,6 +158,8 @@ class SinusoidalEmbedding(Layer):
 
     recomputation = "pointwise"
     inputs_taken = 1
+    # bfloat16 would round step 999 to 1000, whose sines are those of another phase.
+    exact_inputs = True
 
     def __init__(self, channels: int, period: float = 10_000.0, name: str | None = None) -> None:
         super().__init__(name)

@@ -178,6 +178,8 @@ class Layer(TargetReader):
     cuts_channels: str = "no"
     #: Whether the layer reads parameters in float32 if activations have 16 bits (norms), and not rounded to 16 bits.
     exact_parameters: bool = False
+    #: Whether inputs of the network that it reads stay in float32 if activations have 16 bits: it needs their digits.
+    exact_inputs: bool = False
     #: Whether the channels of its input may be padded with zeros in memory, see `Backend.padded_channels`.
     takes_padded_channels: bool = False
     #: Value of the elements outside the array.

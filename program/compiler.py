@@ -97,10 +97,12 @@ class _Compiler:
         self._calls: dict[str, list[Step]] = {}  # later calls of layers that are called several times
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
-        #: Target-only inputs: they stay in the wide dtype.
+        #: Inputs of the network in the wide dtype: targets, and those that only layers with `exact_inputs` read.
         read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
-        self._targets = {
-            i for i, readers in read.items() if readers and all(n.layer.compares(n.inputs.index(i)) for n in readers)
+        self._exact = {
+            i
+            for i, readers in read.items()
+            if readers and all(n.layer.exact_inputs or n.layer.compares(n.inputs.index(i)) for n in readers)
         }
         for node in network.nodes:
             self.add(node)
@@ -151,7 +153,7 @@ class _Compiler:
         name = self.network.names[node]
         if isinstance(node, Input) and node not in self._cuts:
             self._cuts[node] = key
-            dtype = wide(self.target.dtype) if node in self._targets else self.target.dtype
+            dtype = wide(self.target.dtype) if node in self._exact else self.target.dtype
             value = self._value(name, node.shape, cuts, node.array_dtype(dtype))
             value.trainable, value.read = name in self.target.probed, True
             self._values[node, key] = self.program.values[name] = self.program.inputs[name] = value

@@ -223,6 +223,18 @@ def test_layers(name):
     kernels.close()
 
 
+@pytest.mark.ranks(1)
+def test_sines_of_steps_that_16_bits_would_round():
+    """bfloat16 holds whole numbers up to 256: the step 999 of a diffusion model would have the sines of 1000."""
+    kernels, steps = FakeBackend(), np.array([[999.0], [257.0]])
+    shift, phase = {"x0": steps - random_array((2, 1), "x0", 0)}, steps * 10_000.0 ** (-np.arange(3) / 3)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found = run_layer(*LAYERS["sines"], comm, {}, dtype="bfloat16", backend=kernels, shift=shift)
+    kernels.close()
+    expected = np.concatenate([np.cos(phase), np.sin(phase)], 1)
+    np.testing.assert_allclose(found["y"].astype(np.float64), expected, atol=2**-8)
+
+
 def rounding(name, shape):
     """Return the rounding error of the random inputs of a test in bfloat16."""
     x = random_array((2, *shape), name, 0)
