@@ -223,7 +223,7 @@ class BroadcastAdd(_OfTwo):
 @writes("y")
 def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """Return the kernel that sums x over the axes along which y has one element."""
-    axes = tuple(axis for axis, n in enumerate(y.shape) if n < x.shape[axis])
+    axes = tuple(axis for axis, n in enumerate(y.shape) if n == 1)
 
     def run() -> None:
         if x.size:

@@ -23,7 +23,8 @@ from ..lowering.views import Region, View
 from .convolution import LocalGeometry, local_geometry, zeroing
 from .layer import Layer, Node, Passes, Shape
 from .lowering import Pair
-from .needs import Stencil, without_space
+from .merge import summing
+from .needs import Stencil, with_axes, without_space
 from .padding import Pad
 from .reshape import Reshape
 from .resize import Resize
@@ -271,15 +272,16 @@ class GlobalAveragePool(_GlobalPool):
         summands = without_space(value.layout.boxes)  # of a rank without positions: no samples
         shape = summands[context.rank].shape
         partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
-        context.run(context.kernel(_sum, x=value.view, y=partial_), timing=context.timing("forward"))
+        sums = with_axes(partial_, len(value.box.shape))
+        context.run(context.kernel(summing, x=value.view, y=sums), timing=context.timing("forward"))
         context.move(context.exchange(summands, boxes, partial_, total, combine="sum", kind="redistribute"))
         context.run(context.kernel(partial(_scale, scale), x=total, y=context.y))
 
         def backward() -> None:
             dx, dy = context.gradient(0), context.scratch(shape, value.dtype)
             context.move(context.exchange(boxes, summands, context.dy, dy, kind="redistribute"))
-            spread = dy.reshape(shape[0], *(1 for _ in context.shapes[0][:-1]), shape[1])
-            context.run(context.kernel(partial(_scale, scale), x=spread, y=dx), timing=context.timing("backward_data"))
+            kernel = context.kernel(partial(_scale, scale), x=with_axes(dy, len(value.box.shape)), y=dx)
+            context.run(kernel, timing=context.timing("backward_data"))
 
         return Lowered(backward)
 
@@ -500,18 +502,6 @@ def _spread_to_first(
 
 @reads("x")
 @writes("y")
-def _sum(environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    axes = tuple(range(1, x.ndim - 1))
-
-    def run() -> None:
-        if x.size:
-            np.add.reduce(x, axis=axes, dtype=np.float64, out=y)
-
-    return run
-
-
-@reads("x")
-@writes("y")
 def _scale(scale: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
@@ -670,15 +660,13 @@ class ChannelMean(_OverChannels):
     def lower(self, context: Context) -> Lowered:
         boxes = context.needed(0)
         x = context.gather(0, boxes).run()
-        channels = context.shapes[0][-1]
-        sums = context.scratch(context.box.shape, "float64")
-        context.run(
-            context.kernel(partial(_mean, channels), x=x.view, sums=sums, y=context.y), timing=context.timing("forward")
-        )
+        sums, scale = context.scratch(context.box.shape, "float64"), 1 / context.shapes[0][-1]
+        context.run(context.kernel(summing, x=x.view, y=sums), timing=context.timing("forward"))
+        context.run(context.kernel(partial(_scale, scale), x=sums, y=context.y))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
-            kernel = context.kernel(partial(_spread, channels), dy=context.dy, dx=returned.view)
+            kernel = context.kernel(partial(_scale, scale), x=context.dy, y=returned.view)
             context.run(kernel, timing=context.timing("backward_data"))
             returned.run()
 
@@ -712,24 +700,3 @@ class ChannelMax(_OverChannels):
             returned.run()
 
         return Lowered(backward)
-
-
-@reads("x")
-@writes("sums", "y")
-def _mean(channels: int, environment: Any, x: Any, sums: Any, y: Any) -> Callable[[], None]:
-    def run() -> None:
-        if y.size:
-            np.add.reduce(x, axis=-1, dtype=np.float64, out=sums, keepdims=True)
-            np.multiply(sums, 1 / channels, out=y, casting="same_kind")
-
-    return run
-
-
-@reads("dy")
-@writes("dx")
-def _spread(channels: int, environment: Any, dy: Any, dx: Any) -> Callable[[], None]:
-    def run() -> None:
-        if dx.size:
-            np.multiply(dy, 1 / channels, out=dx)
-
-    return run

@@ -54,7 +54,8 @@ class Redistribute(Layer):
             if not context.needs_gradient(0):
                 return
             dx = context.gradient(0)
-            back = context.exchange(after, before, context.dy, dx, combine="sum", kind="redistribute")
+            # Every element of the output has one owner: nothing is added up.
+            back = context.exchange(after, before, context.dy, dx, kind="redistribute")
             context.start(back)
 
         return Lowered(backward, lambda: context.finish(move), lambda: context.finish(back))
