@@ -218,6 +218,7 @@ class Layer(TargetReader):
         self._refuse_others(inputs)
         check_methods(self, len(inputs))
         output = Node(self, inputs if self.before is None else [self.before(node) for node in inputs])
+        self._check_extents(output)
         return output if self.followed_by is None else self.followed_by(output)
 
     def _refuse_others(self, inputs: Sequence[Node]) -> None:
@@ -227,6 +228,17 @@ class Layer(TargetReader):
         if self.inputs_taken is not None and len(inputs) != self.inputs_taken:
             raise ValueError(
                 f"{self.kind}: expected {self.inputs_taken} input, got {len(inputs)}; join more by Add or Concat before"
+            )
+
+    def _check_extents(self, output: Node) -> None:
+        """Reject inputs that the default rule of :meth:`input_boxes` would fill up with padding, without an error."""
+        kind, shapes = type(self), [node.shape for node in output.inputs]
+        if (kind.lower, kind.input_boxes, kind.needed_blocks) != (Layer.lower, Layer.input_boxes, Layer.needed_blocks):
+            return
+        if any(len(shape) != len(output.shape) or shape[:-1] != shapes[0][:-1] for shape in shapes):
+            raise ValueError(
+                f"{self.kind}: expected inputs that have the extents of the first, and as many axes as the output "
+                f"{output.shape}, got {', '.join(map(str, shapes))}; override input_boxes() for others"
             )
 
     @property

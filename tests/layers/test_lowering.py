@@ -358,3 +358,42 @@ def test_what_is_no_product_is_refused():
     with pytest.raises(UserError, match=r"Diagonal: expected the box needed of its inputs to be a product"):
         layout = layout_of((1, 8, 8, 2), {"height": 4}, 4)
         Diagonal().needed_blocks(0, [layout], layout)
+
+
+class Weighting(hg.Layer):
+    """Custom layer ``y = x * g``, whose second input may have other extents."""
+
+    def forward(self, inputs, params, box):
+        return inputs[0] * inputs[1]
+
+    def backward(self, dy, inputs, params, box):
+        x, g = inputs
+        axes = tuple(axis for axis, n in enumerate(g.shape) if n < dy.shape[axis])
+        return [dy * g, (dy * x).sum(axes, keepdims=True)], {}
+
+
+class WeightingByChannel(Weighting):
+    def input_boxes(self, box, *shapes):
+        return box, Box.of_ranges([box.ranges[0], *[(0, 1)] * (box.ndim - 2), box.ranges[-1]])
+
+
+class Sums(hg.Layer):
+    """Custom layer with fewer axes than its input."""
+
+    def output_shape(self, *shapes):
+        return shapes[0][-1:]
+
+
+def test_inputs_of_other_extents_are_not_filled_up_with_padding():
+    """The default boxes of a gate ``(1, 1, C)`` would have one element, and zeros at all other positions."""
+    x, g = hg.Input((6, 5, 2), "x"), hg.Input((1, 1, 2), "gate")
+    with pytest.raises(ValueError, match=r"Weighting: expected .* the output \(6, 5, 2\), got \(6, 5, 2\), \(1, 1, 2\)"):
+        Weighting()(x, g)
+    with pytest.raises(ValueError, match=r"Sums: expected .* the output \(2,\), got \(6, 5, 2\); override input_boxes"):
+        Sums()(x)
+    assert Weighting()(x, x).shape == WeightingByChannel()(x, g).shape == x.shape
+
+
+@pytest.mark.mpi
+def test_a_custom_gate_per_channel():
+    check_layer(WeightingByChannel, [(6, 5, 2), (1, 1, 2)])
