@@ -151,6 +151,7 @@ class Attention(Layer):
         margins = [(0, 0)] * axes
         if self.window is not None:
             extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
+            # Windows begin at shift + k * extent: these rows complete the first and the last, which are one window.
             margins = [(-shift % extent, shift % extent) for extent, shift in zip(extents, shifts)]
         elif self.neighborhood is not None:
             extents = spread("neighborhood", self.neighborhood, axes)
@@ -566,6 +567,7 @@ def _forward(geometry: AttentionGeometry, mask: DropoutMask | None, environment:
     return _AttentionKernel(lambda g: make(*arrays[0], *arrays[1:], g), geometry, mask, environment)
 
 
+# The same kernels, after the first step of a ring: they add to results, which are then read and must be kept.
 @reads("q", "k", "v", "bias", "y", "lse")
 @writes("y", "lse")
 def _forward_more(geometry: AttentionGeometry, mask: DropoutMask | None, environment: Any, **a: Any) -> Any:

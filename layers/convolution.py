@@ -159,6 +159,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
         make = partial(_ignoring_norm, partial(ConvStatistics, geometry))
         methods = {"training": "train", "evaluation": "evaluate"}
         kernel.summing = Summing("y", ("x", "w", "y"), geometry, make, methods)
+    # Ranks may differ in this: the exchange starts and finishes once in either order.
     overlaps = context.overlaps_halo and x.communicates
     x.start()
     if not overlaps:  # else the halo holds old numbers while the kernel runs: strips that read it are computed again

@@ -230,6 +230,7 @@ def _waves_back(
     def run() -> None:
         if dx.size:
             np.multiply(x, rates, out=phase)
+            # dx = sum_i w_i (cos(x w_i) dy[sin, i] - sin(x w_i) dy[cos, i])
             np.multiply(np.cos(phase, out=waves), dy[:, half:], out=slopes)
             np.multiply(np.sin(phase, out=phase), dy[:, :half], out=waves)
             np.subtract(slopes, waves, out=slopes)

@@ -179,6 +179,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     forms = {"sums": (samples, 2, channels), "means": (samples, 2, channels), "totals": (samples, 2, groups)}
     views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
     views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}
+    # One group of ranks per part of the batch, in the order of the samples.
     sizes = [16 * groups * int(n) for n in boxes.extents[0]]
     total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
     kernel = context.kernel(partial(_group_norm, layer, math.prod(shape[1:]) // groups), **views)

@@ -587,6 +587,7 @@ class _WeightedLoss(LossOfKernel):
         make = environment.kernels.target_weight
         self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 
+    # Declared again, because weights of classes follow from the target.
     @reads("target", "weights")
     @writes("divisor")
     def weigh(self) -> None:

@@ -195,6 +195,7 @@ class Strategy:
     @property
     def ranks(self) -> int:
         """Number of ranks that the parts need: the maximum over all layers; a layer may use fewer."""
+        # No layer is named "": its parts are those of layers without parts of their own.
         return max(math.prod(self.parts_of(name).values()) for name in ("", *self.layers))
 
     def validate(self, network: Network, size: int) -> None:

@@ -447,6 +447,7 @@ def _gathered(
     """Gather a box into the storage itself if the box is a packed view of it; else into a copy."""
     box = boxes[context.rank]
     view = region.part(box) if region.box.contains(box) else None
+    # The same on all ranks: an exchange is collective, also for a rank that needs no data.
     everyone_has = stored.contain(boxes)
     fits = view is not None and (view.packed or (padded and view.packed_but_for_channels))
     if view is not None and fits and everyone_has:

@@ -121,7 +121,7 @@ class View(NamedTuple):
 
     def resolve(self, array: np.ndarray) -> np.ndarray:
         """Return this view of the buffer's array."""
-        if not self.size:
+        if not self.size:  # an empty view may begin outside of the buffer
             return array.reshape(-1)[:0].reshape(self.shape)
         array_of_view = array[tuple(slice(a, a + n) for a, n in zip(self.start, self.extent))]
         return array_of_view if self.form is None else array_of_view.reshape(self.form)

@@ -387,9 +387,9 @@ class Sums(hg.Layer):
 def test_inputs_of_other_extents_are_not_filled_up_with_padding():
     """The default boxes of a gate ``(1, 1, C)`` would have one element, and zeros at all other positions."""
     x, g = hg.Input((6, 5, 2), "x"), hg.Input((1, 1, 2), "gate")
-    with pytest.raises(ValueError, match=r"Weighting: expected .* the output \(6, 5, 2\), got \(6, 5, 2\), \(1, 1, 2\)"):
+    with pytest.raises(ValueError, match=r"Weighting: .* the output \(6, 5, 2\), got \(6, 5, 2\), \(1, 1, 2\)"):
         Weighting()(x, g)
-    with pytest.raises(ValueError, match=r"Sums: expected .* the output \(2,\), got \(6, 5, 2\); override input_boxes"):
+    with pytest.raises(ValueError, match=r"Sums: .* the output \(2,\), got \(6, 5, 2\); override input_boxes"):
         Sums()(x)
     assert Weighting()(x, x).shape == WeightingByChannel()(x, g).shape == x.shape
 
