@@ -16,7 +16,6 @@ from .base import (
     is_low,
     on_device,
     register,
-    resolution,
     unregister,
     wide,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "is_low",
     "on_device",
     "register",
-    "resolution",
     "unregister",
     "wide",
 ]

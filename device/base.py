@@ -43,7 +43,6 @@ __all__ = [
     "on_device",
     "packed_as",
     "register",
-    "resolution",
     "unregister",
     "wide",
 ]
@@ -71,11 +70,6 @@ def wide(dtype: Any) -> np.dtype:
     (dtype('float32'), dtype('float64'))
     """
     return np.dtype(np.float32) if is_low(dtype) else np.dtype(dtype)
-
-
-def resolution(dtype: Any) -> float:
-    """Return the distance from 1 to the next number of a dtype; `numpy.finfo` does not support bfloat16."""
-    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 class DeviceGraph:

@@ -36,7 +36,7 @@ from .activation import activated, fused, inside
 from .layer import Layer, Node, Passes, Shape
 from .parameter import Parameter
 
-__all__ = ["STATISTICS", "BatchNorm", "affine_parameters", "lower_affine"]
+__all__ = ["BatchNorm", "affine_parameters", "lower_affine"]
 
 STATISTICS = ("global", "sample", "local")
 

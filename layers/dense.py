@@ -22,12 +22,13 @@ from ..dtensor import Box, Groups
 from ..kernels.access import reads, writes
 from ..kernels.kernel import FusedActivation
 from ..lowering.context import Context, Lowered
+from ..lowering.operations import Sum
 from .activation import activated
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, lower_contraction
 from .parameter import Parameter, lower_weight_norm, with_lengths
 
-__all__ = ["Dense", "ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
+__all__ = ["Dense", "RowGather", "padded_rows"]
 
 
 class Dense(Layer):
@@ -175,7 +176,8 @@ def lower_replicated(context: Context) -> Lowered:
         array = context.keep((count, length), context.dtype, "replicated gradient")
         kernel.add(**{name: array})
         sizes, label = [ranks * own(length)], f"{context.name} {what}"
-        kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", sizes, label)
+        whole = array.reshape(array.size)
+        kernel.sums[f"{name}_gather"] = Sum(holders, whole, sizes, "replicated_dense", label, "all_gather")
     context.run(kernel, "forward", timing=context.timing("forward", copied=own(features)))
 
     def backward() -> None:

@@ -36,14 +36,12 @@ __all__ = [
     "LossOfKernel",
     "LossPosition",
     "LossTerm",
-    "WindowLoss",
     "check_counts",
     "check_equal_shapes",
     "check_normalization",
     "is_weighing",
     "loss_timing",
     "rows_along",
-    "weights_view",
 ]
 
 NORMALIZATIONS = ("count", "weights")

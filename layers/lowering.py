@@ -20,7 +20,6 @@ from ..lowering.context import Context, Lowered
 from .parameter import block_channels
 
 __all__ = [
-    "LocalLayer",
     "Pair",
     "cuts_channels",
     "exchange_all",

@@ -34,7 +34,6 @@ __all__ = [
     "Slice",
     "Sphere",
     "WindowPadding",
-    "modes_of",
     "rolled",
 ]
 

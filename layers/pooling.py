@@ -38,10 +38,6 @@ __all__ = [
     "GlobalAveragePool",
     "GlobalMaxPool",
     "MaxPool",
-    "Search",
-    "SearchStage",
-    "in_wide",
-    "number_dtype",
 ]
 
 

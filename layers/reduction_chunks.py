@@ -19,7 +19,7 @@ from .embedding import Embedding, Token
 from .group_norm import GroupNorm
 from .layer import Node
 from .network import Network
-from .parameter import Parameter, ParameterBlocks
+from .parameter import ParameterBlocks
 from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, MaxPool
 from .reduction_scheme import Scheme
 from .scale import PReLU, Scale
@@ -33,7 +33,6 @@ __all__ = [
     "check_replicated",
     "check_scheme",
     "chunks_of",
-    "decayed_first",
     "exposed_layers",
     "gradient_layers",
     "kinds_of",
@@ -151,11 +150,6 @@ _POOLS = (MaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, AdaptiveAverag
 _FACTORS = (BatchNorm, GroupNorm, Scale, PReLU, Embedding, Token)
 
 
-def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
-    """Return the names of a layer's parameters in their order in memory: those with weight decay first."""
-    return sorted(specs, key=lambda name: not specs[name].decay)
-
-
 def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
     """Return the layers of a network in the order in which backward finishes them.
 
@@ -165,7 +159,8 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
     result = []
     for layer, kind in reversed(kinds_of(network).items()):
         own = network.own_parameters(layer) if layer in network.trained else {}
-        names = [f"{layer}/{key}" for key in decayed_first(own)]
+        # In their order in memory: those with weight decay first.
+        names = [f"{layer}/{key}" for key in sorted(own, key=lambda key: not own[key].decay)]
         gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest, blocks[n].sizes) for n in names)
         result.append(GradientLayer(layer, kind, gradients))
     return result

@@ -18,7 +18,7 @@ from .layer import Node, Shape
 from .loss import Loss, LossNode, LoweredTerm, loss_timing
 from .targets import MetricSpec
 
-__all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
+__all__ = ["TotalLoss", "total_of", "training_only", "weighted"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..kernels.access import reads, writes
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from .views import Buffer, Region, Value, View
 
-__all__ = ["Context", "Gathered", "Lowered", "LoweredLayer", "LoweredStep", "Returned"]
+__all__ = ["Context", "Gathered", "Lowered"]
 
 
 class LoweredLayer(Protocol):
@@ -339,10 +339,6 @@ class Context:
         """Add the start and the finish of an exchange."""
         self.start(exchange)
         self.finish(exchange)
-
-    def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
-        """Return the all-gather of an array, of which each rank of a group has a part; `sizes` are by group [B]."""
-        return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
         """Add the start and the finish of a sum, and return the operations."""

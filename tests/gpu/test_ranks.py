@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import halograd as hg
 from halograd.comm import Communicator
-from halograd.device import as_dtype, is_low, resolution
+from halograd.device import as_dtype, is_low
 from halograd.kernels import Backend, get_backend
 from halograd.layers import BatchNorm as Norm
 from halograd.testing import grids, run_layer
@@ -126,10 +127,10 @@ def compare_losses(
     options = {"dtype": dtype, "steps": steps or STEPS, "graph": steps is not None}
     found, *_ = train(network, comm, kernels, parts, optimizer, **options)
     if is_low(dtype):  # every layer rounds what it writes once
-        bound = resolution(as_dtype(dtype)) * len(network.layers) * (1 + np.arange(len(found)))
+        bound = float(ml_dtypes.finfo(as_dtype(dtype)).eps) * len(network.layers) * (1 + np.arange(len(found)))
     else:
         reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
-        bound = resolution(dtype) * math.sqrt(reduction) * 20 * (1 + np.arange(len(found))) ** 2
+        bound = np.finfo(dtype).eps * math.sqrt(reduction) * 20 * (1 + np.arange(len(found))) ** 2
     error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
     assert (error <= bound).all(), f"losses differ by {error.max():.1e}, allowed are {bound.max():.1e}"
 
