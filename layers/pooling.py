@@ -199,19 +199,32 @@ class AveragePool(_Pool):
         if len(inputs) != 1 or not self.count_include_pad:
             return super().__call__(*inputs)
         (node,) = inputs
-        windows = self.windows(node.shape)
-        inside = [(w.pad_lo, w.pad_hi) for w in replace(self.stencil, rounding="floor").windows(node.shape[:-1])]
-        beyond = [(0, w.pad_hi - hi) for w, (_, hi) in zip(windows, inside)]
+        inside, beyond = self._padding(node.shape)
         if not any(more for _, more in beyond):
             return super().__call__(node)
-        if any(lo or hi for lo, hi in inside):
-            node = Pad(inside, name=self.name and f"{self.name}_pad")(node)
+        if not any(map(any, inside)):
+            return self.changed(count_include_pad=False)(node)
+        node = Pad(inside, name=self.name and f"{self.name}_pad")(node)
         return self.changed(count_include_pad=False, stencil=replace(self.stencil, padding=beyond, rounding="floor"))(
             node
         )
 
+    def _padding(self, shape: Shape) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return, per spatial axis, the padding that counts, and the elements that `ceil_mode` reads beyond it."""
+        inside = [(w.pad_lo, w.pad_hi) for w in replace(self.stencil, rounding="floor").windows(shape[:-1])]
+        return inside, [(0, w.pad_hi - hi) for w, (_, hi) in zip(self.windows(shape), inside)]
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        inside, beyond = self._padding(shapes[0])
+        # A copy of a network for samples of another size may reach beyond the padding; its layers stay the same.
+        if self.count_include_pad and any(map(any, inside)) and any(more for _, more in beyond):
+            raise ValueError(f"AveragePool: expected windows within the padding, got some beyond it, for {shapes[0]}")
+        return super().output_shape(*shapes)
+
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
-        include = self.count_include_pad
+        # Without padding, elements beyond the array never count; with it, no window reaches beyond (`output_shape`).
+        padded = self.stencil.padding == "same" or bool(np.any(self.stencil.padding))
+        include = self.count_include_pad and (padded or self.stencil.rounding == "floor")
         return backend.average_pool(x, y, dy, dx, geometry, count_include_pad=include)
 
 

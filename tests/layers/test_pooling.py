@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 import halograd as hg
+from halograd.comm import Communicator
 from halograd.dtensor import Layout, Window
+from halograd.kernels import get_backend
 from halograd.kernels.geometry import MODES, Resampling
 from halograd.layers import AdaptiveMaxPool, GlobalMaxPool, Input, Pad, ReLU, Resize, pooling
 from halograd.layers.pooling import _candidates, _only_padding
 from halograd.layers.resized import resized
 from halograd.layers.settings import difference, fingerprint
 from halograd.models import unet3d
-from halograd.testing import check_layer
+from halograd.testing import check_layer, random_array
+from halograd.training.executor import Executor
 from tests.layers.cases import ADAPTIVE, CEIL, POOLS
 from tests.layers.geometries import brute_force_taps, drawn
 from tests.layers.oracle import Called, check_torch, torch
@@ -313,6 +317,28 @@ def test_a_model():
     made = resized(unet3d(resolution=16, channels=2, width=2), (13, 16, 21))
     assert shapes(made) == {"x": (13, 16, 21, 2), "target": (13, 16, 21, 1)}
     assert made.layers["pad/x"].shape == (16, 16, 24, 2)
+
+
+@pytest.mark.parametrize("built, extents", [((8, 6), (9, 7)), ((9, 7), (8, 6)), ((9, 6), (7, 10))])
+def test_averages_beyond_the_end_of_samples_of_another_size(built, extents):
+    """Whether windows reach beyond the array depends on its extents; what they read there never counts."""
+    y = hg.AveragePool(3, 2, ceil_mode=True, name="pool")(hg.Input((*built, 2), "x"))
+    network = resized(hg.Network(y), extents)
+    x = random_array((2, *extents, 2), "x")
+    want = torch().nn.functional.avg_pool2d(torch().tensor(np.moveaxis(x, -1, 1)), 3, 2, ceil_mode=True)
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(network, alone, get_backend("numpy"), 2, dtype="float64", trainable=False) as executor,
+    ):
+        executor.set_input("x", x)
+        executor.forward(training=False)
+        np.testing.assert_allclose(executor.gather("pool"), np.moveaxis(want.numpy(), 1, -1), rtol=1e-13)
+
+
+def test_averages_beyond_padding_that_counts_are_refused_at_another_size():
+    network = hg.Network(hg.AveragePool(3, 2, 1, ceil_mode=True)(hg.Input((7, 7, 2), "x")))
+    with pytest.raises(ValueError, match="AveragePool: expected windows within the padding"):
+        resized(network, (6, 6))
 
 
 def test_parameters_that_depend_on_the_extents():
