@@ -154,7 +154,7 @@ def _max_pool(w: OnnxWriter, node: Node) -> str:
 def _average_pool(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     attributes: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
-    attributes["count_include_pad"] = int(layer.count_include_pad)
+    attributes["count_include_pad"] = int(layer.counts_all)
     return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **attributes)
 
 

@@ -221,11 +221,15 @@ class AveragePool(_Pool):
             raise ValueError(f"AveragePool: expected windows within the padding, got some beyond it, for {shapes[0]}")
         return super().output_shape(*shapes)
 
-    def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+    @property
+    def counts_all(self) -> bool:
+        """Whether the divisor is the number of taps, also where a window reaches beyond the array."""
         # Without padding, elements beyond the array never count; with it, no window reaches beyond (`output_shape`).
         padded = self.stencil.padding == "same" or bool(np.any(self.stencil.padding))
-        include = self.count_include_pad and (padded or self.stencil.rounding == "floor")
-        return backend.average_pool(x, y, dy, dx, geometry, count_include_pad=include)
+        return self.count_include_pad and (padded or self.stencil.rounding == "floor")
+
+    def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+        return backend.average_pool(x, y, dy, dx, geometry, count_include_pad=self.counts_all)
 
 
 def _only_padding(w: Window, size: int, outputs: int) -> int | None:
