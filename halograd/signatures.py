@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import UserError
 
-__all__ = ["check_methods"]
+__all__ = ["check_methods", "is_ours"]
 
 
 def check_methods(
@@ -38,19 +38,20 @@ def check_methods(
     UserError
         A method takes other arguments; the message has the expected and the actual ones.
     """
-    if _is_ours(type(instance)):
+    if is_ours(type(instance)):
         return
-    base = base or next((kind for kind in type(instance).__mro__ if _is_ours(kind)), object)
+    base = base or next((kind for kind in type(instance).__mro__ if is_ours(kind)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
         own = inspect.getattr_static(type(instance), name, None)
-        if own is method or name.startswith("_") or _is_ours(own):
+        if own is method or name.startswith("_") or is_ours(own):
             continue
         call = _call_of(method, (counts or {}).get(name, several), optional)
         if call is not None:
             _check(f"{type(instance).__name__}.{name}", getattr(instance, name), *call)
 
 
-def _is_ours(thing: Any) -> bool:
+def is_ours(thing: Any) -> bool:
+    """Return whether a class, or a method of a class, is the library's."""
     return str(getattr(thing, "__module__", "")).startswith("halograd.")
 
 

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from halograd.signatures import check_methods
+from halograd.errors import UserError
+from halograd.signatures import check_methods, is_ours
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
 from ..lowering.context import Context, Lowered
@@ -217,6 +218,15 @@ class Layer(TargetReader):
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
         check_methods(self, len(inputs))
+        lower = type(self).lower
+        unused = ("forward", "backward") if lower is not Layer.lower and is_ours(lower) else ()
+        for name in unused:
+            if not is_ours(getattr(type(self), name)):
+                base = next(kind.__name__ for kind in type(self).__mro__ if is_ours(kind))
+                raise UserError(
+                    f"{self.kind}: expected no {name}() in a class derived from {base}, whose kernels compute instead, "
+                    "got one; derive it from Layer, or override lower() too"
+                )
         output = Node(self, inputs if self.before is None else [self.before(node) for node in inputs])
         self._check_extents(output)
         return output if self.followed_by is None else self.followed_by(output)
@@ -301,7 +311,7 @@ class Layer(TargetReader):
                 channels = all_of(channels, shapes[i][-1])
             return sliding(self.windows(shapes[i]), output.boxes, channels)
         # Only layers of the user are checked: tests check those of the library.
-        users = own and not type(self).__module__.startswith("halograd.")
+        users = own and not is_ours(type(self))
         return probe(lambda box: self.input_boxes(box, *shapes)[i], output.boxes, len(shapes[i]) + 1, self.kind, users)
 
     def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
@@ -319,7 +329,7 @@ class Layer(TargetReader):
         method = type(self).gradient_box
         if method is Layer.gradient_box:
             return None
-        users = not method.__module__.startswith("halograd.")
+        users = not is_ours(method)
         shape, out = x.shape[1:], output.shape[1:]
         return probe(lambda box: self.gradient_box(box, shape, out), x.boxes, len(out) + 1, self.kind, users)
 

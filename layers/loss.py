@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from halograd.signatures import check_methods
+from halograd.errors import UserError
+from halograd.signatures import check_methods, is_ours
 
 from ..device import is_low
 from ..dtensor import Blocks, Groups, Layout, Window
@@ -157,6 +158,12 @@ class Loss(Layer):
     def __call__(self, *inputs: Node) -> LossNode:
         self._refuse_others(inputs)
         check_methods(self, len(inputs), {"check": 2}, ["weights"] if self.takes_weights and len(inputs) > 2 else ())
+        kernels = self.block_type() not in (LocalLoss, WindowLoss) and is_ours(type(self).block_type)
+        if kernels and not is_ours(type(self).local):
+            raise UserError(
+                f"{self.kind}: expected no local() in a class derived from a loss that has kernels, got one; derive it "
+                "from Loss"
+            )
         return LossNode(self, inputs)
 
     def output_shape(self, *shapes: Shape) -> Shape:

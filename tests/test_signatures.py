@@ -73,6 +73,16 @@ def test_classes_of_the_library_are_not_looked_at(monkeypatch):
     assert hg.Conv(2, 3)(X).shape == (2, 2, 2)
 
 
+test_methods_that_kernels_replace = refusals(
+    (
+        lambda: method("forward", lambda self, inputs, params, box: inputs[0], hg.ReLU)(X),
+        r"Own: expected no forward\(\) in a class derived from ReLU, whose kernels compute instead, got one",
+    ),
+    (
+        lambda: method("local", lambda self, prediction, target, dx, scale, work: 0.0, hg.MeanSquaredError)(X, T),
+        r"Own: expected no local\(\) in a class derived from a loss that has kernels, got one; derive it from Loss",
+    ),
+)
 test_losses = refusals(
     (
         lambda: method("local", lambda self, x, t: 0.0, Loss)(X, T),
