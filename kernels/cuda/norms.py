@@ -99,10 +99,12 @@ class Norm:
         count = self.rows if a.local else t.count if t.from_sums else 0
         running = {"running_mean": t.running_mean, "running_var": t.running_var, "momentum": t.momentum}
         running |= {"running_float": is_float(t.running_mean), "unbiased": t.unbiased}
+        # With a share forward finds mean and variance in the sums, which are complete by then; with 0 they are given.
         return {**running, "share": 1 / count if count else 0}
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
         a = self.a
+        # With a residual the slope of the activation comes from y, and dy' is stored as the residual's gradient.
         read = () if a.dresidual is None else (a.y, a.dresidual)
         grid = self._grid(a.x, a.dy, *read, sums=True)
         sums = self._launch("gradient_sums", grid, fused=True, **self._gradients())
@@ -120,6 +122,7 @@ class Norm:
         """Return the launch that writes `dx`, from the given means or from the sums, and from dy' if that was stored.
         """
         a = self.a
+        # The stored dy' includes the slope of the activation, so this launch is compiled without the activation.
         dy = a.dy if a.dresidual is None else a.dresidual
         grid = self._grid(a.x, dy, a.dx, sums=False)
         return self._launch("gradient_data", grid, fused=a.dresidual is None, dy=dy, **self._means())
@@ -129,6 +132,7 @@ class Norm:
         a = self.a
         if not a.local and a.training is None:
             return {}
+        # The sums with a factor in place of means: no launch divides them.
         return {"means": a.sums, "factor": 1.0 / (self.rows if a.training is None else a.training.count)}
 
     def kernels(self) -> BatchNormKernels:
@@ -149,6 +153,7 @@ class Norm:
         a = self.a
         grid = ColumnsGrid.whole(self.batch, self.rows, self.channels, a.x, a.y, a.dy, a.dx, a.residual, a.dresidual)
         sizes = self.rows, a.x.nbytes, math.prod(grid.grid)
+        # Forward reads x twice, backward x and dy: one launch may be faster in one direction only.
         if is_one_launch(*sizes, 1, self.launcher.units):
             forward = sequence("norm", self._launch("whole_forward", grid, fused=True, **self._moments()))
         else:
@@ -160,13 +165,12 @@ class Norm:
             backward = sequence("norm gradient", both)
         else:
             backward = self._gradient_sums(self._gradient_data())
+        # The caller has nothing to reduce between the parts, so one part of each direction does it all.
         return BatchNormKernels(idle(), forward, backward, idle())
 
 
 def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any) -> Kernel:
     """Return a kernel of one launch over `items`. Per-channel vectors that are not float32 have the dtype of `data`."""
-    if items == 0:
-        return idle()
     program = CudaProgram("group_norm", (dtype_name(data) if data is not None else "float32",))
     return sequence(name, Launch(launcher, program, name, items_grid(launcher, items), **members))
 
@@ -181,13 +185,11 @@ def group_totals(launcher: Launcher, sums: Any, totals: Any, gamma: Any, scale: 
     return _launch(launcher, "group_totals", totals.size, gamma, **arguments)
 
 
-def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: float) -> Kernel:
-    """Return a kernel for mean and biased variance ``(N, C)`` from ``scale * totals = [E x, E x^2]``, float64 ``(N, 2,
-    G)``.
-    """
+def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any) -> Kernel:
+    """Return a kernel for mean and biased variance ``(N, C)`` from ``totals = [E x, E x^2]``, float64 ``(N, 2, G)``."""
     batch, channels = mean.shape
     arguments = {"totals": totals, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
-    arguments.update(batch=batch, channels=channels, groups=totals.shape[-1], scale=scale)
+    arguments.update(batch=batch, channels=channels, groups=totals.shape[-1])
     return _launch(launcher, "group_moments", mean.size, mean, **arguments)
 
 
@@ -202,7 +204,7 @@ def sum_samples(launcher: Launcher, sums: Any, first: Any, second: Any) -> Kerne
     """Return a kernel for ``first = sum over samples of sums[:, 0]`` and ``second`` of ``sums[:, 1]``; ``(C,)``."""
     batch, _, channels = sums.shape
     arguments = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
-    arguments.update(first_float=is_float(first), second_float=is_float(second), groups=1)
+    arguments.update(first_float=is_float(first), second_float=is_float(second))
     return _launch(launcher, "sum_samples", channels, first, **arguments)
 
 
@@ -220,11 +222,13 @@ class CudaGroupNorm(GroupNormKernels):
         vectors = (a.gamma, a.beta, a.mean, a.var, a.sums, a.means, a.eps, a.activation)
         self._norm = Norm(launcher, scratch, BatchNormArrays(a.x, a.y, a.dy, a.dx, *vectors), self._samples, True)
         kernels, scale = self._norm.kernels(), 1 / a.count
+        # In float64 the totals stay sums: `_moments` divides them by the count.
         totals = group_totals(launcher, a.sums, a.totals, None, 1.0 if self._exact else scale)
         self._statistics = chain(kernels.statistics, totals)
-        self._to_moments, self._forward = group_moments(launcher, a.totals, a.mean, a.var, 1.0), kernels.forward
+        self._to_moments, self._forward = group_moments(launcher, a.totals, a.mean, a.var), kernels.forward
         self._sums = self._data = idle()
         if kernels.backward_sums is not None and kernels.backward_data is not None:
+            # Gradients of the parameters are sums of dy' without gamma; the totals of groups, with gamma.
             own = [sum_samples(launcher, a.sums, a.dbeta, a.dgamma)] if self._grads else []
             weighted = group_totals(launcher, a.sums, a.totals, a.gamma, scale)
             self._sums = chain(kernels.backward_sums, *own, weighted)
@@ -277,10 +281,12 @@ class CudaNorms(Norms):
         channels = x.shape[-1]
         rows = x.size // channels
         dtype = accumulator(dtype_name(x))
+        # Backward reads them. Without it, in a network that only predicts, they are not stored.
         moments = None if dy is None else launcher.empty((rows, 2), dtype)
         affine = {"gamma": gamma, "beta": beta, "gamma_float": is_float(gamma), "beta_float": is_float(beta)}
         members = {"x": x, "y": y, "moments": moments, "eps": a.eps, "rows": rows, "channels": channels, **affine}
         members.update(alpha=alpha_of(a.activation), centered=a.centered)
+        # A power of two, because the lanes of a row are added up by halves; a block has two rows or more.
         lanes = power_of_two(channels // 2, 128)
         block = (lanes, THREADS // lanes)
         grid = (max(1, min(-(-rows // block[1]), launcher.blocks(16))),)

@@ -60,14 +60,17 @@ DEVICE Index floor_mod(Index a, Index b) { return ((a % b) + b) % b; }
 
 // First key, counted among those of one remainder, that a query of a neighborhood reads.
 DEVICE Index first_neighbor(const AttentionParams& p, int axis, Index query) {
+    // With a dilation, a query reads only keys of its own remainder: a sequence of `length` keys.
     const Index remainder = query % Index(p.dilation[axis]);
     const Index length = (Index(p.size[axis]) - remainder + Index(p.dilation[axis]) - 1) / Index(p.dilation[axis]);
+    // At the ends the neighborhood is moved inwards, so that it keeps its extent.
     const Index last = larger(length - Index(p.extent[axis]), Index(0));
     return smaller(larger(query / Index(p.dilation[axis]) - Index(p.extent[axis]) / 2, Index(0)), last);
 }
 
 // The positions from `first` to before `stop`, by `step`, that lie in a block of `count` positions from `start` on.
 DEVICE Range clipped(Index first, Index stop, Index step, Index start, Index count) {
+    // To the first position of the sequence that is not before the block.
     if (first < start) first += (start - first + step - 1) / step * step;
     stop = smaller(stop, start + count);
     Range range = {first, first < stop ? (stop - first + step - 1) / step : 0, step};
@@ -79,6 +82,7 @@ DEVICE Range keys_of(const AttentionParams& p, int axis, Index query) {
     const Index start = Index(p.key_start[axis]), count = Index(p.key_count[axis]), extent = Index(p.extent[axis]);
     if (p.rule[axis] == EVERYWHERE) return clipped(start, start + count, 1, start, count);
     if (p.rule[axis] == WINDOWS) {
+        // The window that holds the query; the shift may make the first one begin before 0.
         const Index begin = query - floor_mod(query - Index(p.shift[axis]), extent);
         return clipped(begin, begin + extent, 1, start, count);
     }
@@ -95,6 +99,7 @@ DEVICE Range queries_of(const AttentionParams& p, int axis, Index key) {
         return clipped(begin, begin + extent, 1, start, count);
     }
     const Index step = Index(p.dilation[axis]);
+    // More than those that read the key: at the ends neighborhoods are moved. `reads` decides.
     return clipped(key - (extent - 1) * step, key + (extent - 1) * step + 1, step, start, count);
 }
 
@@ -166,6 +171,7 @@ DEVICE A dot(const T* a, const T* b, Index count) {
 DEVICE A score(const AttentionParams& p, const Pair& pair) {
     const A s = dot(p.q + pair.row * Index(p.d), p.k + pair.column * Index(p.d), Index(p.d)) * A(p.scale);
     if (!p.bias) return s;
+    // The table holds all heads, and per axis the distances -(extent - 1) to extent - 1, in steps of the dilation.
     Index entry = Index(p.first_head) + pair.head;
     for (int axis = 0; axis < AXES; ++axis)
         entry = entry * Index(p.table[axis]) +
@@ -177,6 +183,7 @@ DEVICE A score(const AttentionParams& p, const Pair& pair) {
 DEVICE A kept(const AttentionParams& p, const Pair& pair) {
     if (!p.state) return A(1);
     uint64 counter = key_of(p.state, p.salt) + p.base + p.state[2] * p.sample;
+    // Unsigned products and sums are those of the index times GOLDEN, modulo 2^64.
     counter += uint64(pair.sample) * p.steps[0] + uint64(pair.head) * p.steps[1];
     for (int axis = 0; axis < AXES; ++axis) {
         counter += uint64(pair.query.at[axis] - Index(p.query_start[axis])) * p.steps[2 + axis];
@@ -188,14 +195,14 @@ DEVICE A kept(const AttentionParams& p, const Pair& pair) {
 // Probability of a pair, and the gradient of its score.
 DEVICE A gradient_of(const AttentionParams& p, const Pair& pair, A& probability) {
     const A lse = p.lse[pair.row], factor = kept(p, pair);
+    // A query without keys: exp(score - lse) would be infinite.
     const A all = lse == -INFINITY ? A(0) : A(exp(score(p, pair) - lse));
     const A dp = dot(p.dy + pair.row * Index(p.e), p.v + pair.column * Index(p.e), Index(p.e));
+    // Set to 0, not multiplied: a probability that is not finite must not come back from a dropped pair.
     probability = factor == A(0) ? A(0) : all * factor;
     return all * ((factor == A(0) ? A(0) : dp * factor) - p.delta[pair.row]);
 }
 
-DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
-DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
 DEVICE Index larger_width(const AttentionParams& p) { return larger(Index(p.d), Index(p.e)); }
 
 BLOCK_KERNEL(attention_forward, AttentionParams) {
@@ -211,26 +218,31 @@ BLOCK_KERNEL(attention_forward, AttentionParams) {
         Range ranges[AXES];
         for (int axis = 0; axis < AXES; ++axis) ranges[axis] = keys_of(p, axis, query.at[axis]);
         const Index count = active ? size_of(ranges) : 0;
+        // Each lane keeps a maximum and a sum relative to it, which is scaled when the maximum rises (online softmax).
         A peak = -INFINITY, total = 0, broken = 0;
         for (Index j = lane; j < count; j += LANES) {
             const A s = score(p, pair_of(p, sample, head, query, element_of(ranges, j)));
+            // A bias masks this key.
             if (s == -INFINITY) continue;
             broken += s - s;  // NaN, which maxima drop
             const A highest = Maximum::of(peak, s);
             total = total * (peak == -INFINITY ? A(0) : A(exp(peak - highest))) + A(exp(s - highest));
             peak = highest;
         }
+        // Results for the keys before count as one more key, in lane 0.
         const A before = active && p.merge ? p.lse[row] : A(-INFINITY);
         const A highest = across_lanes<Maximum>(Maximum::of(peak, before));
-        if (lane == 0 && before != -INFINITY) total = total * (peak == -INFINITY ? A(0) : A(exp(peak - highest)));
-        else total = peak == -INFINITY ? A(0) : total * A(exp(peak - highest));
+        total = peak == -INFINITY ? A(0) : total * A(exp(peak - highest));
         if (lane == 0 && before != -INFINITY) total += A(exp(before - highest));
         total = across_lanes<Add>(total + broken);
         const A lse = total == A(0) ? A(-INFINITY) : highest + A(log(total));
+        // The share of the results before in the sum over all keys.
         const A old = before == -INFINITY ? A(0) : A(exp(before - lse));
+        // 64 channels of the values at a time, a lane for each; within, 64 keys at a time: lanes share their weights.
         for (Index first = 0; first < Index(p.e); first += LANES) {
             const Index c = first + lane;
             A sum = active && p.merge && c < Index(p.e) ? widen(p.y[row * Index(p.e) + c]) * old : A(0);
+            // To `most` and not to `count`, which differs between rows: all threads must reach the barriers.
             for (Index chunk = 0; chunk < Index(p.most); chunk += LANES) {
                 A weight = 0;
                 if (chunk + lane < count && lse != -INFINITY) {
@@ -316,6 +328,7 @@ BLOCK_KERNEL(attention_keys, AttentionParams) {
             A found_k = 0, found_v = 0;
             for (Index group = 0; group < Index(p.groups); ++group) {
                 const Index head = least + group;
+                // A rank may hold only some heads of a group.
                 const bool held = head >= 0 && head < Index(p.heads);
                 for (Index chunk = 0; chunk < Index(p.most); chunk += LANES) {
                     A probability = 0, weight = 0;
@@ -325,7 +338,6 @@ BLOCK_KERNEL(attention_keys, AttentionParams) {
                         for (int axis = 0; axis < AXES; ++axis)
                             allowed = allowed && reads(p, axis, query.at[axis], key.at[axis]);
                         if (allowed) weight = gradient_of(p, pair_of(p, sample, head, query, key), probability);
-                        else probability = 0;
                     }
                     __syncthreads();
                     weights[own + lane] = weight;

@@ -27,9 +27,6 @@ struct BiasSumsParams {
     int64 first_head;
 };
 
-DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
-DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
-
 BLOCK_KERNEL(attention_merge, MergeParams) {
     const Index rows = Index(p.samples) * Index(p.queries) * Index(p.heads);
     for (Index start = first_row(); start < rows; start += row_step()) {

@@ -19,10 +19,6 @@ struct ChannelNormParams {
     double eps;
 };
 
-// Every row in turn for all the rows of threads of the grid alike, so that they meet at the barriers.
-DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
-DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
-
 // gamma * xhat + beta, or gamma * xhat.
 DEVICE A affine(const ChannelNormParams& p, Index c, A xhat) {
     const A gamma = parameter(p.gamma, p.gamma_float, c);
@@ -38,6 +34,7 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
         A sum = 0;
         for (Index c = Index(threadIdx.x); p.centered && active && c < channels; c += lanes) sum += widen(x[c]);
         const A mean = p.centered ? across_lanes<Add>(sum) / A(channels) : A(0);
+        // About the mean, in a second pass over the row, which is in a cache: nothing cancels.
         A squares = 0;
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
             const A d = widen(x[c]) - mean;

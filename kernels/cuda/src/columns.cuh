@@ -30,8 +30,8 @@ template <int V> DEVICE Columns columns(int64 rows, int64 channels) {
 // Element of the first of this thread's channels in row r.
 DEVICE Index element(const Columns& at, Index r) { return at.base + r * at.channels; }
 
-// The same, counted from the last row: a pass over rows that another pass has just read begins with those that are still
-// in a cache (L2: some 25 MB of the last ones).
+// The same, counted from the last row: a pass over rows that another pass has just read begins with those that are
+// still in a cache (L2: some 25 MB of the last ones).
 DEVICE Index from_end(const Columns& at, Index r) { return element(at, at.rows - 1 - r); }
 
 // Memory of a block for the sums of its threads: a row of them after the other, with a gap, so that rows begin at
@@ -43,15 +43,14 @@ DEVICE Index from_end(const Columns& at, Index r) { return element(at, at.rows -
 template <int V>
 DEVICE void add_parts(double (&sums)[2][V], double* shared, int columns, int parts, int next, int lane) {
     const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
-    if (parts > 1) {
-        double sum = 0;
-        if (thread < columns) {
-            for (int part = 0; part < parts; ++part) sum += shared[part * columns + thread];
-        }
-        __syncthreads();
-        if (thread < columns) shared[thread] = sum;
-        __syncthreads();
+    double sum = 0;
+    if (thread < columns) {
+        for (int part = 0; part < parts; ++part) sum += shared[part * columns + thread];
     }
+    // The first row of sums overwrites a part: all threads must have read the parts, and then find the sums.
+    __syncthreads();
+    if (thread < columns) shared[thread] = sum;
+    __syncthreads();
 #pragma unroll
     for (int k = 0; k < V; ++k) {
         sums[0][k] = shared[int(threadIdx.x) * lane + k * next];
@@ -64,8 +63,10 @@ DEVICE void add_parts(double (&sums)[2][V], double* shared, int columns, int par
 template <int V> DEVICE void add_threads(double (&sums)[2][V], double* shared) {
     const int lanes = int(blockDim.x), rows = int(blockDim.y), columns = 2 * V * lanes;
     const int thread = int(threadIdx.y) * lanes + int(threadIdx.x);
-    // Where there are fewer sums than threads, several threads add up parts of the rows of one sum.
-    const int parts = larger(1, 256 / columns), part_rows = rows / parts;
+    // Several threads add up parts of the rows of one sum. All extents are powers of two, and a block has at most 8
+    // lanes of 8 channels (kernels/cuda/columns.py), so each of the 256 threads has a part, and a sum at least two.
+    const int parts = 256 / columns, part_rows = rows / parts;
+    const int column = thread % columns, first = thread / columns * part_rows;
     double* row = shared + int(threadIdx.y) * (columns + lanes) + int(threadIdx.x);
     __syncthreads();
 #pragma unroll
@@ -74,16 +75,10 @@ template <int V> DEVICE void add_threads(double (&sums)[2][V], double* shared) {
         row[(V + k) * lanes] = sums[1][k];
     }
     __syncthreads();
-    double found[2] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int item = thread + 256 * i, column = item % columns, first = item / columns * part_rows;
-        if (item >= columns * parts) continue;
-        for (int y = 0; y < part_rows; ++y) found[i] += shared[(first + y) * (columns + lanes) + column];
-    }
+    double found = 0;
+    for (int y = 0; y < part_rows; ++y) found += shared[(first + y) * (columns + lanes) + column];
     __syncthreads();
-    shared[thread] = found[0];
-    if (thread + 256 < columns) shared[thread + 256] = found[1];
+    shared[thread] = found;
     __syncthreads();
     add_parts<V>(sums, shared, columns, parts, lanes, 1);
 }
@@ -116,29 +111,28 @@ template <int V> DEVICE bool add_chunks(const Columns& at, double (&sums)[2][V],
     }
     __syncthreads();
     if (!last) return false;
+    // The partial sums of the others, too, are read only after all of them have arrived.
     __threadfence();
-    // Neighboring threads take neighboring channels; several take parts of the chunks where there are fewer sums than
-    // threads. Many loads are in flight: the block is alone, and the others wait for it.
-    const int width = int(blockDim.x) * V, columns = 2 * width, parts = larger(1, 256 / columns);
-    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x), begin = int(blockIdx.x) * width;
-    for (int item = thread; item < columns * parts; item += 256) {
-        const int column = item % columns, channel = begin + column % width;
-        double sum = 0;
-        if (channel < int(at.channels)) {
-            const double* from = partial + (int64(blockIdx.z) * chunks * 2 + column / width) * at.channels + channel;
-            for (int chunk = item / columns; chunk < chunks; chunk += IN_FLIGHT * parts) {
-                double read[IN_FLIGHT];
+    // Neighboring threads take neighboring channels; several take parts of the chunks of one sum, as in `add_threads`.
+    // Many loads are in flight: the block is alone, and the next launch waits for it.
+    const int width = int(blockDim.x) * V, columns = 2 * width, parts = 256 / columns;
+    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    const int column = thread % columns, channel = int(blockIdx.x) * width + column % width;
+    double sum = 0;
+    if (channel < int(at.channels)) {
+        const double* from = partial + (int64(blockIdx.z) * chunks * 2 + column / width) * at.channels + channel;
+        for (int chunk = thread / columns; chunk < chunks; chunk += IN_FLIGHT * parts) {
+            double read[IN_FLIGHT];
 #pragma unroll
-                for (int i = 0; i < IN_FLIGHT; ++i) {
-                    const int next = chunk + i * parts;
-                    read[i] = next < chunks ? from_l2(from + int64(next) * 2 * at.channels) : 0;
-                }
-#pragma unroll
-                for (int i = 0; i < IN_FLIGHT; ++i) sum += read[i];
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int next = chunk + i * parts;
+                read[i] = next < chunks ? from_l2(from + int64(next) * 2 * at.channels) : 0;
             }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) sum += read[i];
         }
-        shared[item] = sum;
     }
+    shared[thread] = sum;
     __syncthreads();
     add_parts<V>(sums, shared, columns, parts, 1, V);
     return true;

@@ -58,6 +58,7 @@ DEVICE void narrow(float f, Bfloat16& b) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b.bits) : "f"(f));
 #else
     const uint32 u = __float_as_uint(f);
+    // To the nearest, ties to even, by integers: cards before 8.0 have no instruction for it.
     b.bits = f != f ? 0x7fff : uint16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 #endif
 }
@@ -103,6 +104,7 @@ template <int V> DEVICE void store(const A (&from)[V], T* to) {
     Vec<T, V> stored;
 #pragma unroll
     for (int k = 0; k < V; ++k) narrow(from[k], stored.v[k]);
+    // One access; the launchers choose V > 1 only where all addresses are multiples of it.
     *reinterpret_cast<Vec<T, V>*>(to) = stored;
 }
 

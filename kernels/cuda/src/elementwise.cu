@@ -44,7 +44,9 @@ struct BiasParams {
 };
 
 template <int V> DEVICE Index offset_of(Index item, int64 axes, const int64 (&shape)[AXES], const int64* strides) {
+    // Packed: no division per item.
     if (axes == 1) return item * V;
+    // The innermost axis is packed and counted in vectors.
     Index at = (item % Index(shape[axes - 1])) * V;
     item /= Index(shape[axes - 1]);
     for (int axis = int(axes) - 2; axis > 0; --axis) {

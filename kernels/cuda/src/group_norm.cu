@@ -19,7 +19,7 @@ struct GroupParams {
     int64 batch;
     int64 groups;
     int64 channels;
-    double scale;
+    double scale;  // of totals
 };
 
 // totals = scale * sum over the channels of each group of sums (times gamma).
@@ -42,9 +42,10 @@ KERNEL(group_moments, GroupParams) {
     for (Index item = first_item(); item < total; item += item_step()) {
         const Index sample = item / Index(p.channels), group = item % Index(p.channels) / members;
         const double* found = p.totals + sample * 2 * Index(p.groups) + group;
-        const double mean = found[0] * p.scale;
+        const double mean = found[0];
         set_parameter(mean, p.mean, p.mean_float, item);
-        const double var = found[Index(p.groups)] * p.scale - mean * mean;
+        const double var = found[Index(p.groups)] - mean * mean;
+        // Rounding may leave the variance of a constant group below 0.
         set_parameter(not_negative(var), p.var, p.var_float, item);
     }
 }

@@ -42,6 +42,7 @@ DEVICE void leave(const LossParams& p, double sum) {
     __syncthreads();
     if (first) {
         last = atomicAdd(p.arrived, uint64(1)) == uint64(gridDim.x - 1);
+        // For the next run, which then needs no launch to clear it.
         if (last) *p.arrived = 0;
     }
     __syncthreads();
@@ -54,6 +55,7 @@ DEVICE void leave(const LossParams& p, double sum) {
     for (int i = int(threadIdx.y * blockDim.x + threadIdx.x); i < int(gridDim.x); i += 256) sum += partial[i];
     sum = block_sum(sum);
     if (first) {
+        // Without a header of the toolkit, NaN is the difference of two infinities.
         *p.loss = wrong && *wrong ? INFINITY - INFINITY : sum * loss_scale(p);
         if (wrong) *p.wrong = 0;  // targets of the next run are counted anew
     }
@@ -78,13 +80,16 @@ DEVICE Label label_of(const LossParams& p, Index row) {
     Label found = {0, false, A(0), A(0)};
     if (row >= Index(p.counted)) return found;
     const A factor = factor_of(p, row, 0);
+    // Before the target is read: where nothing is known it may be NaN, or no class.
     if (factor == A(0)) return found;
+    // Targets may be of any dtype; a double holds all indices of classes exactly.
     found.index = int64(number_at(p.target, p.target_code, row));
     if (p.ignores && found.index == p.ignored) {
         found.index = 0;
         return found;
     }
     if (found.index < 0 || found.index >= p.channels) {
+        // All threads of a row read its label: one counts it.
         if (p.wrong && threadIdx.x == 0) atomicAdd(p.wrong, uint64(1));
         found.index = 0;
         return found;
@@ -104,8 +109,7 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
     const Index channels = Index(p.channels), lanes = Index(blockDim.x);
     const A share = A(p.smoothing) / A(p.channels), rest = A(1) - A(p.smoothing), scale = gradient_scale(p);
     double total = 0;
-    for (Index start = Index(blockIdx.x) * Index(blockDim.y); start < Index(p.rows);
-         start += Index(gridDim.x) * Index(blockDim.y)) {
+    for (Index start = first_row(); start < Index(p.rows); start += row_step()) {
         const Index row = start + Index(threadIdx.y);
         const bool active = row < Index(p.rows);
         const Label label = label_of(p, row);
@@ -122,6 +126,7 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
             if (c == Index(label.index)) q += rest * label.weight;
             if (c == Index(label.index)) own += exp(z);
             else others += exp(z);
+            // A class that is masked has z = -inf: 0 * z would be NaN.
             if (q != A(0)) taken += q * z;
             mass += q;
         }
@@ -131,6 +136,7 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
         mass = across_lanes<Add>(mass);
         if (!active) continue;
         if (threadIdx.x == 0 && label.counts) total += double(log1p(others + (own - A(1))) * mass - taken);
+        // Validation has no gradients.
         if (!p.dx) continue;
         const A sum = others + own, target = rest * label.weight;
         for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
@@ -138,6 +144,7 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
             if (label.counts) {
                 const bool labelled = c == Index(label.index);
                 const A smoothed = p.smoothing != 0 ? share * class_weight(p, c) * label.factor : A(0);
+                // mass * own / sum - target, over one divisor; without smoothing the mass is the target.
                 if (labelled) gradient = ((p.smoothing != 0 ? mass - target : A(0)) * own - target * others) / sum;
                 else gradient = exp(widen(x[c]) - largest) / sum * mass;
                 gradient -= smoothed;

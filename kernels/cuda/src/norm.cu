@@ -100,6 +100,7 @@ template <int V> DEVICE void statistics(const NormParams& p) {
                 x[t] = loaded_from<V>(p.x + element(at, r));
                 ++count;
             }
+            // The number that is subtracted is the mean of the thread's first tile: it costs no further pass.
             if (row == at.row) {
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
@@ -113,10 +114,12 @@ template <int V> DEVICE void statistics(const NormParams& p) {
             if (count == TILE) add_tile<V, true>(x, count, pivot, sums);
             else add_tile<V, false>(x, count, pivot, sums);
         }
+        // Rows of this thread: at.row, at.row + at.step, ...
         const double count = double((at.rows - 1 - at.row) / at.step + 1);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
             const double about = double(pivot[k]);
+            // sum x^2 = sum d^2 + 2 about sum d + count about^2: the squares first, as they need the sum of d.
             sums[1][k] += about * (2 * sums[0][k] + count * about);
             sums[0][k] += count * about;
         }
@@ -178,6 +181,7 @@ DEVICE void add_gradients(const NormParams& p, const Columns& at, double (&sums)
         }
     }
 #pragma unroll
+    // The factor of xhat is the same for all rows of a channel.
     for (int k = 0; k < V; ++k) sums[1][k] *= double(inverse[k]);
 }
 
@@ -235,6 +239,7 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
         A var;
+        // Of all blocks that compute the moments of a channel, the first one writes them.
         find_moments(p, set + k, at.channel + k, blockIdx.y == 0 && threadIdx.y == 0, mean[k], var);
         scale[k] = A(1) / sqrt(var + A(p.eps)) * parameter(p.gamma, p.gamma_float, at.channel + k);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
@@ -277,6 +282,7 @@ DEVICE void gradient_data(const NormParams& p, const T* given) {
         mean[k] = parameter(p.mean, p.mean_float, set + k);
         const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
         scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
+        // Of group norm the means contain gamma already, as it differs within a group.
         const A outer = p.premultiplied ? inverse : scale[k];
         offset[k] = outer * A(sum_at(p.means, p.sums_float, at_mean + k) * p.factor);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
@@ -312,6 +318,7 @@ DEVICE void gradient_data(const NormParams& p, const T* given) {
 // pass over the rows reads from a cache. For few rows: then launches take longer than the passes.
 template <int V> DEVICE void whole_forward(const NormParams& p) {
     statistics<V>(p);
+    // The sums of the block are in global memory: all its threads see them after the barrier.
     __syncthreads();
     if (p.residual) forward<V, true>(p);
     else forward<V, false>(p);
@@ -319,6 +326,7 @@ template <int V> DEVICE void whole_forward(const NormParams& p) {
 
 template <int V> DEVICE void whole_backward(const NormParams& p) {
     gradient_sums<V>(p);
+    // The same for dy', which other threads of the block have stored: this pass goes from the last row to the first.
     __syncthreads();
     if (p.dresidual) gradient_data<V, true, 2>(p, p.dresidual);
     else gradient_data<V, false, 2>(p, p.dy);

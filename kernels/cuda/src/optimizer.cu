@@ -73,6 +73,7 @@ template <class Rule, int V> DEVICE void update(const UpdateParams& u, Index i, 
 
 // The bulk in vectors of V, the rest one by one.
 template <class Rule, int V> DEVICE void update_all(const UpdateParams& u, const Rule& rule) {
+    // Set where a gradient is not finite (loss scaling): decided on the device, without a wait of the host.
     if (u.skip && *u.skip) return;
     const Index bulk = Index(u.count) / V;
     for (Index item = first_item(); item < bulk; item += item_step()) update<Rule, V>(u, item * V, rule);
@@ -115,6 +116,7 @@ struct AdamRule {
         v += (g - v) * first_step;
         m = m * beta2 + g * g * second_step;
         if (decayed && decoupled) p *= shrink;
+        // In the order of torch: epsilon is added to the corrected root; the rate has the divisor of the first moment.
         p -= rate * (v / (sqrt(m) / correction + epsilon));
     }
 };
@@ -163,7 +165,9 @@ BLOCK_KERNEL(lars, UpdateParams) {
     const double norm = sqrt(parameters);
     gradients = block_sum(gradients);
     if (threadIdx.x == 0) {
+        // The local rate of You, Gitman and Ginsburg (2017): trust |p| / (|g| + weight_decay |p|).
         const double below = sqrt(gradients) * p.scalars[1] + p.weight_decay * norm;
+        // Parameters without weight decay (biases, norms) keep the global rate, and so does one that is 0.
         const bool scaled = segment[2] && norm > 0 && below > 0;
         rate = A(p.scalars[0] * (scaled ? p.trust * norm / below : 1.0));
     }

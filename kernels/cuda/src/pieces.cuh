@@ -42,6 +42,7 @@ DEVICE Offsets offsets(const Piece& piece, Index word) {
 #pragma unroll
     for (int axis = AXES - 1; axis >= 0; --axis) {
         const Index extent = Index(piece.shape[axis]);
+        // Axes that the table was filled up with: no division.
         if (extent == 1) continue;
         const Index i = word % extent;
         word /= extent;
@@ -61,6 +62,7 @@ template <class Word, class Action> DEVICE void each_word(const BoxesParams& p, 
 #pragma unroll
     for (int k = 0; k < WORDS_PER_BLOCK / 256; ++k) {
         const Index word = start + k * 256;
+        // The last block of a piece is partly empty.
         if (word >= Index(piece.words)) continue;
         const Offsets at = offsets(piece, word);
         targets[k] = reinterpret_cast<Word*>(piece.target) + at.target;

@@ -112,6 +112,7 @@ template <int V> DEVICE void max_forward(const PoolParams& p) {
 // The outputs [first, last] of one axis whose windows may hold input i.
 DEVICE void readers(const PoolParams& p, int axis, Index i, Index& first, Index& last) {
     const Index row = i + Index(p.lo[axis]), stride = Index(p.stride[axis]);
+    // A window that begins before this row ends before the input.
     const Index above = row - Index(p.dilation[axis]) * (Index(p.kernel[axis]) - 1);
     first = above > 0 ? (above + stride - 1) / stride : 0;
     last = smaller(row / stride, Index(p.out[axis]) - 1);
@@ -121,6 +122,7 @@ DEVICE void readers(const PoolParams& p, int axis, Index i, Index& first, Index&
 DEVICE Index tap_of(const PoolParams& p, int axis, Index i, Index o) {
     const Index row = i + Index(p.lo[axis]) - o * Index(p.stride[axis]);
     if (p.dilation[axis] == 1) return row;
+    // Between the taps of a dilated window lie inputs that it does not read.
     return row % Index(p.dilation[axis]) ? Index(-1) : row / Index(p.dilation[axis]);
 }
 
@@ -135,6 +137,7 @@ DEVICE Index taps_inside(const PoolParams& p, int axis, Index o) {
 DEVICE A share_of(const PoolParams& p, Index a, Index b, Index c) {
     if (p.include) return A(1) / A(p.kernel[0] * p.kernel[1] * p.kernel[2]);
     const Index inside = taps_inside(p, 0, a) * taps_inside(p, 1, b) * taps_inside(p, 2, c);
+    // A window within the padding has no taps: its sum is 0, not 0 / 0.
     return A(1) / A(larger(inside, Index(1)));
 }
 

@@ -78,6 +78,7 @@ struct ScalingParams {
 KERNEL(update_loss_scale, ScalingParams) {
     if (blockIdx.x || threadIdx.x) return;
     if (*p.flag) {
+        // The scale stays within [1, 2^24].
         p.state[0] = larger(p.state[0] * p.backoff, 1.0);
         p.state[1] = 0;
     } else if (++p.state[1] >= p.interval) {
@@ -100,5 +101,6 @@ KERNEL(clip, ClipParams) {
     if (blockIdx.x || threadIdx.x) return;
     const double norm = sqrt(*p.squares) * (p.inverse ? *p.inverse : 1.0);
     *p.norm = norm;
+    // 1e-6 as in torch's clip_grad_norm_.
     *p.factor = smaller(1.0, p.max_norm / (norm + 1e-6));
 }

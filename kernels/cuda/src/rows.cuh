@@ -15,6 +15,7 @@ template <class Combine> DEVICE A across_lanes(A value) {
     if (lanes == 1) return value;
     __shared__ A shared[256];
     A* row = shared + int(threadIdx.y) * lanes;
+    // A call before this one may still be reading its result.
     __syncthreads();
     row[lane] = value;
     __syncthreads();
@@ -24,3 +25,8 @@ template <class Combine> DEVICE A across_lanes(A value) {
     }
     return row[0];
 }
+
+// Loops over rows: every block has the same number of steps for all its threads, as they must all reach the barriers.
+// Threads whose row lies after the last one compute nothing, but stay in the loop.
+DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
+DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
