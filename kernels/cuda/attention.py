@@ -13,7 +13,9 @@ from .sources import dtype_name
 
 __all__ = ["CudaAttention"]
 
+# AXES and LANES of attention.cu.
 _AXES, _LANES = 3, 64
+# Python's integers have no limit: products modulo 2^64, as in the kernels.
 _MASK, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
 
@@ -23,11 +25,14 @@ class CudaAttention(Attentions):
     launcher: Launcher
 
     def _attention_forward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
+        # A row of threads per query and head: `lse` has one number for each.
         rows = arrays.lse.size
         return sequence("attention", self._launch("attention_forward", rows, arrays, geometry))
 
     def _attention_backward(self, arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
         a = arrays
+        # The sum of dy * y per query and head: the gradient of a score is ``p * (dp - delta)``. The launch over queries
+        # writes it, the launches after that one read it.
         delta = self.launcher.empty(a.lse.shape, accumulator(dtype_name(a.q)))
         key_rows = a.k.size // a.k.shape[-1] * (geometry.key_heads[1] - geometry.key_heads[0])
         launches = [
@@ -54,6 +59,7 @@ class CudaAttention(Attentions):
         if g.dropout is not None:
             members |= _dropout(g.dropout, len(g.reaches))
         rows_of_block = THREADS // _LANES
+        # Rows beyond the grid are taken by its blocks in a loop.
         grid = (max(1, min(-(-rows // rows_of_block), self.launcher.blocks(16))),)
         program = scalar_program("attention", a.q, a.k, a.v, a.y, a.bias)
         return Launch(self.launcher, program, name, grid, (_LANES, rows_of_block), **members)
@@ -62,6 +68,7 @@ class CudaAttention(Attentions):
 def _rules(g: AttentionGeometry) -> dict[str, Any]:
     """Return the members that describe the axes; absent axes have one position."""
     absent = _AXES - len(g.reaches)
+    # The absent axes come first: the last one stays the fastest in memory.
     reaches = (*(Everywhere(1, 1),) * absent, *g.reaches)
     queries, keys = (((0, 1),) * absent + intervals for intervals in (g.queries, g.keys))
     members: dict[str, Any] = {
@@ -76,6 +83,8 @@ def _rules(g: AttentionGeometry) -> dict[str, Any]:
         members[f"{name}_start"] = [start for start, _ in intervals]
         members[f"{name}_count"] = [stop - start for start, stop in intervals]
     counts = zip(reaches, members["query_count"], members["key_count"])
+    # All rows of a block take as many steps as the longest may need, because they wait for each other. With windows or
+    # neighborhoods of e keys, at most 2 e - 1 queries read a key, more than a query has keys.
     members["most"] = math.prod(max(q, k) if isinstance(r, Everywhere) else 2 * r.extent - 1 for r, q, k in counts)
     return members
 
@@ -88,6 +97,7 @@ def _number(reach: Reach) -> int:
 
 
 def _dropout(mask: DropoutMask, ndim: int) -> dict[str, Any]:
+    # Elements between neighbors in the array of all probabilities, (samples, heads, *queries, *keys).
     strides = [math.prod(mask.shape[axis + 1 :]) for axis in range(len(mask.shape))]
     base = sum(a * s for a, s in zip(mask.start, strides)) * _GOLDEN & _MASK
     absent = (0,) * (_AXES - ndim)
@@ -95,6 +105,7 @@ def _dropout(mask: DropoutMask, ndim: int) -> dict[str, Any]:
     return {
         "state": mask.state,
         "salt": mask.salt,
+        # A hash of 64 bits below it drops the probability.
         "threshold": int(mask.rate * 2**64),
         "base": base,
         "sample": strides[0] * _GOLDEN & _MASK,

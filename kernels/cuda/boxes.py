@@ -17,6 +17,7 @@ __all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
 
 #: Largest number of axes in the kernels.
 AXES = 5
+# Four words per thread, all read before the first is written; WORDS_PER_BLOCK of pieces.cuh.
 WORDS_PER_BLOCK = 1024
 #: Members of the struct ``Piece`` in pieces.cuh.
 COLUMNS = 4 + 3 * AXES
@@ -56,6 +57,7 @@ class Boxes:
         size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
         if any(dtype_name(target) != dtype for _, target in pairs):
             raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
+        # A word is 16 bytes of elements or one element: the kernel adds elements, which other widths may split.
         word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
         joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
         name = "add_into_v" if word == 16 else "add_into_1"
@@ -72,6 +74,7 @@ class Boxes:
         widths: dict[int, list[tuple[Any, Joined]]] = {}
         for view in views:
             size = np.dtype(view.dtype).itemsize
+            # In a word narrower than an element only the low bytes of the value would be written.
             joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
             # A row of the table has strides of a source and of a target; a fill has a target only.
             both = Joined(joined.shape, joined.strides * 2, joined.lanes)
@@ -87,12 +90,14 @@ class Boxes:
 
 
 def _move(launcher: Launcher, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+    # One launch has one width of access: that of the pair that permits the least.
     word = min(joined_bytes("copy", *pair).lanes for pair in pairs)
     joined = [joined_bytes("copy", *pair, lanes=(word,)) for pair in pairs]
     return _kernel(launcher, f"copy_{word}", CudaProgram("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
 
 
 def _convert(launcher: Launcher, pairs: Sequence[tuple[Any, Any]], dtypes: tuple[str, ...]) -> Kernel:
+    # At most 4: 16 bytes of float32, with the 8 bytes of 16-bit elements that they become.
     word = min(joined_elements("copy", *pair, lanes=(4, 2, 1)).lanes for pair in pairs)
     joined = [joined_elements("copy", *pair, lanes=(word,)).in_words() for pair in pairs]
     program = CudaProgram("boxes_cast", dtypes, is_long(joined))
@@ -138,6 +143,7 @@ def _kernel(
         signed = np.array([blocks, piece.items, *piece.padded(piece.shape, 1), *(n for s in strides for n in s)])
         # Addresses need 64 unsigned bits, strides may be negative: the kernel reads their bits as signed.
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
+        # A piece begins with a block of its own: all words of a block belong to one row of the table.
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
     pieces = launcher.upload(table)
     launch = Launch(launcher, program, name, (blocks,), pieces=pieces, count=len(joined))
@@ -194,6 +200,7 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
     joined: list[int] = []
     merged: list[list[int]] = [[] for _ in strides]
     for axis in axes:
+        # The outer axis must step over exactly this one in every array: one index then serves all of them.
         if joined and all(f[-1] == shape[axis] * s[axis] for f, s in zip(merged, strides)):
             joined[-1] *= shape[axis]
             for f, s in zip(merged, strides):
@@ -202,6 +209,7 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
         joined.append(shape[axis])
         for f, s in zip(merged, strides):
             f.append(s[axis])
+    # Arrays of one element: the kernels need an axis.
     if not joined:
         return [1], [[1] for _ in strides]
     return joined, merged
@@ -220,6 +228,7 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
     shape, strides_joined = join(arrays[0].shape, strides)
     _check_axes(what, shape)
     packed, gaps = all(f[-1] == 1 for f in strides_joined), [s for f in strides_joined for s in f[:-1]]
+    # `lanes` ends with 1, or is the one width that all pairs of a launch permit: the last one is never refused.
     for wide in lanes or (ACCESS // sizes[0], 1):
         aligned = all(address(a) % (wide * size) == 0 for a, size in zip(arrays, sizes))
         if wide == 1 or (packed and aligned and not any(n % wide for n in (shape[-1], *gaps))):
@@ -231,11 +240,13 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
 def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:
     """Return arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words.
     """
+    # The bytes of an element are one more axis, the innermost.
     size = np.dtype(arrays[0].dtype).itemsize
     shape, strides_joined = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
     if any(f[-1] != 1 for f in strides_joined):  # elements of one byte with gaps between them
         shape, strides_joined = [*shape, 1], [[*f, 1] for f in strides_joined]
     for word in lanes:
+        # Addresses, distances between rows and their lengths must all be whole words.
         gaps = [s for f in strides_joined for s in f[:-1]]
         if not any(n % word for n in (shape[-1], *gaps, *map(address, arrays))):
             break
@@ -243,6 +254,7 @@ def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1
         raise KernelError(f"{what}: expected elements aligned to their size, got {[a.strides for a in arrays]}; copy")
     words = [[*(s // word for s in f[:-1]), 1] for f in strides_joined]
     shape = [*shape[:-1], shape[-1] // word]
+    # Rows of one word need no axis, which would count against the limit.
     if shape[-1] == 1 and len(shape) > 1:
         shape, words = shape[:-1], [w[:-1] for w in words]
     _check_axes(what, shape)

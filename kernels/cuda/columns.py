@@ -29,6 +29,7 @@ from .sources import dtype_name
 
 __all__ = ["ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 
+# Rows that a thread reads before it adds them up; TILE of columns.cuh.
 TILE = 8
 
 
@@ -72,6 +73,7 @@ class ColumnsGrid:
     def whole(cls, batch: int, rows: int, channels: int, *arrays: Any) -> ColumnsGrid:
         """Return a grid whose blocks have all rows of their channels, which are 32 bytes of each row."""
         lanes = vector_lanes(channels, *arrays)
+        # Two threads of 16 bytes read one sector, the least that memory delivers.
         threads = power_of_two(channels // lanes, 2)
         return cls(
             batch, rows, channels, lanes, (threads, THREADS // threads), (-(-channels // (lanes * threads)), 1, batch)
@@ -132,6 +134,7 @@ def row_sums(
     arrays = [a for a in (dy, members.get("x")) if a is not None]
     grid = ColumnsGrid.of(launcher, 1, rows, channels, *arrays)
     program = scalar_program("channel_sums", *arrays, activation=activation)
+    # A sum may have another dtype than the data: gradients of parameters are float32 where images have 16 bits.
     codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
     arguments = {"dy": dy, "first": first, "second": second, **codes, **members}
     arguments.update(rows=rows, channels=channels, alpha=alpha_of(activation))

@@ -32,6 +32,7 @@ class CudaLoss(ScratchKernel, LossKernel):
         self._launch, self._rows, self._divisor, self._samples = launch, rows, divisor, samples
 
         def bind() -> Callable[[], Any]:
+            # The address changes when the scratch memory grows.
             launch.set(partial=scratch.view((launch.blocks,), np.float64))
             return launch
 
@@ -39,6 +40,7 @@ class CudaLoss(ScratchKernel, LossKernel):
         self.set(samples, 1.0)
 
     def set(self, samples: int, scale: float) -> None:
+        # The samples that a short batch lacks are the last ones: their rows get no loss and a gradient of 0.
         counted = max(0, min(samples, self._samples)) * self._rows
         self._launch.set(counted=counted, scale=scale / self._divisor)
 
@@ -51,6 +53,7 @@ class CudaLosses(Losses):
 
     def _softmax_cross_entropy(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> LossKernel:
         a, classes = arrays, arrays.x.shape[-1]
+        # A class out of range makes the loss NaN: raising an error would take a wait for the device.
         wrong = self.launcher.upload(np.zeros(1, np.int64))
         members = {**_members(a), "wrong": wrong, "smoothing": label_smoothing, **self._classes(a.target, targets)}
         # Few classes: one thread walks through a position. Many: neighboring threads read neighboring classes.
@@ -110,6 +113,7 @@ class CudaLosses(Losses):
         """
         per_block = block[1] if block[1] > 1 else THREADS
         blocks = max(1, min(math.ceil(items / per_block), self.launcher.blocks(8)))
+        # Not in scratch memory: the count must stay 0 between two launches.
         arrived = self.launcher.upload(np.zeros(1, np.uint64))
         launch = Launch(self.launcher, program, name, (blocks,), block, arrived=arrived, **members)
         return CudaLoss(launch, self.scratch, name, samples, members["rows"] // samples, divisor)

@@ -51,11 +51,13 @@ class CudaPointwise(Pointwise):
         while True:
             part, terms = terms[:TERMS], terms[TERMS:]
             joined = joined_elements("add", y, *part)
+            # Only the last launch has the whole sum.
             after = None if terms else activation
             program = scalar_program("elementwise", y, *inputs, activation=after)
             launches.append(_one_sum(self.launcher, program, part, y, joined, after))
             if not terms:
                 return sequence("add", *launches)
+            # The next launch goes on from the sum so far, which is rounded to y's dtype here.
             terms.insert(0, y)
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
@@ -63,6 +65,7 @@ class CudaPointwise(Pointwise):
         members = _members(x, y, dy, dx, geometry)
         kept = 0
         if dx is not None:
+            # A position is the number of a tap in its window.
             wide = geometry.taps > np.iinfo(np.uint8).max + 1
             position = self.launcher.empty(y.shape, np.int32 if wide else np.uint8)
             members.update(position=position, wide=wide)
@@ -83,6 +86,7 @@ class CudaPointwise(Pointwise):
         parts = {
             "first": [first for first, _ in tables],
             "weights": [weights for _, weights in tables],
+            # Backward gathers: one thread adds up the whole gradient of an input, in an order that never changes.
             "readers": [readers(first, weights, n) for (first, weights), n in zip(tables, inputs)],
         }
         members = {"x": x, "y": y, "dy": dy, "dx": dx, "samples": x.shape[0], "channels": x.shape[-1]}
@@ -100,7 +104,9 @@ class CudaPointwise(Pointwise):
     def _dropped(self, x: Any, y: Any, mask: DropoutMask) -> Kernel:
         strides = [math.prod(mask.shape[axis + 1 :]) for axis in range(len(mask.shape))]
         lanes = vector_lanes(x.shape[-1], x, y)
+        # The index of an element times GOLDEN is a sum over axes: the kernel multiplies no global index.
         steps = [s * _GOLDEN & _MASK for s in strides]
+        # The last axis is counted in vectors.
         steps[-1] = steps[-1] * lanes & _MASK
         extents = [*x.shape[:-1], x.shape[-1] // lanes]
         rest = AXES - len(extents)
@@ -200,6 +206,7 @@ def readers(first: Any, weights: Any, inputs: int) -> Any:
     """
     ranges = np.zeros((inputs, 2), np.int32)
     for output, (input_, pair) in enumerate(zip(first, weights)):
+        # Outputs are visited in rising order: the first that reads an input sets the start, each later one the stop.
         for read in input_ + np.flatnonzero(pair):
             start, stop = ranges[read]
             ranges[read] = (output if stop == 0 else start, output + 1)

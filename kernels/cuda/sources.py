@@ -99,7 +99,9 @@ class CudaProgram:
     @property
     def defines(self) -> dict[str, str]:
         """Macros that the program is compiled with."""
+        # `zip` ends with the shorter of the two: a source has as many of these macros as it uses.
         names = ("SCALAR", "SECOND", "THIRD")
+        # The position in ACTIVATIONS; `enum Kind` of activation.cuh has the same order (a test compares them).
         fused = {} if self.activation is None else {"ACTIVATION": str(ACTIVATIONS.index(self.activation))}
         return {**{n: ELEMENTS[d] for n, d in zip(names, self.dtypes)}, "INDEX": INDEX[self.large], **fused}
 
@@ -130,6 +132,7 @@ def text_of(source: str) -> str:
 def _expand(text: str, seen: set[str]) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
+        # NVRTC gets one text and no path to includes, so this takes the part of `#pragma once`.
         if name in seen:
             return ""
         seen.add(name)
@@ -155,6 +158,7 @@ def record_of(source: str, struct: str) -> np.dtype:
         If a member's type is not 8 bytes long.
     """
     text = text_of(source)
+    # Extents of members may be macros, also those of an included file.
     sizes = {name: int(value) for name, value in _DEFINE.findall(text)}
     bodies = dict(_STRUCT.findall(text))
     fields: list[tuple[Any, ...]] = []
@@ -169,5 +173,6 @@ def record_of(source: str, struct: str) -> np.dtype:
         if not pointer and kind not in _NUMBERS:
             raise AssertionError(f"{source}.cu: expected members of 8 bytes in {struct}, got {line!r}")
         shape = tuple(sizes[e] if e in sizes else int(e) for e in re.findall(r"\[(\w+)\]", extents))
+        # An address is stored as a number of 8 bytes: NumPy has no dtype of pointers.
         fields.append((name, np.uint64 if pointer else _NUMBERS[kind], shape))
     return np.dtype(fields)

@@ -29,6 +29,7 @@ __all__ = ["CudaUpdates"]
 
 #: Elements of a parameter per block of LARS.
 _CHUNK = 16 * THREADS
+# Most blocks per parameter: each of them adds up the partial sums of all, one per thread.
 _CHUNKS = 256
 
 
@@ -57,10 +58,12 @@ class CudaUpdates(Updates):
 
         The device decides whether a step is skipped, so the arrays are saved and restored on the device.
         """
+        # Views of one number each: a rule reads them on the device, and the host waits for nothing.
         numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
         kept = () if arrays.skip is None else (arrays.p, *arrays.state)
         skipped = None if arrays.skip is None else self.launcher.empty(arrays.skip.shape, np.bool_)
         refresh = None if arrays.copy is None else self.device.copies([(arrays.copy, arrays.p)])
+        # A rule sees one array of gradients, so those of 16 bits are converted into it.
         pairs = [(arrays.g[start:stop], arrays.rounded[start:stop]) for start, stop in arrays.rounds]
         widen = self.device.copies(pairs) if pairs else None
         size = round_up(arrays.p.nbytes)
@@ -92,6 +95,7 @@ class CudaUpdates(Updates):
     def _update(self, rule: str, a: UpdateArrays, **members: Any) -> Kernel:
         """Build an update; see optimizer.cu for the members."""
         arrays = [array for array in (a.p, a.g, a.copy, a.rounded, *a.state) if array is not None]
+        # Only the addresses count: the kernel takes the elements after the last whole vector one by one.
         lanes = min(vector_lanes(4, array, lanes=4) for array in arrays)
         arguments = {**self._members(a), **self._decays(a.p.size, a.decays), **members}
         grid = items_grid(self.launcher, a.p.size // lanes)
@@ -104,6 +108,7 @@ class CudaUpdates(Updates):
         for start, stop, decayed in decays:
             flags[start:stop] = bool(decayed)
         last = int(flags[:count].sum())
+        # Everything decays, or nothing, or a leading part: a number replaces the mask.
         if flags[:last].all():
             return {"decayed": last}
         return {"mask": self.launcher.upload(np.packbits(flags.reshape(-1, 4), axis=1, bitorder="little").reshape(-1))}
@@ -115,6 +120,7 @@ class CudaUpdates(Updates):
         if a.rounds:
             flags = np.zeros(-(-a.p.size // ALIGNMENT), np.uint8)
             for start, stop in a.rounds:
+                # A range may end with the array, within a unit: this unit then counts as a whole.
                 flags[start // ALIGNMENT : -(-stop // ALIGNMENT)] = 1
             fields |= {"rounded": a.rounded, "rounds": self.launcher.upload(np.packbits(flags, bitorder="little"))}
         return {**fields, "count": a.p.size}
@@ -124,6 +130,7 @@ class CudaUpdates(Updates):
         if not len(table):
             return idle()
         longest = int((table[:, 1] - table[:, 0]).max())
+        # As many for every parameter, since a grid is a box; blocks without elements add 0.
         chunks = max(1, min(-(-longest // _CHUNK), _CHUNKS))
         arguments = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **self._members(arrays)}
         arguments.update(segments=self.launcher.upload(table), chunks=chunks)
@@ -154,7 +161,9 @@ class CudaUpdates(Updates):
             launches.append(Launch(self.launcher, program, f"squares_{_reads(first)}", grid, **members))
             offsets.append(count)
             count += grid[0]
+        # Joined terms have the address of the first only, so all arrays are kept alive here.
         launches[0].keep([array for array, _ in terms])
+        # The last launch reads partial sums in float64 only; the dtype selects a program that is compiled already.
         program = CudaProgram("reduce", (dtype_name(terms[0][0]),))
         launches.append(Launch(self.launcher, program, "finish_squares", (1,), partials=count, total=out))
         offsets.append(0)
