@@ -32,6 +32,7 @@ from .store import PlanStore, store_path
 __all__ = ["PRECISIONS", "CudnnBackend"]
 
 
+# First compute capability with TF32 and bfloat16.
 _AMPERE = (8, 0)
 
 
@@ -100,6 +101,7 @@ class CudnnBackend(CudaKernels):
         self.runtime = Runtime.find(device) if runtime is None else runtime
         try:
             self._open(autotune, workspace_limit, store_path() if store is None else store)
+        # The caller gets no backend that could be closed.
         except BaseException:
             self.runtime.device.close()
             raise
@@ -110,6 +112,7 @@ class CudnnBackend(CudaKernels):
 
     def _open(self, autotune: bool, workspace_limit: int | None, store: Path) -> None:
         runtime = self.runtime
+        # One launcher for both: kernels and copies of boxes share their compiled programs.
         self.xp, self.launcher, self.device = runtime.cupy, runtime.boxes.launcher, runtime.device
         self.scratch = Scratch(self.launcher.empty)
         self.device_name = runtime.name
@@ -119,6 +122,7 @@ class CudnnBackend(CudaKernels):
         self.version = f"{libraries}, float32 {self.arithmetic.precision}{mode}"
         self._check_capability()
         self.workspaces = Workspaces(runtime.bytes)
+        # cuDNN and cuBLAS have handles of their own, but one workspace per stream, on which kernels run in sequence.
         handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
         kept = PlanStore(store, runtime.conditions)
         timer = EventTimer(runtime.cupy.cuda)
@@ -169,6 +173,7 @@ class CudnnBackend(CudaKernels):
         return self.workspaces.nbytes + own + self.scratch.held_bytes
 
     def close(self) -> None:
+        # Plans before the handles on which they were built, and memory last.
         self._engine.plans.close()
         self._engine.handles.close()
         self._products.handles.close()
@@ -207,6 +212,7 @@ class CudnnBackend(CudaKernels):
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
         """Return a convolution kernel. Its cuDNN plan contains a ReLU; any other activation is a second kernel."""
+        # cuDNN has compiled engines for a fused ReLU only.
         relu = activation is not None and activation.kind == "relu"
         kernel = conv.forward(self._engine, x, w, b, y, geometry, relu)
         return kernel if relu else self.activated(kernel, y, activation)
@@ -221,6 +227,7 @@ class CudnnBackend(CudaKernels):
     # ------------------------------------------------------------------ convolution with the sums of a norm
     def fuses_sums(self, conv: SummedConvolution) -> bool:
         """Return whether the sums are a candidate of autotune; in TF32 those of gradients are, but no statistics."""
+        # A variance is a difference of sums in float32, which loses digits that the float32 images of TF32 have.
         wide = ("float32",) if conv.backward and self.arithmetic.precision == "tf32" else ()
         return self._engine.tuned and on_tensor_cores(conv, (*HALF, *wide), self.launcher.units)
 

@@ -58,6 +58,7 @@ from .sdpa import (
 __all__ = ["CudnnAttention", "SharedMemory"]
 
 _log = logging.getLogger("halograd.kernels")
+# LANES of attention_parts.cu.
 _LANES = 64
 #: Largest workspace, and largest matrix of biases: this multiple of the bytes of queries, keys, values and outputs, and
 #: `_SMALL` [B] more. So cuDNN's gradients (float32 sums of dq) fit, but scores of all pairs of a large sample do not.
@@ -169,9 +170,11 @@ def _guarded(what: str, kernel: Kernel, tiles: Callable[[], Kernel]) -> Kernel:
         try:
             current[-1]()
         except KernelError as error:
+            # After a first success an error is one of this step, not of the plan: our own kernel would hide it.
             if proven:
                 raise
             _log.warning("kernels: %s by our own kernel, which is slower: %s", what, one_line(error))
+            # The refused kernel stays open: `close` frees both.
             current.append(tiles())
             current[-1]()
         proven = True
@@ -195,9 +198,11 @@ class _Temporaries:
     def reserve(self, shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
         """Reserve an array; the result returns it."""
         size = nbytes_of(shape, dtype)
+        # 256 B, the alignment of an allocation, so that cuDNN and wide copies take each array.
         offset, self.nbytes = self.nbytes, self.nbytes + -(-size // 256) * 256
 
         def array() -> Any:
+            # At the first use, after all arrays are reserved and the size is known.
             if self._buffer is None:
                 self._buffer = self._shared.take(self.nbytes)
             return self._buffer[offset : offset + size].view(dtype).reshape(tuple(shape))
@@ -227,6 +232,7 @@ class _TileOperand:
         self.view, size = view, np.dtype(view.dtype).itemsize
         batch, positions = math.prod(view.shape[:lead]), math.prod(view.shape[lead:-1])
         channels, strides = view.shape[-1], [s // size for s in view.strides]
+        # cuDNN takes one stride for all tiles and one for all positions of a tile.
         across = _joined(view.shape[:lead], strides[:lead])
         within = _joined(view.shape[lead:-1], strides[lead:-1])
         if batch == 1:
@@ -260,6 +266,7 @@ def _pairs(first: Any, second: Any) -> list[tuple[Any, Any]]:
     """Return two arrays of one shape as pairs of views, each with few enough axes for a copy."""
     strides = [(*a.strides, 1) for a in (first, second)]
     size, split = np.dtype(first.dtype).itemsize, 0
+    # Leading axes become separate boxes until the copy kernel can take the others.
     while len(join((*first.shape[split:], size), [s[split:] for s in strides])[0]) > AXES:
         split += 1
     if math.prod(first.shape[:split]) > _PIECES:
@@ -273,6 +280,7 @@ class _Group:
     def __init__(self, call: _AttentionCall, axes: Sequence[TileRun], starts: Sequence[Interval], reaches: Any) -> None:
         a, g = call.arrays, call.geometry
         self.call, self.heads, self.key_heads = call, g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
+        # cuDNN has heads by strides, so all are one axis of channels here; a table of biases has an axis of heads.
         self.tiles, self.by_head = (
             TileGroup(a.q.shape[0], axes, starts, reaches, HeadGroup(0, 1, 0, count)) for count in (1, self.heads)
         )
@@ -280,6 +288,7 @@ class _Group:
         self.batch, self.queries, self.keys = (
             math.prod(extents) for extents in (self.tiles.lead, self.tiles.queries, self.tiles.keys)
         )
+        # Each tile would write the gradient of a key that tiles share, and cuDNN has no mask for our rules.
         if self.tiles.overlaps or self.tiles.blocked() or any(self.tiles.margins()):
             raise _Refused("some queries of a tile do not read all of its keys")
         self.operands: dict[int, _TileOperand] = {}
@@ -302,6 +311,7 @@ class _Group:
     def view(self, array: Any, of_keys: bool = False) -> Any:
         """Return the tiles of an array, ``(samples, *tiles, *positions, all channels)``."""
         views = self.tiles.of_keys if of_keys else self.tiles.of_queries
+        # Without the axis of heads, whose extent is 1.
         return views(array, 1, self.call.xp)[(*(slice(None),) * self.lead, 0)]
 
     def copies(self, *uids: int) -> list[tuple[Any, Any]]:
@@ -357,6 +367,7 @@ class _Group:
             limit,
             engine.tuned,
         )
+        # Before the plan is built: a comparison with our own kernel is stored under the keys of all groups.
         call.keys.append(key)
         try:
             return planned(engine, key, {uid: address(a) for uid, a in arrays.items()}, list(arrays.values()))
@@ -389,6 +400,7 @@ class _AttentionCall:
         self.largest = _SMALL + _LARGEST * sum(a.nbytes for a in (arrays.q, arrays.k, arrays.v, arrays.y))
         self._check()
         self.groups = self._grouped()
+        # The merge kernel reads whole arrays, so one group must cover all queries.
         if geometry.merge and [group.batch for group in self.groups] != [arrays.q.shape[0]]:
             raise _Refused("results for further keys are merged for whole blocks only")
 
@@ -400,6 +412,7 @@ class _AttentionCall:
         if g.dropout is not None:
             raise _Refused("the mask of dropout is counted by our own kernels")
         heads, key_heads = g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
+        # The key head of each query head, by our rule and by cuDNN's: it divides query heads evenly.
         own = [(g.heads[0] + head) // g.groups - g.key_heads[0] for head in range(heads)]
         if heads % key_heads or own != [head * key_heads // heads for head in range(heads)]:
             raise _Refused(f"the {heads} heads of this rank read parts of {key_heads} groups")
@@ -409,6 +422,7 @@ class _AttentionCall:
     def _grouped(self) -> list[_Group]:
         g, reaches = self.geometry, self.geometry.reaches
         queries, keys = g.queries, g.keys
+        # All pairs and no table with an index per axis: positions of several axes are one sequence.
         if self.arrays.bias is None and all(isinstance(reach, Everywhere) for reach in reaches):
             counts = [math.prod(b - a for a, b in intervals) for intervals in (queries, keys)]
             reaches, queries, keys = (Everywhere(*counts),), ((0, counts[0]),), ((0, counts[1]),)
@@ -416,6 +430,7 @@ class _AttentionCall:
         for tiles, *intervals in zip(axes, queries, keys):
             parts = ((run.queries for run in tiles), (run.keys for run in tiles))
             covered = [sum(run.count * len(part) for run, part in zip(tiles, side)) for side in parts]
+            # cuDNN writes the tiles only: what no tile covers would keep its old contents.
             if covered != [b - a for a, b in intervals]:
                 raise _Refused("some queries read no keys, or some keys are not read")
         starts = [(q[0], k[0]) for q, k in zip(queries, keys)]
@@ -472,6 +487,7 @@ class _ForwardCall(_AttentionCall):
         for group in self.groups:
             for uid, array, of_keys in ((Q, a.q, False), (K, a.k, True), (V, a.v, True)):
                 group.add(uid, array, of_keys)
+            # With `merge` y holds the result for the keys before, which cuDNN must not overwrite.
             group.add(O, a.y, copied=geometry.merge)
             if a.bias is not None:
                 group.add_matrix(BIAS_MATRIX)
@@ -505,6 +521,7 @@ class _BackwardCall(_AttentionCall):
                 group.add(uid, array)
             for uid, array in ((K, a.k), (V, a.v), (DK, a.dk), (DV, a.dv)):
                 group.add(uid, array, of_keys=True)
+            # The same for dq: cuDNN's is added to it.
             group.add(DQ, a.dq, copied=geometry.merge)
             if a.bias is not None:
                 group.add_matrix(BIAS_MATRIX)
@@ -528,6 +545,7 @@ class _BackwardCall(_AttentionCall):
         steps = []
         if merge:
             (group,) = self.groups
+            # dq is summed over blocks of keys; dk and dv belong to this block.
             steps.append(boxes.add_into([(own, ours) for ours, own in group.copies(DQ)]))
         pairs = [p for group in self.groups for p in group.copies(*(() if merge else (DQ,)), DK, DV)]
         steps += self._copied([(own, ours) for ours, own in pairs])

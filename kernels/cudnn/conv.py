@@ -86,6 +86,7 @@ class Operands:
     def image(self, uid: int, array: Any) -> int:
         """Add an input that may have more channels in memory than in its shape. Return the number in memory."""
         stored = channels_in_memory(array)
+        # A copy has no added channels: it is packed with those of the shape.
         if stored is None or array.data.ptr % ALIGNMENT:
             self.input(uid, array)
             return int(array.shape[-1])
@@ -111,6 +112,7 @@ class Operands:
     def zeros(self, uid: int, shape: Sequence[int]) -> None:
         """Add an input of zeros."""
         array = self._own(shape, self._dtype)
+        # Once, at build time: no kernel writes it.
         array.fill(0)
         self._enter(uid, array)
 
@@ -127,6 +129,7 @@ class Operands:
         own = self._own((*outer, needed), dtype)
         if needed == count:
             return own, own
+        # The added channels stay 0 for good: copies write the others only.
         own.fill(0)
         return own, own[..., :count]
 
@@ -150,6 +153,7 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
     for n, inner in zip(array.shape[1:-1], part):
         if inner < n:
             rest.append(array[(*at, slice(inner, None))])
+        # The views of later axes lie within the part of this one, so none covers an element again.
         at.append(slice(0, inner))
     return rest
 
@@ -158,11 +162,13 @@ def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geom
     """Return a kernel for ``y = conv(x, w) + b``, with or without ReLU, in one plan."""
     operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
+    # Weights for the added channels, too, which are 0.
     operands.input(W, w, of_group(channels, geometry))
     operands.output(Y, y)
     if b is not None:
         operands.input(BIAS, b)
     elif relu:
+        # Without a bias a fused ReLU has only engines that are compiled at run time, see `PlanKey`.
         operands.zeros(BIAS, (y.shape[-1],))
     shapes = shapes_of(x, w, y, channels, geometry)
     return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
@@ -176,6 +182,7 @@ def data_gradient(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geom
     operands.input(W, w)
     operands.output(X, dx)
     shapes = Shapes.of(dx.shape, w.shape, dy.shape, geometry)
+    # The array that cuDNN writes, which may be a copy: its copy back includes these zeros.
     rest = outside(operands.arrays[-1], shapes.part)
     if rest:
         operands.before.append(engine.boxes.fill(0, *rest))
@@ -248,6 +255,7 @@ def planned(
     def close() -> None:
         engine.kernel_bytes -= nbytes
 
+    # Before the first run, so that the arena is allocated once, for the largest kernel.
     workspaces.reserve(plan.workspace_bytes)
     engine.kernel_bytes += nbytes
     kernel = Kernel(run, f"cudnn:{plan.name}", nbytes, close)

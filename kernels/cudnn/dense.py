@@ -67,9 +67,11 @@ class Cublas:
     def _call(self, name: str, *arguments: Any) -> None:
         if not self._functions:
             library = self._load()
-            for each, types in _ARGUMENTS.items():
-                self._functions[each] = function = getattr(library, each)
-                function.argtypes, function.restype = types, _INT
+            # All or none: of a library that lacks one, a later call must not find the others and fail in a step.
+            functions = {each: getattr(library, each) for each in _ARGUMENTS}
+            for each, function in functions.items():
+                function.argtypes, function.restype = _ARGUMENTS[each], _INT
+            self._functions = functions
         status = self._functions[name](*arguments)
         if status:
             raise KernelError(f"cudnn: expected cuBLAS to do {name}, got status {status}; see cublasStatus_t")
@@ -102,6 +104,7 @@ class Cublas:
         KernelError
             If cuBLAS returns an error.
         """
+        # Set again only if the stream was set, or the arena has grown: both are rare.
         if self._workspaces.get(handle) != workspace:
             self._call("cublasSetWorkspace_v2", handle, workspace, nbytes)
             self._workspaces[handle] = workspace
@@ -161,6 +164,7 @@ class Products:
         current()  # load cuBLAS and create its handle now, not during a step
         self.workspaces.reserve(nbytes)
         m, n, k = sizes
+        # Arguments of cublasGemmEx: transa, transb, m, n, k, alpha, A, B, beta, C, compute type, algorithm.
         first, second = (a[1], b[1], m, n, k, alpha), (beta, pointers[2], number, c[1], compute, _DEFAULT)
         left, right = (pointers[0], kind, a[2]), (pointers[1], kind, b[2])
 

@@ -151,6 +151,7 @@ class AddressTable:
     """
 
     def __init__(self, addresses: Mapping[int, int]) -> None:
+        # In rising order of the numbers, as the frontend's table requires.
         self.addresses = {uid: int(addresses[uid]) for uid in sorted(addresses)}
         self._slots = (ctypes.c_uint64 * len(addresses))(*self.addresses.values())
         self.location = ctypes.addressof(self._slots)
@@ -190,6 +191,7 @@ class Frontend:
         try:
             release = tuple(int(part) for part in self.version.split(".")[:2])
         except ValueError:
+            # A version that is no number, e.g. of a source tree, is refused below.
             release = (0, 0)
         if not low <= release < high:
             raise KernelError(
@@ -245,7 +247,9 @@ class Frontend:
         modes = self.module.heur_mode
         graph.validate()
         graph.build_operation_graph()
+        # A: cuDNN's decision tree. FALLBACK: engines that take nearly everything, should A have none that is permitted.
         graph.create_execution_plans([modes.A, modes.FALLBACK])
+        # The filters refer to plans, so they come after `create_execution_plans`.
         notes = self.notes(refused)
         if notes:
             graph.deselect_numeric_notes(notes)
@@ -267,6 +271,7 @@ class Frontend:
         the function uses the public call, which takes some microseconds more.
         """
         raw = getattr(graph, "_execute_with_raw_ptrs", None)
+        # The addresses of the table must be in the order in which the frontend reads them.
         if raw is not None and self._takes_table(graph, uids):
             return lambda table, workspace, handle: raw(table.location, len(table), workspace, handle)
         return lambda table, workspace, handle: graph.execute(table.addresses, workspace, handle=handle)
@@ -330,12 +335,14 @@ class Handles:
         if handle is None:
             handle = self._create()
         stream = self._stream()
+        # cudnnSetStream takes some 2.5 us per call.
         if stream != handle.stream:
             self._module.set_stream(handle=handle.raw, stream=stream)
             handle.stream = stream
         return handle.raw, stream
 
     def _create(self) -> _Handle:
+        # A handle belongs to the device that is current when it is created.
         self._check()
         try:
             raw = self._module.create_handle()
@@ -353,6 +360,7 @@ class Handles:
         """Destroy the handles of all threads. `close` may be called twice."""
         with self._lock:
             handles, self._open = self._open, []
+        # The other threads, too, must not find a handle that is destroyed below.
         self._local = threading.local()
         for raw in handles:
             self._module.destroy_handle(raw)

@@ -93,8 +93,10 @@ class Shapes:
         """Return the description for arrays ``(N, *spatial, C)``, ``(K, *kernel, C / groups)`` and ``(N, *outputs,
         K)``.
         """
+        # cuDNN has no negative padding: rows that no output reads are left out of the description.
         part, read = read_part(x[1:-1], geometry)
         before, after = zip(*read.padding)
+        # cuDNN has no 1-D convolution: one row is added, without padding.
         rows = (1,) if geometry.ndim == 1 else ()
         none = (0,) if geometry.ndim == 1 else ()
 
@@ -159,6 +161,7 @@ class Arithmetic:
         if dtype == "float32" and self.precision == "strict":
             notes = _ROUNDED + _TRANSFORMED
         elif dtype in HALF:
+            # Of engines that sum 16-bit products in less than float32.
             notes = ("REDUCED_PRECISION_REDUCTION",)
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
@@ -321,6 +324,7 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
         out, result = graph.conv_dgrad(tensor(Y, s.y, "dy"), tensor(W, s.w, "w"), **window), s.x
     else:
         out, result = graph.conv_wgrad(tensor(X, s.x, "x"), tensor(Y, s.y, "dy"), **window), s.w
+    # Extents are needed for gradients, from which the frontend cannot infer them.
     out.set_output(True).set_data_type(io).set_dim(list(result.dims)).set_stride(list(result.strides))
     out.set_uid(_OUTPUT[key.direction])
     return graph
@@ -334,6 +338,7 @@ def window_of(s: Shapes) -> dict[str, list[int]]:
 
 def vector_of(y: Tensor) -> Tensor:
     """Return the description of one value per channel of `y`."""
+    # (N, spatial..., C) of 1, ..., 1, C: cuDNN broadcasts it over samples and positions.
     return Tensor.packed((1, *(1 for _ in y.dims[2:]), y.dims[1]))
 
 
@@ -381,6 +386,7 @@ class Candidates:
             self._graph = key.graph(frontend, where)
             frontend.plan(self._graph, key.arithmetic.refused(key.dtype), key.workspace_limit)
             self._count = int(self._graph.get_execution_plan_count())
+        # It has the remedy already.
         except KernelError:
             raise
         except Exception as error:  # cudnnGraphNotSupportedError, RuntimeError, ValueError
@@ -417,6 +423,7 @@ class Candidates:
         """
         graph = self._graph
         try:
+            # This also makes the plan the one that the graph executes.
             graph.build_plan_at_index(index)
             nbytes = int(graph.get_workspace_size_plan_at_index(index))
             launch = self.frontend.launcher(graph, self.key.uids)

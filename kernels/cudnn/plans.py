@@ -45,11 +45,14 @@ class EventTimer:
 
         If the second call already takes much longer than `best` [s], its time is returned.
         """
+        # The first call may load the code of the plan, so it is not timed.
         run()
         once = self._round(run, 1)
         if once > _HOPELESS * best:
             return once
+        # At least one call, also of a long kernel; at most 100, as events resolve a round of short ones well enough.
         calls = max(1, min(100, int(_ENOUGH / max(once, 1e-7))))
+        # Other work on the GPU and the host only adds time: the shortest round is the least disturbed.
         return min(self._round(run, calls) for _ in range(_ROUNDS))
 
     def _round(self, run: Callable[[], Any], calls: int) -> float:
@@ -98,13 +101,16 @@ def fastest(
         return True
 
     first, further = candidates.key.compared
+    # "eng62_k2=.." is engine 62 with its settings.
     engines = [candidates.name(index).split("_", 1)[0] for index in range(len(candidates))]
     tried, counted = set[int](), 0
     while len(tried) < len(engines) and counted < first:
+        # Plans that cannot be built do not count.
         counted += measure(len(tried))
         tried.add(len(tried))
     seen = {engines[index] for index in times}
     for index in range(len(tried), len(engines)):
+        # If a plan of an engine cannot be built, its next one is tried.
         if engines[index] not in seen:
             tried.add(index)
             if measure(index):
@@ -114,6 +120,7 @@ def fastest(
         more = [index for index, engine in enumerate(engines) if engine == winner and index not in tried]
         for index in more[:further]:
             measure(index)
+    # The graph launches what was built last, so the winner is built again.
     for index, (_, _) in sorted(times.items(), key=lambda item: item[1]):
         chosen = candidates.build(index)
         if chosen is not None:
@@ -178,6 +185,7 @@ class CudnnPlan:
 
     def _replace(self, reason: str) -> None:
         self._refused.add(self.name)
+        # A restored plan, or one chosen by measurement, has come without its candidates.
         if self._candidates is None:
             self._candidates = self._propose()
         for built in self._candidates.all():
@@ -251,6 +259,7 @@ class Plans:
             self._store.put(text, entry)
         is_faster = entry.name == other.impl
         for key in keys:
+            # The dict is in order of preference: `autotuned` shows the chosen kernel first.
             ours, plans = {other.impl: entry.seconds[other.impl]}, self.times.get(key, {})
             self.times[key] = {**ours, **plans} if is_faster else {**plans, **ours}
         return is_faster
@@ -280,6 +289,7 @@ class Plans:
                 return self._plan(key, restored, None)
         candidates = self._propose(key)
         built = candidates.named(entry.name)
+        # Without a plan of this name the caller plans and measures again.
         return None if built is None else self._plan(key, built, candidates)
 
     def _restore(self, key: GraphKey, entry: Entry, blob: bytes) -> Built | None:
@@ -310,6 +320,7 @@ class Plans:
             if first is None:
                 raise candidates.none()
             built = first
+        # cuDNN proposes any other plan again in a millisecond.
         if seconds or built.compiled:
             self._store.put(key.text, Entry(built.name, built.workspace_bytes, self._blob(built), seconds))
         return self._plan(key, built, candidates)
@@ -317,6 +328,7 @@ class Plans:
     def _trial(self, built: Built, table: AddressTable) -> Callable[[], Any]:
         """Return a function that launches a candidate on its own workspace, which is freed with the function."""
         handle, _ = self._handles.current()
+        # Not the shared arena: a candidate that is not taken may need much more than the plans that are.
         space = self._allocate(built.workspace_bytes) if built.workspace_bytes else None
         address = 0 if space is None else int(space.data.ptr)
 

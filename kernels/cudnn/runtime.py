@@ -108,8 +108,10 @@ class Runtime:
         _load_libraries()
         frontend = Frontend(load())
         _check_count(cupy)
+        # After the versions are checked: an error before this point leaves no stream open.
         device = (open_device or _open_device)(ordinal)
         try:
+            # The launcher takes the device that is current, which opening the device has made this one.
             boxes = open_boxes()
             _connect(device, boxes)
             return cls(cupy, frontend, boxes, device, ordinal)
@@ -126,6 +128,7 @@ class Runtime:
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability, e.g. ``(9, 0)``."""
+        # CuPy returns "90" for 9.0, and "120" for 12.0: the last digit is the minor number.
         digits = str(self.cupy.cuda.Device(self.ordinal).compute_capability)
         return int(digits[:-1]), int(digits[-1])
 

@@ -95,6 +95,7 @@ class AttentionKey(GraphKey):
         def tensor(uid: int) -> Any:
             t = tensors.get(uid)
             kind = sums if uid == STATS else io
+            # None for an array that this graph lacks: the frontend takes None for no bias.
             return t and graph.tensor(
                 name=_NAMES[uid], dim=list(t.dims), stride=list(t.strides), data_type=kind, uid=uid
             )
@@ -104,6 +105,7 @@ class AttentionKey(GraphKey):
             outputs = dict(zip((O, STATS), graph.sdpa(generate_stats=True, **inputs)))
         else:
             inputs |= {"o": tensor(O), "dO": tensor(DO), "stats": tensor(STATS), "dBias": tensor(DBIAS_MATRIX)}
+            # Otherwise the order of its sums may differ from run to run.
             deterministic = self.arithmetic.deterministic
             gradients = graph.sdpa_backward(use_deterministic_algorithm=deterministic, **inputs)
             outputs = dict(zip((DQ, DK, DV), gradients))

@@ -97,6 +97,7 @@ class PlanStore:
         self._entries[key] = entry
         if self.path is None:
             return
+        # Conditions in each line: one file serves machines and versions that share a home folder.
         line = json.dumps([self.conditions, key, entry.to_json()], separators=(",", ":")) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +110,7 @@ class PlanStore:
             return
         try:
             with self.path.open("rb") as file:
+                # Only what was added since the last time.
                 file.seek(self._seen)
                 added = file.read()
         except FileNotFoundError:
@@ -125,6 +127,7 @@ class PlanStore:
     def _take(self, line: str) -> None:
         try:
             conditions, key, fields = json.loads(line)
+            # A later line of the same key replaces an earlier one.
             if conditions == self.conditions:
                 self._entries[str(key)] = Entry.from_json(fields)
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -138,12 +141,14 @@ class PlanStore:
 
 def _append(path: Path, line: str) -> None:
     """Append one whole line under a lock. Terminates an unfinished line of a killed run first."""
+    # O_APPEND and a lock: ranks of a node write to one file.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         size = os.fstat(handle).st_size
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         data = ("\n" if torn else "").encode() + line.encode()
+        # A write may be partial.
         while data:
             data = data[os.write(handle, data) :]
     finally:

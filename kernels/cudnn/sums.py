@@ -30,6 +30,7 @@ _log = logging.getLogger("halograd.kernels")
 
 FORWARD_SUMS, BACKWARD_SUMS = "forward with sums", "backward data with sums"
 #: Numbers of the other tensors in the graphs: both sums, and the arrays of the norm.
+# After those of a convolution (X, W, Y, BIAS), which these graphs use as well.
 FIRST, SECOND, NORMED, MEAN, VAR, EPS, GAMMA, BETA = range(5, 13)
 
 
@@ -99,6 +100,7 @@ class _Graph:
         y = graph.conv_fprop(self._image(X, s.x), self._image(W, s.w), **window_of(s))
         if key.bias:
             y = graph.bias(input=y, bias=self._tensor(BIAS, vector_of(s.y), self.low))
+        # The sums may read y in float32, before it is rounded; see `conv_forward_sums`.
         self._write(Y, y, s.y, self.low)
         self._write_sum(FIRST, y, s.y)
         self._write_sum(SECOND, graph.mul(a=y, b=y), s.y)
@@ -106,6 +108,7 @@ class _Graph:
     def backward(self, key: SumsKey) -> None:
         s, graph = key.shapes, self.graph
         dx = graph.conv_dgrad(self._image(Y, s.y), self._image(W, s.w), **window_of(s))
+        # The frontend infers no extents of a data gradient: with a stride they are ambiguous.
         dx.set_dim(list(s.x.dims)).set_stride(list(s.x.strides))
         number = Tensor.packed((1,) * len(s.x.dims))
         # xhat is computed again from the input of the norm, as in our own kernels: it is kept nowhere.
@@ -157,6 +160,7 @@ def backward_data(
 
     Rows that no output reads become zero, and add nothing to the sums.
     """
+    # Of all activations only a ReLU arrives here, see `on_tensor_cores`.
     t, relu = norm.training, norm.activation is not None
     operands, shapes = data_gradient(engine, dy, w, norm.dy, geometry)
     operands.input(NORMED, norm.x)
@@ -165,6 +169,7 @@ def backward_data(
     vectors = {MEAN: norm.mean, VAR: norm.var, EPS: eps}
     for uid, array in (vectors | ({GAMMA: norm.gamma, BETA: norm.beta} if relu else {})).items():
         operands.input(uid, array, dtype=np.float32)
+    # The sums are the gradients of beta and gamma: the plan writes them there, and `sums` gets a copy.
     rows = None if t is None or t.dgamma is None else (t.dbeta, t.dgamma)
     return _kernel(engine, operands, BACKWARD_SUMS, shapes, rows, norm.sums, relu=relu)
 
@@ -177,6 +182,7 @@ def _kernel(
     It writes the arrays `rows`, or `sums`, in float32; what is not written to `sums` is then copied there.
     """
     dtype = operands.arrays[0].dtype.name
+    # The plan writes float32 straight into the caller's sums where these are float32 and no gradients are wanted.
     if rows is None and sums.dtype == np.float32:
         rows = sums
     elif rows is None:
@@ -198,11 +204,13 @@ def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -
     for row in written:
         row.fill(np.nan)
     try:
+        # The first run decides, too, whether the device takes the plan: here an error still leaves the two kernels.
         for step in (*operands.before, kernel):
             step()
     except KernelError:  # the device refuses all plans
         kernel.close()
         raise
+    # If NaN comes from arrays without values yet, the sums are only cleared in vain.
     before = [engine.boxes.fill(0, *written)] if any(np.isnan(float(row.sum())) for row in written) else []
     pairs = [(row, total) for row, total in zip(written, sums) if row.data.ptr != total.data.ptr]
     copies = [engine.boxes.copy(pairs)] if pairs else []

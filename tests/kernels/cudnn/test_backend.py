@@ -13,6 +13,7 @@ import pytest
 from halograd.device import as_dtype
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
+from halograd.kernels.cudnn.dense import Cublas
 from halograd.kernels.cudnn.frontend import AddressTable, Frontend, Handles, Workspaces, load
 from halograd.kernels.cudnn.runtime import Runtime
 from halograd.kernels.kernel import BatchNormArrays
@@ -205,6 +206,16 @@ def test_what_cublas_refuses_is_an_error(machine, backend, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KernelError, match=refusal):
         patch.setattr(machine.cupy.cublas, "handles", {})
         kernel()
+
+
+def test_a_cublas_that_lacks_a_function_fails_at_every_call(machine):
+    """A cuBLAS without one of the functions creates no handle, also at the second request."""
+    functions = ("cublasCreate_v2", "cublasDestroy_v2", "cublasSetMathMode", "cublasSetStream_v2")
+    old = SimpleNamespace(**{name: getattr(machine.cupy.cublas, name) for name in functions})
+    cublas = Cublas(lambda: old)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="cublasSetWorkspace_v2"):
+            cublas.create_handle()
 
 
 def test_dense_layers_of_16_bits_are_summed_in_float32(machine):
