@@ -8,7 +8,7 @@ from typing import Any
 from . import checks
 from .base import Base
 from .geometry import Geometry
-from .kernel import FusedActivation, Kernel, any_empty, bias_only, filled, filter_without_input
+from .kernel import FusedActivation, Kernel, any_empty, bias_only, chain, filled
 
 __all__ = ["Convolutions"]
 
@@ -36,6 +36,7 @@ class Convolutions(Base):
             group, `x` may be padded in memory as :meth:`padded_channels` returns.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
+        # Before other checks, because the channels of an empty array have no meaning.
         if any_empty(x, y):
             return self.activated(bias_only(b, y), y, activation)
         checks.check_conv("conv_forward", x, w, b, y, geometry, self._stored_channels(x, geometry))
@@ -54,7 +55,7 @@ class Convolutions(Base):
         """
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if any_empty(x, dy):
-            return filter_without_input(self.xp, dy, dw, db)
+            return self._filter_without_input(dy, dw, db)
         checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._stored_channels(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
@@ -77,9 +78,17 @@ class Convolutions(Base):
         return filled(0, db) if any_empty(dy) else self._bias_gradient(dy, db)
 
     def _check_bias(self, what: str, y: Any, b: Any) -> None:
+        # With `y` of 16 bits, `b` may be float32, as parameters and their gradients.
         self._check_dense_gradients(what, y, y, None, b)
         if not any_empty(y):
             checks.check_bias(what, y, b)
+
+    def _filter_without_input(self, dy: Any, dw: Any, db: Any) -> Kernel:
+        """Return the kernel of the gradients of the parameters for an empty input."""
+        if db is None or any_empty(dy):
+            return filled(0, dw, db)
+        # There are outputs, of padding alone: the bias has a gradient, the weights have none.
+        return chain(filled(0, dw), self._bias_gradient(dy, db))
 
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         """Build ``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
@@ -101,7 +110,7 @@ class Convolutions(Base):
         """Build ``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
         self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
         if any_empty(x, dy):
-            return filter_without_input(self.xp, dy, dw, db)
+            return self._filter_without_input(dy, dw, db)
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
 
@@ -112,6 +121,7 @@ class Convolutions(Base):
 
     def _stored_channels(self, x: Any, geometry: Geometry) -> int:
         """Return the number of channels that the input of a convolution may have in memory."""
+        # Further channels would change the groups that channels belong to.
         return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     @abstractmethod

@@ -37,7 +37,6 @@ __all__ = [
     "either",
     "fallback",
     "filled",
-    "filter_without_input",
     "idle",
     "pool_without_input",
     "reads_input",
@@ -79,22 +78,6 @@ def bias_only(b: Any, y: Any) -> Kernel:
     return Kernel(run, _EMPTY)
 
 
-def filter_without_input(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-    """Return the kernel of the weight gradients for an empty input. The bias gradient still sums `dy` if it has
-    elements.
-    """
-    if db is None or any_empty(dy):
-        return filled(0, dw, db)
-    # There are outputs, of padding alone: the bias has a gradient, the weights have none.
-    axes = tuple(range(len(dy.shape) - 1))
-
-    def run() -> None:
-        dw.fill(0)
-        xp.sum(dy, axis=axes, out=db)
-
-    return Kernel(run, _EMPTY)
-
-
 def pool_without_input(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
     """Return the kernels of a pooling whose input is empty."""
     return filled(value, y), None if dx is None else filled(0, dx)
@@ -102,6 +85,7 @@ def pool_without_input(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | 
 
 def batch_norm_without_elements(a: BatchNormArrays) -> BatchNormKernels:
     """Return the batch norm kernels of a rank without elements: its sums are zero."""
+    # Statistics of no elements are 0; those of several ranks come from `sums`, or from the caller.
     forward = filled(0, a.mean, a.var) if a.local else idle()
     statistics = idle() if a.local else filled(0, a.sums)
     if a.dx is None:
@@ -175,6 +159,7 @@ class ScratchKernel(Kernel):
         close: Callable[[], Any] | None = None,
         guards: Sequence[tuple[int, int, str]] = (),
     ) -> None:
+        # A stand-in for the function that the first call binds.
         super().__init__(self._closed, impl, workspace_bytes, close)
         self._within = guards
         if self._guards is not None and not guards:  # then one guard after all memory that the kernel uses
@@ -246,6 +231,7 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
         if failed():
             second()
 
+    # Named after the kernel that usually is the only one.
     return _combined(run, first.impl, (first, second))
 
 
@@ -269,6 +255,7 @@ def deferred(make: Callable[[], Kernel]) -> Kernel:
         for kernel in kernels:
             kernel.close()
 
+    # Its memory is not counted: most runs never build it.
     return Kernel(run, "deferred", 0, close)
 
 
@@ -425,6 +412,7 @@ def reads_input(kind: str, alpha: float = 0.0) -> bool:
 
     The other array may have been overwritten.
     """
+    # With a negative slope the output does not have the sign of the input.
     return kind not in BY_OUTPUT or (kind == "leaky_relu" and alpha < 0)
 
 
