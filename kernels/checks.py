@@ -34,6 +34,7 @@ def same_elements(a: Any, b: Any) -> bool:
 
 
 def _address(array: Any) -> int:
+    # CuPy's arrays have the first only, NumPy's the second.
     name = "__cuda_array_interface__" if hasattr(array, "__cuda_array_interface__") else "__array_interface__"
     return int(getattr(array, name)["data"][0])
 
@@ -93,9 +94,7 @@ def _expect_rank(what: str, name: str, a: Any, ndim: int) -> None:
 
 
 def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
-    """Check that samples and spatial shape of `y` follow from `x`. Empty arrays are not checked."""
-    if 0 in x.shape or 0 in y.shape:
-        return
+    """Check that samples and spatial shape of `y` follow from `x`."""
     spatial = geometry.output_shape(x.shape[1:-1])
     if tuple(y.shape[:-1]) != (x.shape[0], *spatial):
         raise KernelError(
@@ -162,6 +161,7 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
             )
     for name, a in sums.items():
         _expect_shape(what, name, a, (2, x.shape[-1]), "it has two values per channel")
+        # With 16 bits, the kernel of a convolution may have written the sums.
         if np.dtype(a.dtype) != np.float64 and not (is_low(x.dtype) and np.dtype(a.dtype) == np.float32):
             raise KernelError(
                 f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
@@ -176,6 +176,7 @@ def check_residual(a: BatchNormArrays) -> None:
     """
     check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
     check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)
+    # No array holds the sum of norm and residual, which such a derivative would read.
     if a.residual is not None and a.dx is not None and a.activation is not None and a.activation.by_input:
         raise KernelError(
             f"batch_norm: expected an activation whose derivative follows from its output with a residual, got "

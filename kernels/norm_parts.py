@@ -54,6 +54,7 @@ def with_activation(
     """
     f, dz = a.activation, a.dx if a.residual is None else a.dresidual
     plain = replace(a, activation=None, residual=None, dresidual=None)
+    # The norm's backward kernels read f' * dy where the kernels below write it.
     norm = batch_norm(plain if f is None or dz is None else replace(plain, dy=dz))
     if a.residual is None:
         forward = backend.activated(norm.forward, a.y, f)
@@ -61,6 +62,7 @@ def with_activation(
         forward = backend.added(norm.forward, a.y, a.residual, f)
     sums, data = norm.backward_sums, norm.backward_data
     if f is not None and sums is not None and a.residual is not None:
+        # The derivative follows from the output (`check_residual`), so `y` stands for both.
         _, backward = backend.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)
         assert backward is not None
         sums = chain(backward, sums)
@@ -97,6 +99,7 @@ def with_training(a: BatchNormArrays, kernels: BatchNormKernels, device: Device)
     if sums is not None and t.dgamma is not None:
         sums = chain(sums, _kernel(_gradients(a, t), "gradients of the parameters"))
     if data is not None and not a.local:
+        # Between both backward kernels the program has summed `sums` over the ranks.
         data = chain(Kernel(lambda: np.divide(a.sums, t.count, out=a.means), "numpy:means"), data)
     return BatchNormKernels(kernels.statistics, forward, sums, data)
 
@@ -231,6 +234,7 @@ class GroupNormKernels:
         self.a, self._kernels, self._work = arrays, kernels, Workspace(device)
         self._samples, self._channels = arrays.mean.shape
         self._groups = arrays.totals.shape[-1]
+        # Whether groups are single channels, and whether `totals` hold means and variances instead of sums.
         self._single, self._has_moments = self._groups == self._channels, False
         self._limit = cancellation_limit(arrays.mean.dtype)
         self._squares = device.empty((2, self._samples, self._groups), np.float64)
@@ -244,6 +248,7 @@ class GroupNormKernels:
     @writes("sums", "totals", work=("y",))
     def statistics(self) -> None:
         self._has_moments = False
+        # Also without kernels: a rank without elements takes part in the sum over ranks.
         self.a.sums.fill(0)
         for kernel in self._kernels:
             kernel.statistics()
@@ -283,6 +288,7 @@ class GroupNormKernels:
         np.copyto(self.a.means[:, 0].reshape(n, groups, members), mean[:, :, None])
         np.copyto(self._squares[0], mean)
         self.a.sums.fill(0)
+        # A rank without elements adds zeros.
         for block, center, sums in zip(x if x.size else (), self.a.means[:, 0], self.a.sums):
             centered_squares(block.reshape(-1, len(center)), center, sums[1], self._work)
         self._group(self.a.sums)
@@ -291,6 +297,7 @@ class GroupNormKernels:
     @writes("totals")
     def variance(self) -> None:
         np.divide(self.a.totals, self.a.count, out=self.a.totals)
+        # `centered` has kept the means there.
         np.copyto(self.a.totals[:, 0], self._squares[0])
 
     @reads("x", "gamma", "beta", "totals")
@@ -352,12 +359,14 @@ class GroupNormKernels:
         np.copyto(a.means.reshape(self._grouped), a.totals[..., None])
         for i in range(len(self._kernels)):
             channels = a.mean[i]
-            inverse, shift, slope = (buffer(self._work, k, channels.shape, channels.dtype) for k in "isl")
-            np.add(a.var[i], a.eps, out=inverse)
-            np.sqrt(inverse, out=inverse)
-            np.divide(a.means[i, 0], inverse, out=shift, casting="same_kind")
-            np.multiply(inverse, inverse, out=inverse)
-            np.divide(a.means[i, 1], inverse, out=slope, casting="same_kind")
+            names = ("std", "shift", "slope")
+            std, shift, slope = (buffer(self._work, name, channels.shape, channels.dtype) for name in names)
+            np.add(a.var[i], a.eps, out=std)
+            np.sqrt(std, out=std)
+            np.divide(a.means[i, 0], std, out=shift, casting="same_kind")
+            # xhat / std = (x - mean) / std^2.
+            np.multiply(std, std, out=std)
+            np.divide(a.means[i, 1], std, out=slope, casting="same_kind")
             x, dx = (b[i].reshape(-1, len(channels)) for b in (a.x, a.dx))
             for part in chunks(x.shape[0], x.shape[1], self._work):
                 d = buffer(self._work, "part", x[part].shape, channels.dtype)

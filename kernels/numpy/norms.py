@@ -57,8 +57,9 @@ class RowBlocks:
     def __init__(self, array: Any) -> None:
         channels = array.shape[-1]
         rows = array.size // channels if channels else 0
-        self.channels, self.rows = channels, rows
+        self.channels = channels
         self.repeat = max(1, min(rows, LONG // max(1, channels)))
+        # A number of long rows: as many as fit the limit, at least one.
         per_block = max(1, BLOCK_BYTES // max(1, array.itemsize * self.repeat * channels)) * self.repeat
         # Rows that do not fill a long row are a block of their own, one row high and narrower.
         whole = rows - rows % self.repeat
@@ -68,6 +69,7 @@ class RowBlocks:
         if whole < rows:
             self.pieces.append(RowBlock(whole, rows, rows - whole, channels))
         self.largest = max((p.shape[0] * p.shape[1] for p in self.pieces), default=0)
+        # Shared by all blocks, which are summed one after the other.
         self._ones = np.ones(max((p.shape[0] for p in self.pieces), default=0), array.dtype)
         self._row = np.empty(self.repeat * channels, array.dtype)
 
@@ -133,6 +135,7 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
         sums.fill(0)
         for count, add, rows, about, deviation in steps:
             add(rows, first)
+            # A shift near the mean is enough: the sums below correct what its rounding leaves.
             np.divide(first, count, out=mean)
             np.copyto(shift, mean, casting="same_kind")
             np.subtract(rows, about, out=deviation)
@@ -291,6 +294,7 @@ class ChannelNorm:
     def kernels(self) -> tuple[Kernel, Kernel | None]:
         """Return the forward kernel, and the backward kernel or None."""
         forward = Kernel(self._forward, "numpy:channel_norm", close=self._work.clear)
+        # The forward kernel frees the buffers of both.
         return forward, None if self.dy is None else Kernel(self._backward, "numpy:channel_norm")
 
     def _forward(self) -> None:
@@ -311,6 +315,7 @@ class ChannelNorm:
             np.subtract(x, mean, out=out)
         else:
             np.copyto(out, x)
+        # The variance is a mean about the mean: mean of x^2 - mean^2 would cancel.
         np.multiply(out, out, out=square)
         np.mean(square, axis=1, keepdims=True, out=std)
         std += self.a.eps
@@ -333,6 +338,7 @@ class ChannelNorm:
         column = buffer(work, "column", x.shape[1:], np.float64)
         mean = buffer(work, "mean", (len(x), 1), x.dtype)
         inverse = self._normalize(x, xhat)
+        # A copy, because it is multiplied by gamma below.
         np.copyto(dy, self.dy[part])
         self._sums[0] += np.sum(dy, axis=0, dtype=np.float64, out=column)
         np.multiply(dy, xhat, out=product)

@@ -148,14 +148,14 @@ class StagedKernels(
         # self, not super(): the backend's own kernel of float32 computes, if it has one.
         return s.around(getattr(self, name)(*map(s, arrays), *more), reads, writes)
 
-    def _pair(self, name: str, arrays: Sequence[Any], more: Sequence[Any], read: Any = None) -> Pair:
-        """Return both kernels of the factory `name` of (x, y, dy, dx); backward reads `read` and `dy`."""
+    def _pair(self, name: str, arrays: Sequence[Any], more: Sequence[Any]) -> Pair:
+        """Return both kernels of the factory `name` of (x, y, dy, dx); backward reads `dy` only."""
         if not _any_low(arrays):
             return getattr(super(), name)(*arrays, *more)
         s = _StandIns(self.stage)
         x, y, dy, dx = arrays
         forward, backward = getattr(self, name)(*map(s, arrays), *more)
-        return s.around(forward, [x], [y]), None if backward is None else s.around(backward, [read, dy], [dx])
+        return s.around(forward, [x], [y]), None if backward is None else s.around(backward, [dy], [dx])
 
     # ------------------------------------------------------------------ convolutions and products
     def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, *more: Any) -> Kernel:
@@ -206,6 +206,7 @@ class StagedKernels(
         if not is_low(y.dtype):
             return super()._add(xs, y, activation)
         s = _StandIns(self.stage)
+        # A term may be `y`: then its stand-in, which is also that of the output, is filled like those of other terms.
         return s.around(self._add([s(x) for x in xs], s(y), activation), xs, [y])
 
     # ------------------------------------------------------------------ norms
@@ -240,6 +241,7 @@ class StagedKernels(
         if not is_low(a.q.dtype):
             return super()._attention_forward(a, geometry)
         s = _StandIns(self.stage)
+        # With merge, the results for other keys are inputs too; `lse` has float32 and passes through.
         read = [a.q, a.k, a.v, a.bias, *([a.y] if geometry.merge else [])]
         return s.around(self._attention_forward(s.fields(a), geometry), read, [a.y])
 
