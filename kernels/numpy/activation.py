@@ -87,6 +87,7 @@ def _select(passes: Any, dy: Any, dx: Any) -> None:
     Overwrites `passes`. The bits of the numbers are masked, which takes no more time than a product.
     """
     bits = f"i{dy.itemsize}"
+    # True becomes -1, whose bits are all set, also after its extension to the width of the numbers.
     mask = np.negative(passes.view(np.int8), out=passes.view(np.int8))
     np.bitwise_and(dy.view(bits), mask, out=dx.view(bits))
 
@@ -219,6 +220,7 @@ def _gated(x: Any, e: Any, s: Any, work: Any, rate: Any) -> None:
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)
     _bell(e, work)
+    # s / (1 + e) is sigmoid(w), as in `_sigmoid`: `_bell` has left 1 + e in `work`.
     np.divide(s, work, out=s)
     np.multiply(e, x, out=e)
     np.multiply(e, rate, out=e)
@@ -232,6 +234,7 @@ def _silu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _elu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    # One of the terms is 0. Clipped first, as expm1 of a large x overflows.
     np.minimum(x, 0, out=work[0])
     np.expm1(work[0], out=work[0])
     np.multiply(work[0], alpha, out=work[0])
@@ -267,6 +270,7 @@ def _masked(slope: Any, dy: Any, dx: Any, work: Any) -> None:
 
 
 def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    # The slope is 1/6 where -3 < x < 3, else 0.
     np.absolute(x, out=work[0])
     np.less(work[0], 3, out=work[0])
     np.divide(work[0], 6, out=work[0])
@@ -309,6 +313,7 @@ def _softplus_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha:
 def _both_decays(x: Any, a: Any, b: Any, work: Any) -> None:
     """Compute ``a = exp(min(x, 0))`` and ``b = exp(min(-x, 0))``."""
     _decay(x, b)
+    # Masks are 1 where the exponent is cut to 0. The other exponentials are at most 1, so a maximum selects.
     np.greater_equal(x, 0, out=a)
     np.maximum(b, a, out=a)
     np.less(x, 0, out=work)
@@ -328,6 +333,8 @@ def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
     """Compute mish with ``tanh(softplus(x)) = n / d``, ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b from
     `_both_decays`.
     """
+    # With e = exp(x), tanh(softplus(x)) = ((1 + e)^2 - 1) / ((1 + e)^2 + 1) = e (e + 2) / (e (e + 2) + 2).
+    # Where x > 0, both parts are divided by e^2, so that they do not overflow.
     a, b, n = work[:3]
     _both_decays(x, a, b, n)
     _mish_terms(a, b, n)
@@ -371,6 +378,7 @@ def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
         np.negative(e, out=e)
         np.exp(e, out=e)
         return
+    # The result is 0 long before FAR; an infinity minus its nearest multiple would be NaN.
     np.minimum(size, FAR, out=size)
     np.multiply(size, 64, out=h)
     np.rint(h, out=h)
@@ -389,6 +397,7 @@ def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
     np.add(rest, size, out=rest)
     np.multiply(h, _REST_LINEAR, out=size)
     np.add(rest, size, out=rest)
+    # The product of three exponentials: of the two exact parts, and of the small rest.
     np.multiply(h, -_LEADING_LINEAR, out=e)
     np.exp(e, out=e)
     np.multiply(cube, -_LEADING_CUBIC, out=cube)
@@ -413,6 +422,7 @@ def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha
     wide, rate, e, s = work[2:6]
     _cubic_decay(x, e, work)
     np.copyto(wide, x)
+    # w' = _LINEAR + 3 _CUBIC x^2.
     np.multiply(wide, wide, out=rate)
     np.multiply(rate, 3 * _CUBIC, out=rate)
     np.add(rate, _LINEAR, out=rate)

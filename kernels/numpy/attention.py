@@ -120,6 +120,7 @@ class _Tiles:
         #: Whether backward computes scores with a row per key, as the gradients of keys and values need them. Single
         #: products are faster then; many small ones are not.
         self.by_key = False
+        # Where one tile has more scores than that, the limit is 0, and `boxes` takes one tile at a time.
         self.leads = boxes(part.lead, SCORES // (_largest(self.rows) * _largest(self.columns)), part.within(*share))
 
     def sizes(self) -> tuple[int, int, int]:
@@ -142,8 +143,10 @@ class _Share(ABC):
         self._offsets: dict[str, int] = {}
         self._begin_operations = begin
         self.end = begin + round_up(operations.scratch_bytes)
+        # Channels of a head of keys and of values. Without parts no query reads a key, and the sizes are 0.
         d, e = (self.parts[0].of[n].shape[-1] if self.parts else 1 for n in ("k", "v"))
         most = [tiles.sizes() for tiles in self.parts] or [(0, 0, 0)]
+        # Largest numbers of rows, columns and scores of the tiles that are computed at a time.
         row, column, score = (
             max(lead * f(rows, columns) for lead, rows, columns in most)
             for f in (lambda r, c: r, lambda r, c: c, lambda r, c: r * c)
@@ -186,6 +189,7 @@ class _Share(ABC):
             with np.errstate(all="ignore"):
                 self.start()
                 for tiles in self.parts:
+                    # A share may have none of the heads of a group.
                     for rows in tiles.rows if tiles.leads else ():
                         self._pack_bias(tiles, rows)
                         self.compute(tiles, rows, first)
@@ -207,6 +211,7 @@ class _Share(ABC):
 
     def _pack_bias(self, tiles: _Tiles, rows: Box) -> None:
         """Copy the biases of a box of queries, if all its tiles have the same."""
+        # With several boxes of keys, `scores` reads the biases of each from the view.
         if tiles.bias is None or len(tiles.columns) > 1:
             return
         view = tiles.bias[(slice(None), *rows, *tiles.columns[0])]
@@ -245,6 +250,7 @@ class _Share(ABC):
         if tiles.bias is None and not tiles.blocked:
             return s
         if len(tiles.columns) == 1 and tiles.bias is not None:
+            # Of these heads, the same for all samples and tiles.
             bias = tiles.packed_bias[lead[-1]]
             np.add(s, bias.reshape(len(bias), *s.shape[-2:]), out=s)
         first, second = (columns, rows) if tiles.by_key else (rows, columns)
@@ -262,6 +268,7 @@ class _Share(ABC):
         assert tiles.counters is not None and self.g.dropout is not None
         ndim, of_rows, of_columns = len(rows), tiles.counters[0][lead + rows], tiles.counters[1][lead + columns]
         n = len(lead)
+        # Counters (*lead, *rows, 1) and (*lead, *columns, 1), as views that broadcast to all pairs.
         left = of_rows[(..., *(None,) * ndim)][(*(slice(None),) * (n + ndim), 0)]
         right = of_columns[(*(slice(None),) * n, *(None,) * ndim, ..., 0)]
         shape = (*extents_of(lead), *extents_of(rows), *extents_of(columns))
@@ -360,6 +367,7 @@ class _Forward(_Share):
             return
         # The earlier results are those of one key with the score lse, whose exponential relative to itself is 1, and
         # with the value y. Without earlier keys (-inf) the total is 0.
+        # A query's dropped probabilities count in lse as well, so merged results have the right divisor.
         np.copyto(peak.reshape(lse.shape), lse)
         np.not_equal(peak, -np.inf, out=total, casting="unsafe")
         np.maximum(peak, least, out=peak)
@@ -409,6 +417,7 @@ class _Backward(_Share):
             k, v = self.copied(tiles, "k", lead + columns), self.copied(tiles, "v", lead + columns)
             p = self.scores(tiles, lead, rows, columns, q, k)
             self.operations.exponentials(p, lse)
+            # First the gradient of the probabilities, dy v^T, from which that of the scores follows in place.
             ds = self.buffer("ds", p.shape)
             left, right = (v, dy) if tiles.by_key else (dy, v)
             self.operations.product(left, right.swapaxes(-1, -2), ds)
@@ -417,10 +426,13 @@ class _Backward(_Share):
             if self.g.dropout is not None:
                 dropped = _turned(self.dropped(tiles, lead, rows, columns, first), by_query)
                 self.drop(ds, dropped)
+            # delta = y dy is the sum of p times this gradient over all keys, also those of other tiles. Here p is that
+            # before dropout; the gradient of the values needs the dropped one.
             self.operations.softmax_gradient(ds, delta, p)
             if dropped is not None:
                 self.drop(p, dropped)
             self._add(tiles, "dv", lead, columns, _turned(p, by_key), dy)
+            # `q` includes the scale, so this gradient does too; that of the queries is scaled after its last tile.
             self._add(tiles, "dk", lead, columns, _turned(ds, by_key), q)
             # The first product overwrites dq, which is undefined before it.
             if i:
@@ -457,6 +469,7 @@ class _Backward(_Share):
         """Add ``left right`` to a gradient of keys or values."""
         target = tiles.of[name][lead + columns]
         product = self.buffer(name, (*extents_of(lead), left.shape[-2], right.shape[-1]))
+        # With one axis the view has the shape of the product, which is then added to the array without a copy.
         if target.shape == product.shape and not tiles.part.overlaps:
             self.operations.add_product(left, right, target, product)
             return
@@ -473,6 +486,7 @@ class _Backward(_Share):
 
     def _sum_pairs(self, tiles: _Tiles, lead: Box, rows: Box, columns: Box, ds: Any) -> None:
         pairs, more = (self._pairs(tiles, rows, columns, name)[lead[-1]] for name in ("pairs", "more_pairs"))
+        # Samples and tiles share the biases; heads, the last of the leading axes, do not.
         np.sum(ds, axis=tuple(range(len(lead) - 1)), dtype=np.float64, out=more)
         if len(tiles.columns) == 1:
             np.add(pairs, more, out=pairs)
@@ -485,6 +499,7 @@ class _Backward(_Share):
         """Add the sums of the pairs of a box of queries and a box of keys to the table."""
         pairs = self._pairs(tiles, rows, columns)
         pairs = pairs.reshape(len(pairs), *extents_of(rows), *extents_of(columns))
+        # Query by query: the keys of one query are different entries of the table, those of several are not.
         for index in np.ndindex(*extents_of(rows)):
             query = [i + box.start for i, box in zip(index, rows)]
             window = tiles.part.windows_of(self.table, self.g.heads[0], self.margins, query, columns)
@@ -514,11 +529,13 @@ class _Pass:
         self.counters = None if geometry.dropout is None else _counters(arrays, geometry)
         self.groups, self._covers = tile_groups(arrays.q.shape[0], geometry, arrays.bias is not None)
         margins = [(0,) * len(geometry.reaches), *(part.margins() for part in self.groups)]
+        # The largest of all groups, so that they share one table with margins.
         self.margins = tuple(map(max, zip(*margins)))
         bias = arrays.bias
         extents = zip(() if bias is None else bias.shape[1:], self.margins)
         self.table_shape = () if bias is None else (bias.shape[0], *(n + 2 * m for n, m in extents))
         self._padded = bias is not None and any(self.margins)
+        # The table with margins is at the beginning of the scratch memory, the buffers of the shares follow.
         self._bias_bytes = round_up(nbytes_of(self.table_shape, bias.dtype)) if self._padded else 0
         self._shares: list[_Share] = []
         self.nbytes = self._bias_bytes

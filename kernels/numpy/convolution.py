@@ -67,6 +67,7 @@ class Columns:
         self.blocks = self._split(limit)
         self.rows = max(rows.stop - rows.start for _, _, rows in self.blocks)
         matrix = 0 if self.direct else nbytes_of((geometry.groups, self.rows, self.depth), dtype)
+        # The matrix comes first, then the padded input.
         self._padded_offset = round_up(matrix)
         self.scratch_bytes = self._padded_offset + self.margins.nbytes
 
@@ -113,6 +114,7 @@ class Columns:
         """Return a read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
         samples, rows, _ = block
         g = self.geometry
+        # From the first row that the block reads: blocks overlap where windows do.
         first = source[samples, rows.start * g.stride[0] :]
         item = source.strides[-1]
         spatial = source.strides[1:-1]
@@ -122,6 +124,7 @@ class Columns:
         strides = (
             channels * item,
             source.strides[0],
+            # To the next output, and to the next tap of its window.
             *(a * s for a, s in zip(spatial, g.stride)),
             *(a * d for a, d in zip(spatial, g.dilation)),
             item,
@@ -138,6 +141,7 @@ class Columns:
         """Return functions to call before all blocks, per block (adds its matrix to `dx`), and after all blocks."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks], _idle
+        # Gradients of the padding are added to the margins, and dropped with them.
         padded = self.margins.padded(dx, scratch, self._padded_offset)
         steps = [self._add(padded, scratch, block) for block in self.blocks]
         return lambda: padded.fill(0), steps, self.margins.crop(padded, dx)
@@ -253,6 +257,7 @@ class NumpyConvolutions(Convolutions):
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
         weights = _weights(w, groups).transpose(0, 2, 1)
+        # A view: the product of a group is written to the group's channels of `y`.
         outputs = _by_group(y, groups)
         flat = y.reshape(-1, y.shape[-1])
 
@@ -286,6 +291,7 @@ class NumpyConvolutions(Convolutions):
         def bind() -> Callable[[], None]:
             prepare, fold, finish = columns.fold(dx, scratch)
             steps = [
+                # Without unfolding, the product is written to `dx` itself.
                 (gradients[:, block[2]], columns.matrix(scratch, block, dx), add)
                 for add, block in zip(fold, columns.blocks)
             ]
@@ -314,6 +320,7 @@ class NumpyConvolutions(Convolutions):
 
         def bind() -> Callable[[], None]:
             prepare, unfold = columns.unfold(x, scratch)
+            # The first block overwrites `dw`; the others need a copy, because np.matmul cannot add to its output.
             part = scratch.view(into.shape, dw.dtype, offset) if several else into
             steps = [
                 (fill, columns.matrix(scratch, block, x), gradients[:, :, block[2]])

@@ -33,6 +33,7 @@ class _NumpyLoss(LossKernel):
         self.set(self._samples, 1.0)
 
     def set(self, samples: int, scale: float) -> None:
+        # In positions. The valid samples of a batch may end among those of this rank, or before them.
         self._counted = max(0, min(samples, self._samples)) * (len(self._x) // self._samples)
         self._scale = scale / self._x.shape[1] if self.mean_over_channels else scale
 
@@ -56,6 +57,7 @@ class _NumpyLoss(LossKernel):
         x, t, weights = self._x[part], self._target[part], None
         if self._weights is not None:
             weights = self._weights[part]
+            # Values without weight may be infinite or NaN, and 0 times these is NaN: they become 0 before.
             none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
             x, t = masked(x, none, self.work, "masked x"), masked(t, none, self.work, "masked t")
         loss = self.chunk(x, t, dx, scale, weights)
@@ -73,6 +75,7 @@ class _Elementwise(_NumpyLoss):
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
         targets = buffer(self.work, "t", x.shape, x.dtype)
+        # Targets may be integers.
         np.copyto(targets, t, casting="unsafe")
         losses = self.values(x, targets, dx, scale)
         if weights is not None:
@@ -114,6 +117,7 @@ class _BinaryCrossEntropy(_Elementwise):
         np.exp(e, out=e)
         np.subtract(1, t, out=rest)
         t *= constant(self.work, "pos weight", lambda: self._pos_weight, x.dtype)
+        # softplus(x) = log1p(e) + max(x, 0), softplus(-x) = log1p(e) - min(x, 0).
         np.log1p(e, out=part)
         np.add(part, np.maximum(x, 0, out=losses), out=losses)
         losses *= rest
@@ -162,6 +166,7 @@ class _OfClasses(_NumpyLoss):
         counts = None
         if targets.ignored is not None:
             counts = np.not_equal(label, targets.ignored, out=buffer(work, "counts", t.shape, np.bool_))
+            # Ignored targets become class 0 with weight 0, so that the check below passes over them.
             label *= counts
         if label.size and not (label.min() >= 0 and label.max() < targets.classes):
             wrong = label.max() if label.max() >= targets.classes else label.min()
@@ -246,6 +251,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
                 self._subtract_smoothing(z, share, weights)
             z *= scale
             np.copyto(dx, z.T)
+        # log(own + others), accurate near 0: own is 1 where the label has the largest logit.
         own -= 1
         np.add(others, own, out=column)
         np.log1p(column, out=column)

@@ -17,6 +17,8 @@ from .windows import NumpyWindows
 
 __all__ = ["NumpyPointwise", "axis_counters", "first_counter", "global_counters", "mix64", "mix64_inplace"]
 
+# SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): 2^64 divided by the golden
+# ratio, and the factors and shifts of its finaliser.
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -71,6 +73,7 @@ class NumpyPointwise(NumpyWindows):
         times = len(xs) - len(terms)  # number of terms that are `y` itself
 
         def run() -> None:
+            # The terms that are `y` itself first: the sum overwrites them.
             if times > 1:
                 np.multiply(y, times, out=y)
             elif not times and len(terms) > 1:
@@ -88,6 +91,7 @@ class NumpyPointwise(NumpyWindows):
 
     def _dropped(self, x: Any, y: Any, mask: DropoutMask) -> Kernel:
         outer, inner = global_counters(mask.shape, mask.start, x.shape)
+        # Some outer positions at a time, with all inner ones: their counters are the sums of one of each.
         step, threshold = max(1, _DRAWN // max(1, inner.size)), np.uint64(int(mask.rate * 2**64))
         shape, factor, scratch = (min(step, outer.size), inner.size), 1.0 / (1.0 - mask.rate), self.scratch
         size = round_up(nbytes_of(shape, np.uint64))
@@ -122,6 +126,7 @@ def first_counter(mask: DropoutMask) -> np.uint64:
     """Return ``key + GOLDEN * index`` of the first element of the first sample, from the current seed and step."""
     seed, number, first = mask.state.tolist()
     key = mix64(mix64(mix64(seed) + number) + mask.salt)
+    # `first` is the number of samples before this part of the batch.
     return np.uint64((key + first * math.prod(mask.shape[1:]) * _GOLDEN) & _MASK)
 
 

@@ -77,6 +77,7 @@ class NumpyUpdates(Updates):
             """Return the factor on the learning rate of the parameter in this range."""
             p, g = (math.sqrt(_squares(a[start:stop])) for a in (arrays.p, arrays.g))
             below = g * scale + weight_decay * p
+            # The ratio says nothing for a parameter of zeros, or one without gradient.
             return trust * p / below if p > 0 and below > 0 else 1.0
 
         def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
@@ -157,6 +158,7 @@ class NumpyUpdates(Updates):
             np.sqrt(squares, out=norm)
             if inverse is not None:
                 np.multiply(norm, inverse, out=norm)
+            # The constant of torch.nn.utils.clip_grad_norm_.
             np.add(norm, 1e-6, out=factor)
             np.divide(max_norm, factor, out=factor)
             # A norm of NaN stays NaN here, as in torch, so the step does not hide it.

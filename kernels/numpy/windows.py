@@ -69,6 +69,7 @@ class NumpyWindows(Pointwise):
             def run() -> None:
                 padded.fill(0)
                 for i, view in enumerate(views):
+                    # Tap by tap, because windows overlap: within one tap, no two outputs read the same input.
                     np.equal(position, i, out=here)
                     np.add(view, dy, out=view, where=here)
                 crop()
@@ -83,6 +84,7 @@ class NumpyWindows(Pointwise):
         """Build the mean over windows, and its gradient."""
         margins, outputs, scratch = Margins(x.shape, geometry.padding, x.dtype), y.shape[1:-1], self.scratch
         if count_include_pad:
+            # One number, broadcast; otherwise one per output position, as windows at the edges have fewer taps.
             factor = np.full((1,) * y.ndim, 1 / geometry.taps, x.dtype)
         else:
             factor = (1 / tap_counts(x.shape[1:-1], y.shape[1:-1], geometry)).astype(x.dtype)
@@ -126,6 +128,7 @@ class NumpyWindows(Pointwise):
         """Build a resize, axis by axis. Intermediate arrays, and a work array for all axes, are in scratch memory."""
         shapes, works, shape = [], [], list(x.shape)
         for i, axis in enumerate(axes, start=1):
+            # The axes before this one have their output extents already, those after it their input extents.
             works.append((*shape[:i], axis.longest, *shape[i + 1 :]))
             shape[i] = y.shape[i]
             shapes.append(tuple(shape))
@@ -146,6 +149,7 @@ class NumpyWindows(Pointwise):
             return run_all([part.apply for part in steps(x, y)])
 
         def bind_backward() -> Callable[[], None]:
+            # With `dx` in the role of `x`, and `dy` in that of `y`, the same views serve the adjoint.
             return run_all([part.apply_adjoint for part in reversed(steps(dx, dy))])
 
         forward = ScratchKernel(bind_forward, self.scratch, nbytes, "numpy:resize")
@@ -197,6 +201,7 @@ def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geo
     g = geometry
     for n, o, k, s, d, (lo, _) in zip(spatial, outputs, g.kernel, g.stride, g.dilation, g.padding):
         row = np.arange(o)[:, None] * s - lo + d * np.arange(k)
+        # The taps of a window are a product over axes, and so is the number of those inside.
         counts = counts[..., None] * ((row >= 0) & (row < n)).sum(axis=1)
     return np.maximum(counts, 1.0).reshape(*outputs, 1)
 
