@@ -85,8 +85,10 @@ class OnednnBackend(NumpyBackend):
         self.dtype_remedy = "use float32, or the backend numpy for float64"
         self._substitutes: list[Substitute] = []
         self._engine = OnednnEngine(abi, threads)
+        # NumPy's kernels of this backend share the scratch memory of oneDNN's.
         self.scratch, self.stage = self._engine.scratch, StandInBuffers(aligned_empty)
         self._reasons = {dtype: self._reason(dtype) for dtype in LOW}
+        # After the trial kernels of `_reason`: an emulated dtype gets no descriptors from here on.
         self._engine.emulated.update(dtype for dtype, reason in self._reasons.items() if reason)
         self._choice = ConvChoice(autotune, threads)
         # One thread pool per process: NumPy's own pool would compete with oneDNN's for the same cores.
@@ -162,6 +164,7 @@ class OnednnBackend(NumpyBackend):
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None, fused: list[Any]
     ) -> Kernel:
         """Build a convolution with the activation fused into the primitive, as the operations `fused`."""
+        # Under autotune, layers of one key are measured once.
         key = ("forward", x.shape, w.shape, b is None, activation, x.dtype.name, w.dtype.name, geometry)
         build = partial(conv.forward, self._engine, x, w, b, y, geometry, fused)
         plain = partial(super()._conv_forward, x, w, b, y, geometry, activation)
@@ -180,6 +183,7 @@ class OnednnBackend(NumpyBackend):
         if not low:
             by_taps = {"taps": partial(taps.backward_filter_by_taps, *args)}
             first = taps.preferred(x, dy, geometry, self.instruction_set)
+            # Without autotune, the first candidate that oneDNN has is taken.
             candidates = by_taps | candidates if first else candidates | by_taps
         plain = partial(super()._conv_backward_filter, x, dy, dw, db, geometry)
         return self._or_plain(lambda: self._choice.kernel(key, candidates), plain, "conv_backward_filter", low)
@@ -191,6 +195,7 @@ class OnednnBackend(NumpyBackend):
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
         if len(calls) > 1 and self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads - 1, "halograd-attention")
+        # One share runs on this thread, so the pool has a thread less. A pass that is not cut uses no other thread.
         others = [] if self._pool is None else [self._pool.submit(call) for call in calls[1:]]
         try:
             for call in calls[:1]:

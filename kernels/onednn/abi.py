@@ -78,6 +78,7 @@ DIFF_SRC, DIFF_DST, DIFF_WEIGHTS, DIFF_BIAS, DIFF_GAMMA, DIFF_BETA = 129, 145, 1
 POST_OPERATION = 32768  # argument of operation i: POST_OPERATION * (i + 1) | SRC_1
 # Queries (dnnl_query_t).
 _QUERY_IMPL, _QUERY_ARGUMENT = 8, 255
+# dnnl_format_tag_any, dnnl_cpu, dnnl_stream_in_order, dnnl_scratchpad_mode_user.
 _ANY_FORMAT, _CPU, _IN_ORDER, _USER_SCRATCHPAD = 1, 1, 1, 1
 _STATUS = {
     1: "out of memory",
@@ -109,6 +110,7 @@ NATIVE = {
 }
 # Threading runtimes whose calls block until the work is done: sequential, OpenMP, TBB.
 _BLOCKING = (1, 2, 4)
+# DNNL_MAX_NDIMS, the length of a dnnl_dims_t.
 _MAX_DIMS = 12
 
 _Out = POINTER(c_void_p)
@@ -151,6 +153,7 @@ def dims(values: Any) -> Any:
     return (c_int64 * _MAX_DIMS)(*values)
 
 
+# Types of the arguments of dnnl_*_primitive_desc_create between the engine and the attributes.
 _DESCRIPTORS: dict[str, tuple[Any, ...]] = {
     "reorder": (c_void_p, c_void_p, c_void_p),  # takes a descriptor in place of the engine
     "binary": (c_int, c_void_p, c_void_p, c_void_p),
@@ -245,6 +248,7 @@ class Abi:
 
         def checked(*args: Any) -> None:
             status = function(*args)
+            # Not a KernelError, after which another implementation would be tried.
             if status == OUT_OF_MEMORY:
                 raise MemoryError(f"oneDNN: {name}: {_STATUS[status]}")
             if status:
@@ -284,6 +288,7 @@ class Abi:
 
     def attributes(self) -> int:
         """Return the handle of attributes that leave the scratchpad to the caller."""
+        # The scratchpad is then part of the scratch memory that all kernels share.
         attr = self._attr()
         self._attr_scratchpad(attr, _USER_SCRATCHPAD)
         return attr

@@ -33,6 +33,7 @@ class OnednnTileOperations(TileOperations):
     def __init__(self, engine: OnednnEngine) -> None:
         self._engine, self._abi = engine, engine.abi
         self._list = PrimitiveList(engine)
+        # Shares of a pass run at the same time, each with a stream of its own.
         self._stream = self._list.own("stream", engine.abi.cpu_stream(engine.handle))
         # By operation, shapes and strides; None: oneDNN has no fast primitive.
         self._primitives: dict[Any, Callable[..., None] | None] = {}
@@ -154,6 +155,7 @@ class OnednnTileOperations(TileOperations):
         """
         pad = self._list.required(descriptor, c.SCRATCHPAD)
         if pad:
+            # All operations of a share use one scratch area, whose size is fixed before the shapes of tiles are known.
             nbytes = self._abi.desc_size(pad)
             if nbytes > most:
                 raise ReferenceOnly(f"expected a scratchpad of at most {most} B, got {nbytes} B")

@@ -100,6 +100,7 @@ def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
     """Return the memory of packed weights."""
     _, strides = channels_first(w.shape)
     if groups > 1:
+        # The first axis of packed weights is (groups, filters of a group).
         strides = (strides[0] * (w.shape[0] // groups), *strides)
     return program.array(w, program.desc(weight_shape(w, groups), w.dtype, strides))
 
@@ -121,6 +122,7 @@ def geometry_dims(geometry: Geometry) -> tuple[Any, Any, Any, Any]:
 
 Candidates = Mapping[str, Callable[[], PrimitiveList]]
 
+# Timed calls per candidate, unless they take this long together.
 REPEATS = 7
 ENOUGH = 0.1  # [s] per candidate
 
@@ -227,10 +229,12 @@ class _Convolution:
 
     def hint(self) -> int:
         """Return the descriptor of a forward primitive, which oneDNN requires to create a backward one."""
+        # In a free format, whatever that of the primitive: the hint never runs.
         return self.p.hint("convolution_forward", *self.forward(*self.images(blocked=True)))
 
     def candidate(self, kind: str, descriptor: int, impl: str) -> Candidate:
         """Return the description of a convolution and of the implementation that would compute it."""
+        # What oneDNN chose: with a free format, the input may still be channels last.
         packed = image_desc(self.p, self.x, self.spatial)
         channels_last = self.p.abi.desc_equal(self.p.required(descriptor, c.SRC), packed)
         outputs = self.y.shape[1:-1]
@@ -280,6 +284,7 @@ def backward_data(
     source, target = conv.images(blocked)
     shape = geometry_dims(conv.geometry)
     kind = "convolution_backward_data"
+    # Nothing is refused: the known faults are of outputs and of gradients of weights.
     pd = p.descriptor(kind, c.CONVOLUTION_DIRECT, source, conv.filters, target, *shape, conv.hint())
     arguments = {
         c.DIFF_DST: p.converted(image(p, dy), pd, c.DIFF_DST),
@@ -319,6 +324,7 @@ def backward_filter(
 
 
 def _matrix(p: PrimitiveList, array: Any, transposed: bool = False) -> OnednnMemory:
+    # A transposed matrix is described by its strides and not copied.
     rows, columns = array.shape
     shape, strides = ((columns, rows), (1, columns)) if transposed else ((rows, columns), (columns, 1))
     return p.array(array, p.desc(shape, array.dtype, strides))
@@ -375,6 +381,7 @@ def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: An
     """Return ``dw = dy^T x``, ``db = sum of dy`` as a list of primitives."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
+    # NumPy has no fast sums of 16 bits. In float32 its sums of blocks keep the digits that a product would lose.
     if db is not None and is_low(dy.dtype):
         _add_column_sums(p, dy, db)
     elif db is not None:

@@ -97,6 +97,7 @@ class OnednnBatchNorm:
                 f"oneDNN's batch norm ends the process with arrays of {bytes_text(LARGEST)} and more: expected a block "
                 f"of fewer elements, got {bytes_text(arrays.x.nbytes)}"
             )
+        # Fewest rows whose channels together are a multiple of 16.
         self.repeat = CHANNELS // math.gcd(channels, CHANNELS)
         if rows % self.repeat or rows == self.repeat:  # statistics are over samples too: join them to more rows
             n, rows = 1, n * rows
@@ -120,6 +121,7 @@ class OnednnBatchNorm:
         program, descriptor = self._forward()
         forward, statistics = self._keeping_nan(program.kernel()), idle()
         if a.local and not self.own:
+            # Merged rows: the statistics are computed first, and the primitive takes them as given.
             moments = Kernel(mean_and_variance(a, a.rows), "numpy:mean and variance")
             forward = chain(self._statistics(), moments, forward)
         elif not a.local:
@@ -145,6 +147,7 @@ class OnednnBatchNorm:
         a = self.a
         if a.activation is None:
             return forward
+        # NumPy computes `y` only, from mean and variance, which are there already.
         arrays = dataclasses.replace(self._alone(), local=False)
         rectified = Kernel(lambda: np.maximum(a.y, 0, out=a.y), "numpy:relu")
         plain = deferred(lambda: chain(self.plain(arrays).forward, rectified))
@@ -156,6 +159,7 @@ class OnednnBatchNorm:
     def _vectors_fail(self) -> bool:
         """Return whether a per-channel value, or a sum of products of these values, is not finite."""
         a = self.a
+        # An infinity times 0 is NaN, so no value that is not finite is lost in a product.
         return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
     def _statistics(self) -> Kernel:
@@ -168,6 +172,7 @@ class OnednnBatchNorm:
         """
         a, p = self.a, PrimitiveList(self.engine)
         if same_elements(a.x, a.y):
+            # The primitive would overwrite `x`, which forward() reads again.
             return self._careful_statistics()
         # The stand-ins of 16 bits take memory, which most networks do not need.
         careful = deferred(self._careful_statistics) if is_low(a.x.dtype) else self._careful_statistics()
@@ -192,6 +197,7 @@ class OnednnBatchNorm:
 
     def _sums_of(self, sums: Any) -> Callable[[], None]:
         """Return a function that computes the sums of all rows from mean and variance of the merged rows, in `sums`."""
+        # sum x = rows * mean, sum x^2 = rows * (var + mean^2), by channel of a merged row; repeated channels are added.
         a, rows = self.a, self.a.rows / self.repeat
         mean, square = (np.empty(sums.shape[1:]) for _ in range(2))
 
@@ -268,6 +274,7 @@ class OnednnBatchNorm:
         p.call(self._coefficients(means, slope, offset))
         if self.repeat > 1:
             p.call(repeated.refresh)
+        # One row of vectors serves all samples, so rows of several samples are in one block.
         width = self.repeat * a.x.shape[-1]
         x, dx = a.x.reshape(-1, width), a.dx.reshape(-1, width)
         height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))

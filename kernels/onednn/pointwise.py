@@ -15,7 +15,7 @@ otherwise       ELU with the factor 0, which blends x with ``0 * (exp(x) - 1)``:
 The gradient of ReLU is a product with 0 or 1. If the processor flags it as invalid, NumPy selects elements instead.
 With several threads, and for NaN, which is not flagged, it stays a product.
 
-Pooling and batch norm check their input, and NumPy computes them if an element is not finite. Other activations use
+Max pooling and batch norm check their input, and NumPy computes them if an element is not finite. Other activations use
 oneDNN where it is exact to a few roundings, also near saturation; else NumPy.
 
 oneDNN's own GELU is inaccurate below -5: its ``1 + erf(x / sqrt(2))`` cancels. Ours consists of sums and products, by
@@ -198,6 +198,7 @@ class Invalid:
     _FLAG = 1  # FE_INVALID of x86 and of 64-bit ARM
 
     def __init__(self) -> None:
+        # None: functions that the process has loaded. PyDLL keeps the interpreter lock, because these calls are short.
         library = ctypes.PyDLL(None)
         self._clear, self._test = library.feclearexcept, library.fetestexcept
 
@@ -393,6 +394,7 @@ def gelu(engine: OnednnEngine, x: Any, out: Any, dy: Any = None) -> Kernel:
     p = PrimitiveList(engine)
     length = min(x.size, max(_PIECE * engine.threads, -(-x.size // _PIECES)))
     scratch = [p.temporary(p.desc((length,), np.float32, (1,))) for _ in range(_BUFFERS)]
+    # 0.25 is 1 / STRETCH. All pieces share these.
     numbers = {value: p.number(value) for value in (0.0, 0.25, 16.0, TAIL[np.dtype(np.float32)][-1])}
     for start in range(0, x.size, length):
         # The last piece may be shorter: it uses the beginnings of the same scratch arrays.
@@ -419,6 +421,7 @@ def _piece(
     # 16 h, 16 l, exp(-h^2 / 2), density.
     p.binary(multiply, x, numbers[16.0], nearest, *size, ("eltwise", c.ROUND, 0.0, 0.0))
     p.binary(multiply, x, numbers[16.0], rest, *size, ("binary", c.BINARY_SUBTRACT, nearest))
+    # (16 h)^2 / 512 = h^2 / 2, and 16 l (16 l + 32 h) / 512 = l (l + 2 h) / 2.
     exponential = (("eltwise", c.LINEAR, -1 / 512, 0.0), ("eltwise", c.EXP, 0.0, 0.0))
     p.binary(multiply, nearest, nearest, density, *exponential)
     twice = ("binary", c.BINARY_ADD, nearest)
@@ -436,11 +439,13 @@ def _piece(
     for coefficient in reversed(lower):
         steps += [("eltwise", c.LINEAR, 1.0, coefficient), ("binary", multiply, u)]
     # Phi = |(x >= 0) - tail|.
+    # After the constant term there is no further factor u: the polynomial times t and density is the tail.
     steps[-1:] = [("binary", multiply, t), ("binary", multiply, density), ("eltwise", c.LINEAR, -1.0, 0.0)]
     steps += [("binary", c.BINARY_ADD, positive), ("eltwise", c.ABS, 0.0, 0.0)]
     if dy is None:
         p.binary(multiply, u, numbers[highest], out, *steps, ("binary", multiply, x))
         return
     p.binary(multiply, u, numbers[highest], t, *steps)
+    # phi = density / sqrt(2 pi).
     density_of = ("eltwise", c.LINEAR, 1 / math.sqrt(2 * math.pi), 0.0)
     p.binary(multiply, density, x, out, density_of, ("binary", c.BINARY_ADD, t), ("binary", multiply, dy))

@@ -105,6 +105,7 @@ class PrimitiveList:
         """Destroy all owned handles. `close` may be called twice."""
         owned, self._owned = self._owned, []
         # In reverse order: a handle is destroyed before those that it was made of.
+        # A second call finds none, and must not subtract the workspace again.
         if owned:
             self.engine.workspace_bytes -= self.workspace_bytes
         for destroy, handle in reversed(owned):
@@ -112,6 +113,7 @@ class PrimitiveList:
         self._keep, self._temporaries, self._steps, self._binders = [], [], [], []
 
     def __del__(self) -> None:
+        # A list whose construction ended with ReferenceOnly has no kernel that closes it.
         self.close()
 
     # ------------------------------------------------------------------ descriptors and memory
@@ -335,6 +337,7 @@ class PrimitiveList:
     # ------------------------------------------------------------------ the result
     def kernel(self) -> Kernel:
         """Return a kernel that runs the steps and owns this list."""
+        # Each implementation once, in the order of the steps.
         name = "onednn:" + "+".join(dict.fromkeys(self.impls))
         if not self._scratch_bytes:
             return Kernel(run_all(self._steps), name, self.workspace_bytes, self.close)

@@ -101,10 +101,12 @@ class _TapAxis:
 
     def part(self, start: int, stop: int) -> _TapAxis:
         """Return the window along some of the outputs."""
+        # Negative if the window of the first of these outputs begins inside the input.
         return replace(self, outputs=stop - start, lo=self.lo - start * self.stride)
 
     def inputs(self, phase: int | None) -> tuple[slice, slice]:
         """Return the positions of a phase that exist in the input, and these inputs; None: of all phases together."""
+        # Position i is the input i * step + offset; positions outside of the input are padding.
         step, offset = (1, -self.lo) if phase is None else (self.stride, phase - self.lo)
         count = self.positions * (self.stride if phase is None else 1)
         first = max(0, -(offset // step))
@@ -255,6 +257,7 @@ class _TapProducts:
         self.p.call_on(target, self.x.dtype, bound)
 
     def _fill_gradient(self, samples: slice, axes: Sequence[_TapAxis]) -> Callable[[Any], Any]:
+        # `part` has moved `lo` by the stride for every output before the block.
         starts = [(whole.lo - axis.lo) // axis.stride for axis, whole in zip(axes, self.axes)]
         outputs = [slice(start, start + axis.outputs) for start, axis in zip(starts, axes)]
         shape = (samples.stop - samples.start, *(axis.positions for axis in axes), self.filters)
@@ -274,6 +277,7 @@ class _TapProducts:
 
         def bind(view: Any) -> Any:
             zeros, pairs = [], []
+            # One part of the scratch memory per combination of phases of the outer axes.
             for i, phase in enumerate(itertools.product(*(axis.phases for axis in outer))):
                 whole = view[i * size : (i + 1) * size].reshape(shape)
                 spans = [axis.inputs(p) for axis, p in zip(axes, (*phase, None))]
@@ -291,10 +295,12 @@ class _TapProducts:
         # From the first to the last output, both included: the last tap of the last output is inside.
         rows = (samples - 1) * steps[0] + sum((axis.outputs - 1) * s for axis, s in zip(axes, steps[1:])) + 1
         width, phases = last.stride * self.channels, list(itertools.product(*(axis.phases for axis in outer)))
+        # dy^T by its strides, without a copy.
         left = self.p.part(self.gradient, self.p.desc((self.filters, rows), self.x.dtype, (1, self.filters)), 0)
         taps = math.prod(axis.kernel for axis in axes)
         for tap in itertools.product(*(range(axis.kernel) for axis in outer)):
             shifts = [axis.shift(t) for axis, t in zip(outer, tap)]
+            # In rows of the source: those of the phases before, and the shift of the tap along each outer axis.
             start = phases.index(tuple(p for _, p in shifts)) * self._positions(samples, axes)
             start += sum(shift * s for (shift, _), s in zip(shifts, steps[1:]))
             number = 0  # of the first tap of this row of the kernel, in row-major order
@@ -314,6 +320,7 @@ class _TapProducts:
 
     def _product(self, left: int, right: int, out: int, key: tuple[int, int, bool]) -> int:
         if key not in self._products:
+            # Later blocks add to `dw`. Products of one key differ in their addresses only.
             attributes = self.p.attributes(("sum", 1.0, 0, 0)) if key[-1] else None
             self._products[key] = self.p.descriptor("matmul", left, right, None, out, attributes=attributes)
         return self._products[key]
