@@ -138,6 +138,7 @@ def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
     if isinstance(make, type):
         access = getattr(make, method or "__call__", None)
     elif method is None:
+        # An object without a name is called by its class, whose `__call__` is declared.
         access = make if hasattr(make, "__name__") else type(make).__call__
     else:
         methods = getattr(make, "makes", {})

@@ -122,6 +122,7 @@ class AttentionGeometry:
     def key_heads(self) -> Interval:
         """Global interval of the heads that the local keys and values hold."""
         start, stop = self.heads
+        # Without queries there are no keys; floor and ceiling would give one head within a group.
         return (start // self.groups, -(-stop // self.groups)) if start < stop else (0, 0)
 
     @property
@@ -191,6 +192,7 @@ class Attentions(Base):
         if any_empty(y):
             return filled(0)
         if any_empty(k, v):
+            # With merge the results for other keys stay as they are.
             return filled(0) if geometry.merge else _without_keys(y, lse)
         return self._attention_forward(arrays, geometry)
 
@@ -221,6 +223,7 @@ class Attentions(Base):
         for a, b in ((y, dy), (q, dq), (k, dk), (v, dv)):
             checks.check_same_shape("attention_backward", array=a, gradient=b)
         if any_empty(q, k, v, y):
+            # No query reads these keys. With merge, `dq` and `dbias` hold the gradients for other keys.
             return filled(0, dk, dv, *(() if geometry.merge else (dq, dbias)))
         return self._attention_backward(arrays, geometry)
 
@@ -251,6 +254,7 @@ class Attentions(Base):
             return
         queries, keys = (tuple(b - a for a, b in intervals) for intervals in (g.queries, g.keys))
         heads, key_heads = g.heads[1] - g.heads[0], g.key_heads[1] - g.key_heads[0]
+        # Array, extents of its spatial axes, and number of heads.
         expected = {"q": (q, queries, heads), "y": (y, queries, heads), "lse": (lse, queries, heads)}
         expected |= {"k": (k, keys, key_heads), "v": (v, keys, key_heads)}
         for name, (array, positions, count) in expected.items():
@@ -399,6 +403,7 @@ class Windows(_OfOneAxis):
         return rows[:, None] == columns[None, :]
 
     def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
+        # Windows at the ends of the intervals are cut there: their other positions are on other ranks.
         for begin in range(self._begin(queries[0]), queries[1], self.extent):
             end = begin + self.extent
             tile_queries, tile_keys = (range(max(a, begin), min(b, end)) for a, b in (queries, keys))
@@ -428,6 +433,7 @@ class Neighborhood(_OfOneAxis):
         index, remainder = np.divmod(queries, self.dilation)
         # Number of positions with this remainder: a dilated neighborhood is a dense one among them.
         length = (self.size - remainder + self.dilation - 1) // self.dilation
+        # Half of the extent is below the query, unless an end of the axis is closer.
         return np.clip(index - self.extent // 2, 0, np.maximum(length - self.extent, 0))
 
     def _keys(self, query: int) -> range:
@@ -532,6 +538,7 @@ def boxes(shape: Sequence[int], most: int, within: Box = (), multiple: int = 1) 
     for axis in reversed(within):
         n = axis.stop - axis.start
         largest = max(1, min(n, most))
+        # What is left of the limit for the axes before.
         most //= largest
         extent = -(-n // -(-n // largest)) if n else 1  # equal boxes
         rounded = -(-extent // multiple) * multiple
@@ -575,12 +582,14 @@ class TileGroup:
         self.lead = (samples, *(a.count for a in axes), heads.count)
         self.queries = tuple(len(a.queries) for a in axes)
         self.keys = tuple(len(a.keys) for a in axes)
+        # The keys of a tile span this many positions, and the next tile begins a.step after it.
         self.overlaps = any(a.count > 1 and len(a.keys) * a.keys.step > a.step for a in axes)
 
     def within(self, samples: slice, key_heads: slice) -> Box:
         """Return the box of the leading axes that has these samples and these heads of keys."""
         first, count = self.heads.key_first, self.heads.count
         start, stop = (max(0, min(h - first, count)) for h in (key_heads.start, key_heads.stop))
+        # The heads of keys that both have, counted from the first of this group.
         return (samples, *(slice(0, n) for n in self.lead[1:-1]), slice(start, stop))
 
     def of_queries(self, array: Any, heads: int, xp: Any = np) -> Any:
@@ -596,6 +605,7 @@ class TileGroup:
     def _view(
         self, array: Any, heads: int, starts: list[int], tile: tuple[int, ...], first: int, step: int, xp: Any
     ) -> Any:
+        # `tile_groups` may have joined the axes to one.
         spatial = array.shape[1:-1] if len(array.shape) == len(starts) + 2 else (math.prod(array.shape[1:-1]),)
         whole = array.reshape(array.shape[0], *spatial, heads, array.shape[-1] // heads)
         begin = whole[(slice(None), *(slice(s, None) for s in starts), slice(first, None))]
@@ -613,6 +623,7 @@ class TileGroup:
         Such pairs are not allowed, but a tile includes them.
         """
         origins, bounds = self.origins([0] * len(self._axes)), [reach.bias_extent for reach in self._reaches]
+        # A tile reads the entries from origin - (keys - 1) to origin + queries - 1; the table has [0, bound).
         lows = [k - 1 - origin for origin, k in zip(origins, self.keys)]
         highs = [origin + q - bound for origin, q, bound in zip(origins, self.queries, bounds)]
         return tuple(max(0, low, high) for low, high in zip(lows, highs))
@@ -683,4 +694,5 @@ def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tupl
 
 
 def _covers(tiles: Sequence[TileRun], interval: Interval) -> bool:
+    # No query is in two tiles, so equal numbers mean that none is missing.
     return sum(t.count * len(t.queries) for t in tiles) == interval[1] - interval[0]

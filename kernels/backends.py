@@ -41,6 +41,7 @@ class FastestOnHost(Backend):
             return _numpy().open(options)
 
 
+# Imported when first opened: a run on a CPU does not load the modules for GPUs.
 def _numpy() -> type[Backend]:
     from .numpy import NumpyBackend
 
@@ -97,6 +98,7 @@ def get_backend(
         the precision.
     """
     try:
+        # The limits of a configuration; callers of kernels expect the error of kernels.
         build(Threads, threads)
     except UserError as error:
         raise KernelError(f"threads: {error}; pass threads=1 for one per rank") from None

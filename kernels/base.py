@@ -103,6 +103,7 @@ class Base(ABC):
         """
         if activation is None:
             return kernel
+        # In place, so without a gradient: it might read the input.
         return chain(kernel, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
     def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:

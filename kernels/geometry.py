@@ -75,6 +75,7 @@ def channels_in_memory(array: Any) -> int | None:
     *outer, channels = array.shape
     if array.strides[-1] != size and channels > 1:
         return None
+    # The innermost axis with several positions gives the distance; each axis outside must continue where it ends.
     channel_stride = array.strides[-2] if outer[-1] > 1 else None
     run = channel_stride
     for n, stride in zip(reversed(outer), reversed(array.strides[:-1])):
@@ -86,6 +87,7 @@ def channels_in_memory(array: Any) -> int | None:
             return None
         run = stride * n
     channel_stride = channels * size if channel_stride is None else channel_stride
+    # Positions of a broadcast or overlapping view are closer than their channels.
     return channel_stride // size if channel_stride % size == 0 and channel_stride >= channels * size else None
 
 
@@ -150,6 +152,7 @@ class Resampling:
             first, stop = math.floor(o * self.ratio), min(math.ceil((o + 1) * self.ratio), self.size)
             return tuple((i, 1 / (stop - first)) for i in range(first, stop))
         position = (o + _HALF if self.mode == "nearest-exact" else o) * self.ratio
+        # Positions are not negative, so int() rounds down.
         return ((min(int(position), self.size - 1), 1.0),)
 
     def _between(self, position: Fraction) -> tuple[tuple[int, float], ...]:
@@ -161,6 +164,7 @@ class Resampling:
         first, last = math.floor(position), self.size - 1
         weight = position - first
         if self.mode == "linear":
+            # One tap at the end of the array, or exactly at an input: runs copy it instead of multiplying.
             if first >= last or not weight:
                 return ((min(first, last), 1.0),)
             return ((first, float(1 - weight)), (first + 1, float(weight)))
@@ -175,6 +179,7 @@ class Resampling:
         """Return the inputs that the outputs ``[start, stop)`` read, as a half-open range inside the array."""
         if stop <= start:
             return 0, 0
+        # Taps rise with the outputs, so those of the first and the last one bound the range.
         return self.taps(start)[0][0], self.taps(stop - 1)[-1][0] + 1
 
     def runs(self, start: int, stop: int) -> list[StridedRun]:
@@ -184,6 +189,7 @@ class Resampling:
         runs = []
         for phase in range(start, min(stop, start + step)):
             run: StridedRun | None = None
+            # Taps at the ends are clamped, so the outputs of a phase may be several runs.
             for o in range(phase, stop, step):
                 taps = self.taps(o)
                 if run is not None and taps == _next(run):
@@ -205,6 +211,7 @@ _KEYS = Fraction(-3, 4)
 def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
     """Return the weights of the inputs at -1, 0, 1 and 2 for the position t in [0, 1)."""
 
+    # Keys' kernel at distances of at most 1, and between 1 and 2.
     def near(x: Fraction) -> Fraction:
         return ((_KEYS + 2) * x - (_KEYS + 3)) * x * x + 1
 
@@ -291,6 +298,7 @@ class Geometry:
     groups: int = 1
 
     def __post_init__(self) -> None:
+        # Tuples, whatever the caller passes: a geometry is part of keys of plans and measurements.
         object.__setattr__(self, "kernel", tuple(self.kernel))
         object.__setattr__(self, "stride", tuple(self.stride))
         object.__setattr__(self, "dilation", tuple(self.dilation))

@@ -83,6 +83,7 @@ class Guards:
         """Return a guarded uint8 array ``(nbytes,)``, contents undefined, at an address that `alignment` divides."""
         raw = np.empty(nbytes + 2 * SIDE + alignment, np.uint8)
         address = _address(raw)
+        # The first aligned offset after a whole guard; bytes that remain belong to the guards too.
         start = SIDE + -(address + SIDE) % alignment
         stop = start + nbytes
         for part in (raw[:start], raw[stop:]):

@@ -101,6 +101,7 @@ class Losses(Base):
         `x` is ``(N, *spatial, K)``, the target ``(N, *spatial, 1)``.
         """
         self._check("softmax_cross_entropy", arrays, (*arrays.x.shape[:-1], 1))
+        # Stricter than `_check`: the loss of a position is one number, so it has one weight.
         self._check_weights("softmax_cross_entropy", arrays, elementwise=False)
         return self._of_packed(arrays, lambda a: self._softmax_cross_entropy(a, targets, label_smoothing))
 

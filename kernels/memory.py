@@ -54,6 +54,7 @@ def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     array = work.get(name)
     # The leading elements of the largest so far: the last chunk is shorter, and must not make the buffer again.
     if array is None or array.size < count or array.dtype != dtype:
+        # A plain dict has no device: then the buffer is on the host.
         array = work[name] = getattr(work, "device", HOST).empty((count,), dtype)
     return array[:count].reshape(shape)
 
@@ -122,6 +123,7 @@ def take(array: Any, index: Any, out: Any) -> None:
         np.take(array, index, out=out)
 
 
+#: Size of a cache line, and of the widest vectors (AVX-512) [B].
 ALIGNMENT = 64
 
 

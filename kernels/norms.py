@@ -66,6 +66,7 @@ class Norms(Base):
         a = arrays
         self._check_dtypes("batch_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, residual=a.residual, dresidual=a.dresidual)
         if any_empty(a.x):
+            # Running statistics follow from the sums of the other ranks.
             return with_training(a, batch_norm_without_elements(a), self.device)
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         vectors.update(a.training.vectors if a.training else {})
@@ -121,6 +122,7 @@ class Norms(Base):
             return self._channel_norm(a)
         if a.dy is not None and a.dx is None:
             raise KernelError("channel_norm: expected dx with an activation and dy, got none; pass a work array")
+        # `differentiated` writes f' * dy to `dx`, from where the backward kernel reads it.
         forward, backward = self._channel_norm(replace(a, activation=None, dy=a.dx))
         forward = self.activated(forward, a.y, f)
         if a.dy is None or backward is None:
@@ -142,6 +144,7 @@ class Norms(Base):
         a, samples = arrays, len(arrays.mean)
         kernels = []
         for n in range(samples):
+            # One sample of a packed array is packed, as kernels require.
             x, y, dy, dx = (None if b is None else b[n : n + 1] for b in (a.x, a.y, a.dy, a.dx))
             numbers = (a.mean[n], a.var[n], a.sums[n], a.means[n])
             kernels.append(

@@ -99,6 +99,7 @@ class Pointwise(Base):
             return filled(0), None if dx is None else filled(0)
         if kind == "elu" and not alpha >= 0:
             raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
+        # In place, the forward kernel overwrites what the gradient reads.
         if dy is not None and checks.same_elements(x, y) and reads_input(kind, alpha):
             raise KernelError(f"activation: expected separate x and y for the gradient of {kind}, got one; use two")
         return self._activation(kind, x, y, dy, dx, alpha)

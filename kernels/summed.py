@@ -39,7 +39,9 @@ def is_one_launch(rows: int, nbytes: int, blocks: int, tensors: int, units: int 
     units
         Multiprocessors of the device; each runs one block at a time.
     """
+    # Each block reads its rows of the tensors twice, and the blocks run in rounds.
     one_launch = 2 * tensors * rows * SECTOR / BLOCK_RATE * math.ceil(blocks / units)
+    # Both launches read the tensors, and one writes the result.
     two_launches = (2 * tensors + 1) * nbytes / MEMORY_RATE
     return rows <= MOST_ROWS and one_launch <= LAUNCH + two_launches
 

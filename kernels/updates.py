@@ -17,7 +17,7 @@ from .kernel import Kernel, KernelError, idle
 __all__ = ["ALIGNMENT", "Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
 
 
-#: Elements that are read from the same array of gradients.
+#: Elements that are read from the same array of gradients: a bit of the CUDA kernel's table selects it.
 ALIGNMENT = 16
 
 
@@ -113,6 +113,7 @@ class UpdatePiece:
             # NumPy multiplies arrays of 16 bits, also by a Python float, in 16 bits, where a small scale gives 0.
             g = self.scratch[0]
             np.copyto(g, self.g)
+        # On a device the scale is an array, whose value the host does not wait for.
         if not (isinstance(scale, float) and scale == 1.0):
             g = np.multiply(g, scale, out=self.scratch[0])
         if weight_decay and self.decayed:
@@ -191,11 +192,13 @@ class Updates(Base):
         if tuple(a.scalars.shape) != (5,) or np.dtype(a.scalars.dtype) != np.float64:
             described = f"{np.dtype(a.scalars.dtype).name} {tuple(a.scalars.shape)}"
             raise KernelError(f"optimizer: expected scalars float64 (5,), got {described}")
+        # A rank's shard of a bucket may be empty.
         return bool(a.p.size)
 
     # ------------------------------------------------------------------ norms and scales
     def sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
         """Build ``out``, float64 ``(1,)``: the sum over terms (packed array, divisor) of sum of squares / divisor."""
+        # The divisor is the number of ranks that add the same array to a sum over ranks.
         arrays = [array for array, _ in terms]
         checks.check_packed("sum_of_squares", **{f"array {i}": a for i, a in enumerate(arrays)})
         checks.check_scalars("sum_of_squares", out=out)
