@@ -77,7 +77,7 @@ class NumpyUpdates(Updates):
             """Return the factor on the learning rate of the parameter in this range."""
             p, g = (math.sqrt(_squares(a[start:stop])) for a in (arrays.p, arrays.g))
             below = g * scale + weight_decay * p
-            # The ratio says nothing for a parameter of zeros, or one without gradient.
+            # The ratio has no meaning for a parameter of zeros, or one without gradient.
             return trust * p / below if p > 0 and below > 0 else 1.0
 
         def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
