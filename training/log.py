@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, TextIO
@@ -74,14 +75,16 @@ class RunLog:
 
     def __init__(self, path: Path, prints: bool, bar: bool = True) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._waiting = bytearray()  # lines that are not in the file yet
         self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._failing = self._lost = False
         self._prints, self._bar = prints and bar, None
         self._console = stderr_console()
         if prints:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+", encoding="utf-8")
+            # Unbuffered: while writes fail, a buffer of Python drops lines after its first 8 KiB.
+            self._file = path.open("ab+", buffering=0)
         if self._prints and self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
@@ -102,16 +105,21 @@ class RunLog:
             entry = {"event": event, **values, "time": round(time.time(), 3)}
             for follower in self._followers:
                 follower(entry)
+            self._waiting += f"{json.dumps(entry)}\n".encode()
             try:
-                file = self._file = self._in_place(self._file)
-                file.write(json.dumps(entry) + "\n")
-                file.flush()
+                self._file = self._in_place(self._file)
+                self._write_waiting(self._file)
                 self._failing = False
             except OSError as error:
                 self._cannot(error)
 
-    def _in_place(self, file: TextIO) -> TextIO:
-        """Return the file under the log's name: `file`, or a copy of its lines if it was removed or replaced."""
+    def _write_waiting(self, file: FileIO) -> None:
+        while self._waiting:
+            del self._waiting[: file.write(self._waiting)]  # a disk that becomes full takes a part
+
+    def _in_place(self, file: FileIO) -> FileIO:
+        """Return the file under the log's name: `file`, or a new one that gets its lines if it was removed or replaced.
+        """
         mine = os.fstat(file.fileno())
         try:
             current = os.stat(self.path)
@@ -121,10 +129,10 @@ class RunLog:
         else:
             if os.path.samestat(current, mine) or not stat.S_ISREG(current.st_mode):
                 return file
-        new = self.path.open("a+", encoding="utf-8")
+        new = self.path.open("ab+", buffering=0)
         if os.fstat(new.fileno()).st_size == 0:
             file.seek(0)
-            new.write(file.read())
+            self._waiting[:0] = file.readall()
         if not self._lost:
             _log.warning("%s was removed or replaced while the run writes to it; its lines go to a new one", self.path)
         self._lost = True
@@ -155,7 +163,8 @@ class RunLog:
             self._bar = None
         if self._file is not None:
             try:
-                self._file.close()
+                with self._file as file:
+                    self._write_waiting(file)
             except OSError as error:
                 self._cannot(error)
             self._file = None
@@ -251,6 +260,7 @@ def parse_line(line: bytes) -> Entry | None:
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Finite = Annotated[float, Field(gt=-(1 << 53), lt=1 << 53, allow_inf_nan=False)]
 _Time = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(allow_inf_nan=False)]  # no reader computes with it, and it may be as large as configured
 _Number = float  # also NaN and infinity, which a run may measure
 
 
@@ -310,10 +320,11 @@ class _LoggedValidation(_Logged):
 
 #: Type by key, of the lines of all other events.
 _LINE: dict[str, Any] = {
-    **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "batch", "samples"), _Count),
-    **dict.fromkeys(("held_out", "parameters", "ranks", "rank", "code"), _Count),
+    **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "last_step"), _Count),
+    **dict.fromkeys(("batch", "samples", "held_out", "parameters", "ranks", "rank", "code"), _Count),
     "time": _Time,
-    **dict.fromkeys(("seconds", "data_seconds", "learning_rate", "samples_per_second"), _Finite),
+    "learning_rate": _Rate,
+    **dict.fromkeys(("seconds", "data_seconds", "samples_per_second"), _Finite),
     **dict.fromkeys(("predicted_step_seconds", "measured_step_seconds"), _Finite),
     **dict.fromkeys(("loss", "gradient_norm"), _Number),
     **dict.fromkeys(("network", "cut", "kernels", "transport", "version"), str),

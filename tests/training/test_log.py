@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import resource
 import struct
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ PREDICTION |= {"data_seconds": 0.0, "waits": {"halo": 0.1}, "layers": {"a": {"pr
 FAILED = {"event": "failed", "rank": 1, "host": "n17", "cause": "gone", "at_step": 2}
 GOOD = [STEP, VALIDATION, PHASES, BEGIN, PREDICTION, FAILED, {"event": "stopped", "reason": "SIGTERM", "code": 75}]
 GOOD += [{"event": "finished"}, {"event": "of another version", "what": [1, {"deep": 2}]}, {**STEP, "loss": np.nan}]
+GOOD += [{**STEP, "learning_rate": 1e30}, {**BEGIN, "last_step": 6}]
 GOOD += [{**VALIDATION, "loss": None}, {**VALIDATION, "samples": 0.5, "cut": None}]
 DEEP = b'{"event": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOT_LINES = [b"[1,2]", b"12", b'"step"', b"null", b"{}", b'{"event": 3}', b'{"event": "step"', DEEP, b"\0" * 512]
@@ -64,6 +66,7 @@ BAD = [*NOT_LINES]
 BAD += [changed(STEP, step=v) for v in ("1", 1.5, True, None, -1, 10**30, [1], float("nan"))]
 BAD += [changed(STEP, time=v) for v in ("now", None, float("inf"), float("nan"), 1e30, -1.0)]
 BAD += [changed(STEP, seconds=float("nan")), changed(STEP, loss="0.5"), changed(STEP, learning_rate=None)]
+BAD += [changed(STEP, learning_rate=float("inf")), changed(BEGIN, last_step="6")]
 BAD += [changed(STEP, loss=None), changed(VALIDATION, loss="0.5"), changed(VALIDATION, step=None)]
 BAD += [without(STEP, key) for key in ("step", "loss", "learning_rate", "seconds", "samples_per_second")]
 BAD += [without(VALIDATION, "epoch"), changed(VALIDATION, iou="good"), changed(VALIDATION, f1=[1])]
@@ -414,6 +417,24 @@ def test_lines_of_the_log_that_are_drawn():
     phases = {"forward": {"seconds": 1.0}, "halo": {"communication": 2.0, "blocked": 1.0, "overlap": 50.0}}
     assert scalars_of({"event": "phases", "step": 3, "phases": phases}) == {"hidden_percent/halo": 50.0}
     assert scalars_of({"event": "checkpoint", "step": 3, "path": "x"}) == {}
+
+
+def test_no_line_is_lost_on_a_full_disk(tmp_path, caplog):
+    """Lines of any length of time without space are written when there is some, each once and in order."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with training_log.RunLog(tmp_path / "log.jsonl", True, bar=False) as log:
+        log.write("step", step=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            for step in range(2, 400):
+                log.write("step", step=step, text="x" * 50)
+            assert log.path.stat().st_size == 1000
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        log.write("step", step=400)
+        entries = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(1, 401))
+    assert len(caplog.messages) == 1 and "cannot be written now" in caplog.messages[0]
 
 
 @needs_writer
