@@ -152,7 +152,7 @@ def train(
             log.print(f"initial parameters: {config.training.init}")
         elif config.training.init_from is not None:
             run.begin_from(Path(config.training.init_from))
-        log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
+        log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, run.sampler))
         watchdog.follow(session.executor.heartbeat)
         with session.memory_errors():
             result = run.train()

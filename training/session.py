@@ -367,17 +367,19 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_NAMED]) + more
 
 
-def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
+def begin_entry(session: Session, step: int, epochs: int, sampler: Sampler) -> dict[str, Any]:
     """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective.
 
-    `step` is the first step of the run.
+    `step` is the number of updates so far, and `sampler` at their end.
     """
     config, comm, small = session.config, session.comm, session.small
     hosts = Counter(comm.allgather_objects(platform.node()))
     return {
         "step": step,
         "epochs": epochs,
-        "steps_per_epoch": steps_per_epoch,
+        "steps_per_epoch": len(sampler),
+        # Not the product of both: earlier jobs of this run may have had batches of another size.
+        "last_step": step + sampler.left(epochs),
         "batch": config.training.batch,
         "samples": len(session.samples.training),
         "held_out": len(session.samples.validation),

@@ -235,7 +235,8 @@ def draw_pictures(files: Files, results: HeldOutResults) -> None:
         ("logistic regression per cell", results.scores[1].iou),
         "weighted cross-entropy [nat/cell]",
     )
-    draw_curves(files.out / "loss.png", steps, held_out, held_out[0]["step"], quality)
+    at, validated_at = ([entry["step"] / held_out[0]["step"] for entry in entries] for entries in (steps, held_out))
+    draw_curves(files.out / "loss.png", steps, held_out, at, validated_at, quality)
     draw_masks(files.out / "predictions.png", _masks(results))
     title = f"Two training steps · {hidden_text(read_phases(files)['phases'])}"
     draw_timeline(files.out / "timeline.png", files.run / "timeline.json", title)

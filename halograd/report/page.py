@@ -104,8 +104,9 @@ def _curves(record: Record, pictures: Path, left_out: list[str]) -> dict[str, Pa
         left_out.append("curves: no step was logged yet")
         return None
     paths = {"loss": pictures / "loss.png", "speed": pictures / "speed.png"}
-    draw_curves(paths["loss"], record.steps, record.all("validation"), record.steps_per_epoch)
-    draw_speed(paths["speed"], record.steps, record.steps_per_epoch)
+    validations = record.all("validation")
+    draw_curves(paths["loss"], record.steps, validations, record.epochs_of(record.steps), record.epochs_of(validations))
+    draw_speed(paths["speed"], record.steps, record.epochs_of(record.steps))
     return paths
 
 

@@ -107,7 +107,12 @@ Entries = Sequence[dict[str, Any]]
 
 
 def draw_curves(
-    path: Path, steps: Entries, validations: Entries, per_epoch: int, quality: Quality | None = None
+    path: Path,
+    steps: Entries,
+    validations: Entries,
+    at: Sequence[float],
+    validated_at: Sequence[float],
+    quality: Quality | None = None,
 ) -> None:
     """Draw the loss of every step and epoch, validation loss and metrics, from the lines of a log. Local.
 
@@ -115,26 +120,26 @@ def draw_curves(
     ----------
     steps, validations
         Lines ``step`` (at least one) and ``validation``.
-    per_epoch
-        Steps of an epoch.
+    at, validated_at
+        Number of epochs after each step, and at each validation.
     """
     quality = quality or Quality()
     metrics = _metrics(validations) if quality.metrics is None else quality.metrics
-    end = 1.02 * max(entry["step"] for entry in (steps[-1], *validations)) / per_epoch
+    end = 1.02 * max(at[-1], *validated_at)
     with picture(path, 9.0 if metrics else 6.0, 3.4) as figure:
         panels = figure.subplots(1, 2 if metrics else 1, squeeze=False)[0]
-        _draw_loss(panels[0], steps, validations, per_epoch)
+        _draw_loss(panels[0], steps, validations, np.array(at), validated_at)
         panels[0].set(ylabel=quality.loss_axis)
         if metrics:
-            _draw_quality(panels[1], validations, per_epoch, metrics, quality)
+            _draw_quality(panels[1], validations, validated_at, metrics, quality)
         for axes in panels:
             axes.set(xlim=(0, end), xlabel="epoch")
             axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
 
 
-def draw_speed(path: Path, steps: Entries, per_epoch: int) -> None:
-    """Draw samples per second, and the learning rate. Local."""
-    at = _thinned(np.array([s["step"] for s in steps]) / per_epoch)
+def draw_speed(path: Path, steps: Entries, epochs: Sequence[float]) -> None:
+    """Draw samples per second, and the learning rate, over the number of epochs after each step. Local."""
+    at = _thinned(np.array(epochs))
     with picture(path, 9.0, 2.6) as figure:
         left, right = figure.subplots(1, 2)
         speed = np.array([s["samples_per_second"] for s in steps])
@@ -150,19 +155,19 @@ def draw_speed(path: Path, steps: Entries, per_epoch: int) -> None:
             axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
 
 
-def _draw_loss(axes: Any, steps: Entries, validations: Entries, per_epoch: int) -> None:
-    at = np.array([s["step"] for s in steps]) / per_epoch
+def _draw_loss(
+    axes: Any, steps: Entries, validations: Entries, at: np.ndarray, validated_at: Sequence[float]
+) -> None:
     losses = np.array([s["loss"] for s in steps])
     axes.plot(_thinned(at), _thinned(losses), color=SKY, linewidth=0.7, alpha=0.7, label="training, each step")
-    whole = np.ceil(at - 1e-9).astype(int)  # step k of epoch 1 is at k/per_epoch
+    whole = np.ceil(at - 1e-9).astype(int)  # step k of the first epoch is at k / steps of an epoch
     ended = [e for e in np.unique(whole) if e <= at[-1] + 1e-9]
     means = [losses[whole == e].mean() for e in ended]
     label = "training, mean of the epoch"
     axes.plot(np.array(ended) - 0.5, means, color=BLUE, marker="o", markersize=3, label=label)
     if validations:
-        x = [v["step"] / per_epoch for v in validations]
         y = [np.nan if v["loss"] is None else v["loss"] for v in validations]
-        axes.plot(x, y, color=ORANGE, marker="s", markersize=3, label="held-out samples")
+        axes.plot(validated_at, y, color=ORANGE, marker="s", markersize=3, label="held-out samples")
     if losses.min() > 0 and losses.max() > 2 * losses.min():
         axes.set(yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -171,11 +176,13 @@ def _draw_loss(axes: Any, steps: Entries, validations: Entries, per_epoch: int) 
     axes.legend()
 
 
-def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict[str, str], quality: Quality) -> None:
-    x, most, least = [v["step"] / per_epoch for v in validations], 0.0, 1.0
+def _draw_quality(
+    axes: Any, validations: Entries, at: Sequence[float], metrics: dict[str, str], quality: Quality
+) -> None:
+    most, least = 0.0, 1.0
     for colour, (name, label) in zip(_COLOURS, metrics.items()):
         values = [np.nan if v.get(name) is None else v[name] for v in validations]
-        axes.plot(x, values, color=colour, marker="s", markersize=3, label=label)
+        axes.plot(at, values, color=colour, marker="s", markersize=3, label=label)
         known = [value for value in values if value == value]
         most, least = max([most, *known]), min([least, *known])
     if quality.baseline is not None:
@@ -211,6 +218,7 @@ def _thinned(values: np.ndarray) -> np.ndarray:
     run = -(-len(values) // POINTS)
     if run <= 1:
         return values
+    # The last values, which fill no run, are left out, so that all points are means of as many values.
     whole = len(values) // run * run
     return values[:whole].reshape(-1, run).mean(axis=1)
 

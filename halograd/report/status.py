@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json, to_json
 
 from ..documents import bytes_text
 from ..errors import UserError
@@ -66,6 +69,22 @@ class Record:
         """Lines of the latest job, without steps."""
         begins = [i for i, entry in enumerate(self.events) if entry["event"] == "begin"]
         return self.events[begins[-1] :] if begins else self.events
+
+    def epochs_of(self, entries: Sequence[Entry]) -> list[float]:
+        """Return how many epochs were done after the step of each entry, a fraction within an epoch.
+
+        Steps of each job count by its own number of steps per epoch: a resumed run may have batches of another size.
+        """
+        jobs = [begin for begin in self.all("begin") if begin.get("steps_per_epoch")]
+        positions, k = [], 0
+        for step in (entry["step"] for entry in entries):  # in order of their steps, as the jobs are
+            while k + 1 < len(jobs) and jobs[k + 1].get("step", 0) < step:
+                k += 1
+            if jobs:
+                positions.append(jobs[k].get("epochs", 0) - (_last_step(jobs[k]) - step) / jobs[k]["steps_per_epoch"])
+            else:
+                positions.append(step / self.steps_per_epoch)
+        return positions
 
     @property
     def step(self) -> int:
@@ -151,7 +170,8 @@ class Status:
     loss, validation
         Last loss, None without one; scores of the last validation, empty without one.
     seconds_per_step, samples_per_second
-        Averages over the last two epochs, with validation and checkpoints [s], [1/s].
+        Averages over the last two epochs of the latest job, with validation and checkpoints [s], [1/s]; None before its
+        first step.
     seconds_left
         Remaining time at that speed [s].
     checkpoint, checkpoint_step, checkpoint_age, checkpoint_bytes
@@ -188,8 +208,14 @@ class Status:
     age: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
+        """Return plain data, for JSON, which has no NaN and no infinity: None stands for them."""
+        data: dict[str, Any] = from_json(to_json(asdict(self), inf_nan_mode="null"))
+        return data
+
+
+def _last_step(begin: Entry) -> int:
+    """Return the number of the last step of all epochs; logs of old versions have one size of batches."""
+    return int(begin.get("last_step", begin.get("epochs", 0) * begin.get("steps_per_epoch", 0)))
 
 
 def status_of(record: Record, now: float | None = None) -> Status:
@@ -197,7 +223,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
     now = time.time() if now is None else now
     begin, step, age = record.begin, record.step, max(0.0, now - record.modified)
     epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
-    total = epochs * per_epoch if epochs else None
+    total = _last_step({"epochs": epochs, "steps_per_epoch": per_epoch, **begin}) if epochs else None
     pace = _pace(record)
     state, detail = _state(record, now, age, pace)
     going = state in ("running", "quiet")
@@ -210,7 +236,8 @@ def status_of(record: Record, now: float | None = None) -> Status:
         detail,
         step,
         total,
-        min(step // per_epoch + 1, epochs) if epochs else None,
+        # Counted from the end, because batches of earlier jobs may have another size.
+        None if total is None else max(1, min(epochs, epochs + 1 + (step - total) // per_epoch)),
         epochs,
         record.steps[-1]["loss"] if record.steps else None,
         {k: v for k, v in validation.items() if k not in ("event", "time")},
@@ -275,10 +302,14 @@ def _pace(record: Record) -> float | None:
     """Return the time per step of the latest job over at most two epochs, with all pauses between steps [s]."""
     begun = record.begin.get("step", 0)
     # Earlier jobs of the run may have had other ranks, or another machine.
-    window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
+    own = [s for s in record.steps if s["step"] > begun]
+    timed = [s for s in own if "time" in s]
+    least = timed[-1]["step"] - 2 * record.steps_per_epoch if timed else 0
+    # With output.log_steps, two epochs may have fewer than three lines.
+    window = max([s for s in timed if s["step"] >= least], timed[-3:], key=len)
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
         return (window[-1]["time"] - window[0]["time"]) / (window[-1]["step"] - window[0]["step"])
-    return float(record.steps[-1]["seconds"]) if record.steps else None
+    return float(own[-1]["seconds"]) if own else None
 
 
 def status_text(status: Status) -> list[str]:

@@ -133,11 +133,53 @@ def test_a_run_that_goes_on_after_a_failure(tmp_path):
     assert status.state == "running" and status.seconds_per_step == pytest.approx(2.0)
 
 
+def test_a_run_that_goes_on_with_another_batch(tmp_path):
+    """Steps and epochs count by the size of the batches of each job: 20 steps were two epochs, 5 more are one."""
+    again = {**BEGIN, "step": 20, "steps_per_epoch": 5, "batch": 2 * BATCH, "last_step": 30, "time": 2000.0}
+    steps = [{**line, "epoch": 2 + (k > 25)} for k, line in enumerate(log_of(26, begin=20)[1:], 21)]
+    record = read_record(write(tmp_path, [*log_of(20), again, *(s for s in steps if s["event"] == "step")]))
+    status = status_of(record)
+    assert (status.step, status.steps, status.epoch, status.epochs) == (26, 30, 4, 4)
+    assert status.seconds_left == pytest.approx(4 * status.seconds_per_step)
+    assert record.epochs_of(record.steps)[:20] == pytest.approx([k / 10 for k in range(1, 21)])
+    assert record.epochs_of(record.steps)[20:] == pytest.approx([2 + k / 5 for k in range(1, 7)])
+
+
+def test_a_job_that_has_nothing_to_train(tmp_path):
+    """A complete run that is resumed has no speed: that of its last step was of another job, or machine."""
+    ends = [{**BEGIN, "step": 40, "last_step": 40, "time": 9000.0}, {"event": "finished", "step": 40, "time": 9001.0}]
+    status = status_of(read_record(write(tmp_path, [*log_of(40), *ends])))
+    assert (status.state, status.step, status.steps, status.epoch) == ("finished", 40, 40, 4)
+    assert status.seconds_per_step is status.samples_per_second is None and status.loss == pytest.approx(1 / 40)
+    assert not any(line.startswith("  speed") for line in status_text(status))
+
+
+@pytest.mark.parametrize("every", [5, 15])
+def test_the_speed_of_a_log_of_some_steps(tmp_path, every):
+    """The speed is that of the last two epochs if each fifth step is logged, or that of the last three lines."""
+    lines = log_of(90, 2.0, 0.0, at=0.0) + log_of(120, 0.5, 0.0, begin=90, at=180.0)[1:]
+    logged = [line for line in lines[1:] if line["event"] == "step" and line["step"] % every == 0]
+    status = status_of(read_record(write(tmp_path, [lines[0], *logged])))
+    assert status.seconds_per_step == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("seconds, age, state", [(0.5, 100, "running"), (0.5, 130, "quiet"), (60.0, 1000, "running")])
 def test_a_run_of_which_nothing_is_heard(tmp_path, seconds, age, state):
     status = status_of(read_record(write(tmp_path, log_of(5, seconds), age=age)))
     assert status.state == state
     assert (state == "quiet") == ("nothing was logged for 2 min 10 s" in status.detail)
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    """It is printed as it is; JSON for other programs has null."""
+    lines = log_of(12)
+    for line in lines[-3:]:
+        line["loss"] = float("nan")
+    lines[-3]["iou"] = float("inf")  # the validation after step 10
+    status = status_of(read_record(write(tmp_path, lines)))
+    assert any("loss        nan; validation after epoch 1: loss nan, iou inf" in line for line in status_text(status))
+    data = status.as_dict()
+    assert data["loss"] is data["validation"]["loss"] is data["validation"]["iou"] is None and data["step"] == 12
 
 
 def test_a_run_that_has_just_begun(tmp_path):
