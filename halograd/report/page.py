@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import h5py
 import numpy as np
 from markupsafe import Markup
 
-from ..data import DataError, open_dataset
+from ..data import Batch, DataError, open_dataset
+from ..data.coordinates import SOURCES
+from ..data.files import SAMPLE
 from ..data.hdf5 import Hdf5File
-from ..data.storage import Storage
+from ..data.storage import Storage, dataset_of
 from ..data.structure import looking_into
+from ..data.windows import SampleWindows
 from ..documents import to_toml
 from ..dtensor.box import Box
 from ..errors import UserError
@@ -221,8 +226,8 @@ def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
     path
         File with ``prediction`` and ``target`` ``(n, *spatial, C)`` and ``sample``.
     data
-        Table ``[data]`` of the configuration, to show the network's input; if the file is missing, only masks are
-        shown.
+        Table ``[data]`` of the configuration, to show the network's input; if the files of the samples are missing, or
+        changed, only masks are shown.
 
     Raises
     ------
@@ -235,19 +240,19 @@ def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
             if missing:
                 raise DataError(f"{path}: got no {missing}")
             prediction, target, sample = (file.dataset(name) for name in ("prediction", "target", "sample"))
-            return _shown_masks(prediction, target, sample, data)
+            return _shown_masks(file.file, prediction, target, sample, data)
     except DataError as error:
         raise UserError(f"expected predictions of `halograd evaluate`: {error}") from error
 
 
 def _shown_masks(
-    prediction: h5py.Dataset, target: h5py.Dataset, sample: h5py.Dataset, data: dict[str, Any]
+    file: h5py.File, prediction: h5py.Dataset, target: h5py.Dataset, sample: h5py.Dataset, data: dict[str, Any]
 ) -> Masks | None:
     samples = sample[...]
     channels = prediction.shape[-1]
     if prediction.ndim not in (4, 5) or target.shape[:-1] != prediction.shape[:-1] or target.shape[-1] != 1:
         return None
-    if channels == 1 and not _is_mask(target[0]):
+    if channels == 1 and not _are_masks(target):
         return None  # a regression target
     classes = max(2, channels)
 
@@ -259,7 +264,7 @@ def _shown_masks(
 
     rows = best_to_worst(np.array([iou(*classes_of(k), classes) for k in range(len(samples))]))
     guesses, truths = zip(*(classes_of(k) for k in rows))
-    image, name = _image(samples[rows], data)
+    image, name = _image(file, rows, prediction.shape[1:-1], data)
     return Masks(
         samples[rows],
         np.stack([_slice(t) for t in truths]),
@@ -271,10 +276,16 @@ def _shown_masks(
     )
 
 
-def _is_mask(target: np.ndarray) -> bool:
-    """Return whether a target has only the values 0 and 1, and possibly one ignored number."""
-    known = np.isin(target, (0, 1))
-    return bool(known.any()) and len(np.unique(target[~known])) <= 1
+def _are_masks(target: h5py.Dataset) -> bool:
+    """Return whether targets have only the values 0 and 1, and possibly one ignored number."""
+    known, others = False, np.empty(0)
+    for k in range(len(target)):  # of all samples, because the field of one may be 0, or all of it ignored
+        values = np.unique(target[k])
+        inside = np.isin(values, (0, 1))
+        known, others = known or bool(inside.any()), np.union1d(others, values[~inside])
+        if len(others) > 1:
+            return False
+    return known
 
 
 def _slice(values: np.ndarray) -> np.ndarray:
@@ -282,25 +293,61 @@ def _slice(values: np.ndarray) -> np.ndarray:
     return values[len(values) // 2] if values.ndim == 3 else values
 
 
-def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None, str]:
-    """Return one channel of the inputs and its name: the density of a mesh, else the first channel."""
-    try:
-        outside = bool(data.get("allow_external", False))
-        with open_dataset(
-            data["path"],
-            data.get("inputs", "inputs"),
-            None,
-            data.get("layout"),
-            allow_external=outside,
-            format=data.get("format"),
-        ) as dataset:
-            first, field = next(iter(dataset.fields.items()))
-            names = field.channel_names
-            channel = names.index("Density") if "Density" in names else 0
-            whole = Box.of_shape((len(samples), *field.shape))
-            box = Box((*whole.start[:-1], channel), (*whole.stop[:-1], channel + 1))
-            values = np.empty(box.shape, np.float32)
-            dataset.read(first, [int(k) for k in samples], box, values)
-    except (DataError, KeyError):
+def _image(
+    file: h5py.File, rows: np.ndarray, spatial: tuple[int, ...], data: dict[str, Any]
+) -> tuple[np.ndarray | None, str]:
+    """Return one channel of the inputs and its name: the density of a mesh, else the first channel.
+
+    Samples are found by their files, because their numbers may be those of other data: of an evaluation of other files,
+    or of ``data.lag``. `spatial` are the extents of the masks, which may be those of windows in the middle of samples.
+    """
+    if "file" in data or any(name not in file for name in SOURCES):
         return None, ""
-    return np.stack([_slice(v[..., 0]) for v in values]), names[channel]
+    paths, numbers = (dataset_of(file, name)[...] for name in SOURCES)
+    images, title = [], ""
+    try:
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for k in rows:
+                path = os.fsdecode(paths[k])
+                # Files of one sample have no path of their own.
+                given = data["path"] if SAMPLE in str(data.get("inputs")) else path
+                if str(given) not in opened:
+                    opened[str(given)] = stack.enter_context(_open(given, data))
+                (part,) = (part for part in opened[str(given)].parts if str(part.path) == path)
+                image, title = _image_of(part, int(numbers[k]), spatial, data)
+                images.append(_slice(image))
+            return np.stack(images), title
+    except (DataError, KeyError, ValueError):  # ValueError: moved or changed files, samples of other sizes
+        return None, ""
+
+
+def _open(given: Any, data: dict[str, Any]) -> Any:
+    return open_dataset(
+        given,
+        data.get("inputs", "inputs"),
+        data.get("targets", "mask"),
+        data.get("layout"),
+        several_sizes=True,
+        allow_external=bool(data.get("allow_external", False)),
+        unpack=data.get("unpack", True),
+        format=data.get("format"),
+    )
+
+
+def _image_of(part: Any, index: int, spatial: tuple[int, ...], data: dict[str, Any]) -> tuple[np.ndarray, str]:
+    """Return one channel of the first input of a sample under masks of these extents, and its name."""
+    part.lenient = frozenset(part.fields)  # missing numbers are left blank
+    (name, field), *_ = ((n, f) for n, f in part.fields.items() if len(f.shape) > 1 and not f.is_target)
+    target, *_ = (f for f in part.fields.values() if f.is_target)
+    window: tuple[int, ...] = field.shape[:-1]
+    if data.get("patches") or (data.get("augment") or {}).get("crop"):
+        if data.get("rule") is not None:
+            raise DataError(f"{part.path}: the window of predictions that are reduced is not known")
+        window = tuple(n * mine // n_target for n, mine, n_target in zip(spatial, window, target.shape))
+    channel = field.channel_names.index("Density") if "Density" in field.channel_names else 0
+    image = np.empty((*window, 1), np.float32)
+    windows = SampleWindows(part, {name: (*window, field.shape[-1])})
+    box = Box.of_ranges([*((0, n) for n in window), (channel, channel + 1)])
+    windows.read(name, Batch((index,), 1, 0, 0), 0, box, image)
+    return image[..., 0], field.channel_names[channel]

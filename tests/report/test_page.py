@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -145,7 +146,52 @@ def test_masks_show_the_scores_of_the_run(trained):
     assert wanted[shown[0]] == max(wanted) and wanted[shown[-1]] == min(wanted)
     with h5py.File(config["data"]["path"]) as file:
         assert np.array_equal(masks.image, file["inputs"][...][masks.samples][..., 0])
-    assert read_masks(trained / "predictions.h5", {"path": "gone.h5"}).image is None
+
+
+@pytest.mark.parametrize("gone", ["source_file", "file"])
+def test_masks_without_the_data(trained, tmp_path, gone):
+    """If the file of the samples is not known, or gone, only masks are shown."""
+    shutil.copy(trained / "predictions.h5", tmp_path / "p.h5")
+    with h5py.File(tmp_path / "p.h5", "r+") as file:
+        names = [name.replace(b".h5", b"-gone.h5") for name in file["source_file"][...]]
+        del file["source_file"]
+        if gone == "file":
+            file["source_file"] = names
+    assert read_masks(tmp_path / "p.h5", read_record(trained).begin["config"]["data"]).image is None
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_image_is_that_of_the_masks(tmp_path, factor):
+    """Next to masks of windows in the middle of samples of several sizes is the input of these windows.
+
+    The samples are those of the evaluated files, whatever files the run was trained on.
+    """
+    rng, windows, images, sources = np.random.default_rng(3), [], [], []
+    for name, shape in (("a", (12, 20)), ("b", (4, 24))):  # the second one ends within its window
+        x = rng.random((2, *shape, 1), np.float32)
+        mask = rng.integers(0, 2, (2, *(n // factor for n in shape)))
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file.create_dataset("inputs", data=x).attrs["layout"] = "NHWC"
+            file["mask"] = mask
+        wide = np.pad(x[1, ..., 0], 8, constant_values=np.nan)
+        fine = np.pad(mask[1], 8, constant_values=-1)
+        rows, columns = (slice(8 + (n - 8) // 2, 16 + (n - 8) // 2) for n in shape)
+        images.append(wide[rows, columns])
+        rows, columns = (
+            slice(8 + (n // factor - 8 // factor) // 2, 8 + (n // factor + 8 // factor) // 2) for n in shape
+        )
+        windows.append(fine[rows, columns])
+        sources.append((str(tmp_path / f"{name}.h5"), 1))
+    target = np.array(windows)[..., None].astype(float)
+    path = write_predictions(tmp_path / "p.h5", np.where(target > 0, 1.0, -1.0), target)
+    with h5py.File(path, "r+") as file:
+        file["source_file"], file["source_sample"] = zip(*sources)
+    data = {"path": "trained_on.h5", "patches": 4}
+    masks = read_masks(path, data)
+    assert masks is not None and masks.image is not None and masks.image.shape == (2, 8, 8)
+    assert np.array_equal(masks.image, np.array(images)[masks.samples], equal_nan=True)
+    draw_masks(tmp_path / "p.png", masks)
+    assert read_masks(path, {**data, "rule": "any"}).image is None
 
 
 def write_predictions(path: Path, prediction: np.ndarray, target: np.ndarray) -> Path:
@@ -185,11 +231,20 @@ def test_ignored_positions_are_not_shown(tmp_path, channels, ignored):
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+def test_masks_of_which_one_is_ignored(tmp_path):
+    target = np.random.default_rng(3).integers(0, 2, (3, 6, 7, 1))
+    target[0] = -1
+    masks = read_masks(write_predictions(tmp_path / "p.h5", target - 0.5, target.astype(float)), {})
+    assert masks is not None and masks.classes == 2 and masks.samples.tolist() == [1, 2, 0]
+
+
 @pytest.mark.parametrize(
     "prediction, target",
     [
         (np.zeros((3, 10)), np.zeros((3, 1))),  # a label per sample
         (np.zeros((3, 4, 4, 1)), np.full((3, 4, 4, 1), 0.3)),  # a field
+        (np.zeros((3, 4, 4, 1)), np.arange(3.0).reshape(3, 1, 1, 1) * np.ones((4, 4, 1)) / 4),  # one that begins with 0
+        (np.zeros((3, 4, 4, 1)), np.full((3, 4, 4, 1), -1.0)),  # all of it is ignored
     ],
 )
 def test_what_is_no_mask(tmp_path, prediction, target):
