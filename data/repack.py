@@ -25,8 +25,8 @@ _REFERENCES = ("DIMENSION_LIST", "REFERENCE_LIST")
 def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> None:
     """Copy a file to `path`, with other chunks of some datasets, and all else as it is. Local.
 
-    Filters (compression), types, attributes, dimension scales and links are kept. A virtual dataset becomes a dataset
-    of its own.
+    Filters (compression), types, attributes, dimension scales and links are kept. A virtual dataset, and one whose data
+    are in external files, becomes a dataset of its own.
 
     Parameters
     ----------
@@ -42,42 +42,59 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
         raise DataError(f"cannot write {path}: it exists; give another name")
     open_file(source).close()  # its errors name the reason
     with looking_into(source), h5py.File(source, "r", locking=False, rdcc_nbytes=_CACHE) as old:
-        chunks_by_name = {}
+        chunks_by_place = {}
         for name, shape in chunks.items():
             dataset = old.get(name)
             if not isinstance(dataset, h5py.Dataset):
                 raise DataError(f"{source}: expected a dataset {name!r}, got none; it has {', '.join(old)}")
+            if dataset.file != old:
+                raise DataError(
+                    f"{source}: expected a dataset {name!r} of this file, got a link into {dataset.file.filename}; "
+                    "repack that one"
+                )
             if len(shape) != dataset.ndim or any(not 0 < c <= n for c, n in zip(shape, dataset.shape)):
                 raise DataError(
                     f"{source}: {name!r}: expected a chunk within {'x'.join(map(str, dataset.shape))}, got "
                     f"{'x'.join(map(str, shape))}"
                 )
-            if dataset.is_virtual:  # HDF5 would read zeros for sources that are missing
+            if dataset.is_virtual or dataset.external:  # HDF5 would read zeros for sources that are missing
                 Storage(source, allow_external=True, texts=True).check(old, name)
-            chunks_by_name[dataset.name] = tuple(shape)
+            chunks_by_place[_place(dataset)] = tuple(shape)
         with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as new:
-            _copy(old, new, chunks_by_name)
+            _copy(old, new, chunks_by_place, {_place(old["/"]): "/"})
             _attach(old, new)
 
 
-def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[str, tuple[int, ...]]) -> None:
-    """Copy a group, whose datasets in `chunks` get these chunks."""
+def _place(member: h5py.HLObject) -> int:
+    """Return the address of an object, which may have several names."""
+    return int(h5py.h5o.get_info(member.id).addr)
+
+
+def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]], copied: dict[int, str]) -> None:
+    """Copy a group, whose datasets in `chunks` get these chunks; `copied` has the new names of objects, by place."""
     for key, value in old.attrs.items():
         new.attrs[key] = value
     for name in old:
         link = old.get(name, getlink=True)
         if not isinstance(link, h5py.HardLink):
             new[name] = link
-        elif isinstance(old[name], h5py.Group):
-            _copy(old[name], new.create_group(name), chunks)
-        elif old[name].name in chunks:
-            _rechunk(old[name], new, name, chunks[old[name].name])
+            continue
+        member, place = old[name], _place(old[name])
+        if place in copied:  # a further name, which may be that of a group around it
+            new[name] = new.file[copied[place]]
+            continue
+        copied[place] = f"{new.name.rstrip('/')}/{name}"
+        if isinstance(member, h5py.Group):
+            _copy(member, new.create_group(name), chunks, copied)
+        elif place in chunks:
+            _rechunk(member, new, name, chunks[place])
         else:
             old.copy(name, new)
 
 
 def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, ...]) -> None:
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if old.is_virtual else old.id.get_create_plist().copy()
+    elsewhere = old.is_virtual or old.external
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if elsewhere else old.id.get_create_plist().copy()
     plist.set_chunk(chunk)
     new = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), old.id.get_type(), old.id.get_space(), dcpl=plist))
     for key in old.attrs.keys() - set(_REFERENCES):

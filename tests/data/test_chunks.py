@@ -311,6 +311,37 @@ def test_a_virtual_dataset(tmp_path):
     assert not (tmp_path / "c.h5").exists()
 
 
+@pytest.mark.parametrize("name", ["soft", "group/hard", "run/x"])
+def test_a_dataset_of_several_names(tmp_path, name):
+    """A dataset gets the chunks by any of its names, and is copied once; a group may contain a group around it."""
+    with h5py.File(write_repack(tmp_path / "a.h5"), "r+") as file:
+        file["soft"] = h5py.SoftLink("/link")
+        group = file.create_group("group")
+        group["hard"], group["around"] = file["run/x"], file["/"]
+    repack(tmp_path / "a.h5", tmp_path / "b.h5", {name: (1, 3, 5, 2)})
+    with h5py.File(tmp_path / "b.h5") as new:
+        assert new["run/x"].chunks == (1, 3, 5, 2) and new["soft"] == new["group/hard"] == new["run/x"]
+        np.testing.assert_array_equal(new["run/x"][()], X)
+        assert new["group/around"] == new["/"]
+
+
+def test_data_of_other_files(tmp_path):
+    """Data in external files become part of the copy; a dataset of another file is refused."""
+    X.tofile(tmp_path / "x.raw")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", X.shape, X.dtype, external=[(str(tmp_path / "x.raw"), 0, X.nbytes)])
+        file["other"] = h5py.ExternalLink(str(write_repack(tmp_path / "c.h5")), "/mask")
+    repack(tmp_path / "a.h5", tmp_path / "b.h5", {"x": (1, 3, 5, 2)})
+    with h5py.File(tmp_path / "b.h5") as new:
+        assert new["x"].external is None and new["x"].chunks == (1, 3, 5, 2)
+        np.testing.assert_array_equal(new["x"][()], X)
+    with pytest.raises(DataError, match=r"'other' of this file, got a link into \S+c\.h5; repack that one"):
+        repack(tmp_path / "a.h5", tmp_path / "d.h5", {"other": (1, 6, 5)})
+    (tmp_path / "x.raw").write_bytes(bytes(100))
+    with pytest.raises(DataError, match="expected 840 B in its external file"):
+        repack(tmp_path / "a.h5", tmp_path / "d.h5", {"x": (1, 3, 5, 2)})
+
+
 def chosen(slab: Hyperslab, n: int) -> list[int]:
     """Return the indices along the single axis of a selection, by the definition of regular selections."""
     count = n if slab.count[0] == h5s.UNLIMITED else slab.count[0]
