@@ -98,6 +98,10 @@ def open_file(path: Path) -> h5py.File:
     except PermissionError as error:
         raise DataError(f"{path}: cannot be opened, permission denied; make it readable") from error
     except OSError as error:
+        number = _errno_of(error)
+        reason = None if number is None else os_reason(OSError(number, os.strerror(number)))
+        if reason is not None:  # of the system, and not of the file
+            raise DataError(f"{path}: cannot be opened, {reason}") from error
         if size == 0 or not h5py.is_hdf5(path):
             raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error
         raise DataError(
@@ -155,10 +159,18 @@ def reason_of(error: BaseException) -> str:
 
 
 _ERRNO = re.compile(r"errno = (\d+),")
+
+
+def _errno_of(error: OSError | RuntimeError) -> int | None:
+    """Return the number of a system error, which HDF5 puts into its message only; None if there is none."""
+    hidden = _ERRNO.search(str(error))
+    return int(hidden[1]) if hidden else getattr(error, "errno", None)
+
+
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file system does not allow a file of this size",
+    errno.EFBIG: "a file of this size is not allowed, by the limit of this process (ulimit -f) or the file system",
     errno.ENOENT: "its folder was removed or moved meanwhile",
 }
 
@@ -291,17 +303,14 @@ def _check_location(final: Path, needed: int = 0, remedy: str = "") -> None:
 
 
 def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
-    """Return the reason and remedy of a disk error at `final`; None for any other error.
-
-    HDF5 puts the error number into its message only.
-    """
+    """Return the reason and remedy of a disk error at `final`; None for any other error."""
     name: Any = getattr(error, "filename", None)
     named = isinstance(name, str | os.PathLike)  # a file descriptor is not a name
     mine = named and Path(name).parent == final.parent and final.name in Path(name).name
     if (named and not mine) or isinstance(error, BeingWritten | NotRegular):
         return None  # an error of a file that the block reads
-    hidden = _ERRNO.search(str(error))
-    number = int(hidden[1]) if hidden else getattr(error, "errno", None)
+    number = _errno_of(error)
+    # A missing file without a name may be one that the block reads.
     if number in _FULL and (mine or number != errno.ENOENT):
         return f"{_FULL[number]}; nothing was left behind"
     reason = None if number is None else os_reason(OSError(number, os.strerror(number)))

@@ -216,6 +216,7 @@ class FileSet:
         for part in self.parts:
             # At most so many files are open at once.
             part.share = CACHE // min(self._most_open, len(self.parts))
+        # A file may need more than its share, for one sample: then fewer files stay open.
         needed = max(part.cached for part in self.parts)
         if needed:
             self._most_open = min(self._most_open, max(1, CACHE // needed))
@@ -462,11 +463,13 @@ def open_dataset(
     """
     options["format"] = format
     paths = locate(given, format, {**named(inputs, "x"), **named(targets, "target")})
-    parts = [Hdf5Dataset(path, inputs, targets, *arguments, **options) for path in paths]
+    parts = []
+    for path in paths:
+        parts.append(Hdf5Dataset(path, inputs, targets, *arguments, **options))
+        if len(paths) > 1:
+            parts[-1].close()  # one by one: a process may open fewer files than there are
     if len(parts) == 1:
         return parts[0]
-    for part in parts:
-        part.close()
     check_same_fields([part.path for part in parts], [part.structure for part in parts], several_sizes)
     return FileSet(parts)
 

@@ -66,7 +66,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
                 "replaced, or this node sees other files"
             )
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and len(files) + _SPARE > limit:
+    if files and limit != resource.RLIM_INFINITY and len(files) + _SPARE > limit:
         raise DataError(
             f"{path}: takes numbers from {len(files)} files, this process may open {limit}; raise that limit "
             f"(ulimit -n {len(files) + 2 * _SPARE}), or copy the data into fewer files"

@@ -437,7 +437,7 @@ def _remove(path: Path) -> None:
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
-    errno.EFBIG: "choose another file system",
+    errno.EFBIG: "raise the limit of this process (ulimit -f), or choose another file system",
     errno.EACCES: "change the permissions, or choose another path",
     errno.EPERM: "change the permissions, or choose another path",
     errno.EROFS: "mount it to write, or choose another path",

@@ -1,7 +1,10 @@
 """Samples in several files: found by patterns, read as one, held out by names; channels in datasets of their own."""
 
 import datetime
+import os
 import re
+import resource
+from contextlib import ExitStack
 
 import h5py
 import numpy as np
@@ -145,6 +148,21 @@ def test_files_that_differ_are_named(tmp_path):
     )
     with pytest.raises(DataError, match=message):
         open_dataset(tmp_path)
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    write_files(tmp_path, [1] * 40)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(soft) if not os.path.exists(f"/proc/self/fd/{number}")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], hard))
+    try:
+        with open_dataset(tmp_path) as found, ExitStack() as stack:
+            assert len(found) == 40
+            with pytest.raises(DataError, match=r"h5: cannot be opened, too many open files; raise the limit of o"):
+                for k in range(40):
+                    stack.enter_context(Hdf5Dataset(tmp_path / f"run{k}.h5"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_messages_name_the_file_and_the_sample_in_it(tmp_path):

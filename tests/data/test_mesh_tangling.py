@@ -192,7 +192,7 @@ def test_disk_full_while_writing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False
     )
-    assert f"refused: cannot write {path}: the file system does not allow a file of this size" in done.stdout, done
+    assert f"refused: cannot write {path}: a file of this size is not allowed, by the limit of" in done.stdout, done
     assert not list(tmp_path.iterdir())
 
 
