@@ -19,6 +19,8 @@ from .options import Several
 
 if TYPE_CHECKING:
     from ..jobs import Job, Resources, Software
+    from ..layers import Network
+    from ..perfmodel.machine import Machine
     from ..training.config import BackendConfig, Config
 
 __all__ = ["submit"]
@@ -241,11 +243,31 @@ def _check(
         if loaded.strategy.auto:  # the job makes the plan
             check_planner(loaded.strategy.planner, "strategy.planner")
             if loaded.strategy.machine is not None:
-                Machine.load(loaded.strategy.machine)
+                machine = Machine.load(loaded.strategy.machine)
+                if loaded.strategy.memory is not None:
+                    _check_limit(loaded, network, machine, ranks)
         else:
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once, trainable=False)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)
+
+
+def _check_limit(loaded: Config, network: Network, machine: Machine, ranks: int) -> None:
+    """Raise UserError if no plan that the job may make is within the memory limit of the configuration."""
+    from ..output import working
+    from ..perfmodel.cost import Training
+    from ..perfmodel.kernel_times import RooflineTimes
+    from ..perfmodel.predict import Planning, plan_network
+    from ..planning import parse_memory
+    from ..training.build import state_slots
+
+    table, training = loaded.strategy, loaded.training
+    accumulates, clips = training.accumulate > 1, training.clip_norm is not None
+    step = Training(training.dtype, state_slots(loaded), False, accumulates, clips, loaded.data.prefetch + 1)
+    limit = parse_memory(table.memory, "strategy.memory")
+    planning = Planning(table.planner, limit, training=step, recompute=table.recompute or "auto")
+    with working(f"planning on {ranks} ranks within {table.memory}"):
+        plan_network(network, training.at_once, ranks, machine, RooflineTimes(machine), planning)
 
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:

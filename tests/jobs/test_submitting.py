@@ -20,6 +20,9 @@ from tests.harness.jobs import job_environment, new_mark
 from tests.jobs.examples import write_config
 from tests.jobs.stubs import Stubs
 
+#: A plan within a memory limit, for a machine that is described.
+LIMITED = ["--set", "strategy=auto", "--set", "strategy.machine=cpu-core"]
+
 
 @dataclass
 class Submitting:
@@ -235,6 +238,7 @@ def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, su
         (["--sweep", "training.batch=2,0"], "training.batch"),
         (["--set", "strategy=auto", "--set", "strategy.planner=moon"], "strategy.planner: expected"),
         (["--set", "strategy=auto", "--set", "strategy.machine=moon"], "moon"),
+        ([*LIMITED, "--set", "strategy.memory=1KiB"], "expected a strategy within 1 KiB per rank, the smallest found"),
         (["--kind", "moon"], "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
         (["--kind", "train", "--sweep", "training.batch=2,4"], "--sweep: expected --kind sweep with it, got train"),
         (["--at-most", 2], "--at-most: expected --kind sweep with it, got train"),
@@ -252,6 +256,10 @@ def test_mistakes_are_found_before_the_job_waits(arguments, message, submit):
     lines = [line for line in err.splitlines() if "note:" not in line]
     assert len(lines) == 1 and lines[0].startswith("halograd: error: ") and message in lines[0], err
     assert submit.stubs.calls("sbatch") == []
+
+
+def test_a_limit_within_which_there_is_a_plan(submit):
+    assert submit(*LIMITED, "--set", "strategy.memory=1GiB")[0] == 0
 
 
 def test_without_slurm_it_says_what_else_can_be_done(submit, monkeypatch):
