@@ -163,14 +163,16 @@ def _plan_path(config: Config) -> Path:
 
 def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     """Return the saved plan of the run if it fits this network, number of ranks and batch; else None. Collective."""
-    kept = None
-    if comm.rank == 0 and _plan_path(config).exists():
+
+    def load() -> Plan | None:
         try:
-            kept = Plan.load(_plan_path(config))
-            kept.check(network, comm.size, config.training.at_once)
+            plan = Plan.load(_plan_path(config))
+            plan.check(network, comm.size, config.training.at_once)
         except UserError:
-            kept = None
-    return comm.bcast(kept)
+            return None
+        return plan
+
+    return on_root(comm.mpi, load)  # any other error must not leave the other ranks in a broadcast
 
 
 def _show(trial: StepTrial, config: Config, robust: RobustPlan | None) -> None:

@@ -273,7 +273,6 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.ranks(2)
 def test_a_plan_that_rank_0_cannot_save_is_an_error_of_all_ranks(tmp_path, monkeypatch):
     def refused(plan, path):
         raise UserError(f"plan {path}: the disk is full")
@@ -282,6 +281,20 @@ def test_a_plan_that_rank_0_cannot_save_is_an_error_of_all_ranks(tmp_path, monke
     config = parse_config(AUTO, [f"output.directory={tmp_path / 'out'}", "strategy.machine=lassen"])
     with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match="the disk is full"):
         plan_run(config, comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_error_in_the_plan_of_a_run_is_one_of_all_ranks(comm, shared, monkeypatch):
+    """Rank 0 alone reads the plan of the run; the other ranks must not wait for it."""
+
+    def broken(path):
+        raise RuntimeError("of rank 0")
+
+    (shared / "plan.json").touch()
+    monkeypatch.setattr(Plan, "load", broken)
+    config = parse_config(AUTO, [f"output.directory={shared}"])
+    with Communicator(comm) as ranks, pytest.raises(RuntimeError, match="of rank 0"):
+        plan_run(config, ranks, training=False)
 
 
 def test_a_plan_for_a_described_machine_is_robust(tmp_path, capsys):
