@@ -198,7 +198,7 @@ class Series:
             p, gain = point.prediction, self.efficiency(point)
             row = [str(point.ranks), str(point.batch)]
             if p is None:
-                brief = point.fault.partition(" takes ")[2].partition(";")[0] or point.fault
+                brief = point.fault.removeprefix("plan: ").partition(";")[0]  # without the remedies
                 rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {brief}"])
                 continue
             row += [milliseconds(p.step_seconds), f"{p.samples_per_second:.4g}"]
