@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LogisticModel", "best_threshold", "fit", "intersection_over_union", "predict"]
+__all__ = ["LogisticModel", "best_threshold", "fit", "predict"]
 
 Array = NDArray[np.float64]
 Blocks = Callable[[], Iterable[tuple[ArrayLike, ArrayLike]]]
@@ -85,15 +85,12 @@ def predict(model: LogisticModel, x: ArrayLike) -> Array:
     return _sigmoid(values @ model.weights + model.bias)
 
 
-def intersection_over_union(probability: ArrayLike, y: ArrayLike, threshold: float = 0.5) -> float:
-    """Compute ``|P & Y| / |P | Y|`` of the cells above `threshold` and the true cells; 1 if both sets are empty."""
-    positive, true = np.asarray(probability) > threshold, np.asarray(y) > 0.5
-    union = np.count_nonzero(positive | true)
-    return 1.0 if union == 0 else np.count_nonzero(positive & true) / union
-
-
 def best_threshold(model: LogisticModel, blocks: Blocks) -> tuple[float, float]:
-    """Return the threshold among 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
+    """Return the threshold among 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value.
+
+    The intersection over union is ``|P & Y| / |P | Y|`` of the cells above the threshold and the true cells; 1 if both
+    sets are empty.
+    """
     both, positive, true = np.zeros(len(THRESHOLDS)), np.zeros(len(THRESHOLDS)), 0.0
     for x, y in blocks():
         probability = predict(model, x).ravel()

@@ -11,7 +11,7 @@ import pytest
 from halograd.data import normalize, survey
 from halograd.data.dataset import Hdf5Dataset
 from halograd.data.disk import DataError
-from halograd.data.logistic import best_threshold, fit, intersection_over_union, predict
+from halograd.data.logistic import best_threshold, fit, predict
 from halograd.data.normalize import ChannelStatistics, channel_statistics, check_transforms
 from halograd.data.structure import Field, numbered
 from halograd.data.survey import look_at, look_at_data
@@ -332,6 +332,12 @@ def test_blocks_and_shapes_do_not_matter() -> None:
     )
     np.testing.assert_allclose(many.weights, one.weights, rtol=1e-9)
     assert many.loss == pytest.approx(one.loss)
+
+
+def intersection_over_union(probability, y, threshold=0.5) -> float:
+    positive, true = np.asarray(probability) > threshold, np.asarray(y) > 0.5
+    union = np.count_nonzero(positive | true)
+    return 1.0 if union == 0 else np.count_nonzero(positive & true) / union
 
 
 def test_collinear_and_separable_data_stay_finite() -> None:
