@@ -461,6 +461,7 @@ class StandardAugmentation(Augmentation):
 
     def _draw(self, batch: Batch, k: int) -> SmoothMap:
         rules, rank = self.settings, self._rank
+        # As many planes of rotation as pairs of axes: none in 1-D, one in 2-D, three in 3-D.
         angles, factors = [0.0] * (rank if rank == 3 else rank - 1), np.ones(rank)
         shears, displacement = np.zeros((rank, rank)), None
         draw = self._stream("rotate", batch, k)

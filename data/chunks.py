@@ -111,6 +111,7 @@ def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
 def open_cached(file: h5py.File, name: str, nbytes: int, chunks: Chunks) -> h5py.Dataset:
     """Open a dataset with this memory for its chunks; it must not be open yet. Local."""
     count = nbytes // (math.prod(chunks.shape) * chunks.itemsize)
+    # HDF5 evicts a chunk whose slot another one needs, however much memory is left: ten slots per chunk make that rare.
     slots = next((prime for prime in _SLOTS if prime >= 10 * count), _SLOTS[-1])
     access = h5p.create(h5p.DATASET_ACCESS)
     access.set_chunk_cache(slots, nbytes, 0.75)

@@ -96,6 +96,7 @@ class TimeSteps(DatasetView):
         numbers = simulations(dataset)
         # Stable: rows of a simulation stay in order of time, also if simulations alternate in the file.
         order = np.argsort(numbers, kind="stable")
+        # Offsets of the earliest and the latest row of a sample from the row that gives it its number.
         first, last = -lag * (history - 1), lag * rollout if labelled else 0
         chosen = np.arange(-first, len(order) - last)
         if len(chosen):
