@@ -25,8 +25,8 @@ _REFERENCES = ("DIMENSION_LIST", "REFERENCE_LIST")
 def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> None:
     """Copy a file to `path`, with other chunks of some datasets, and all else as it is. Local.
 
-    Filters (compression), types, attributes, dimension scales and links are kept. A virtual dataset, and one whose data
-    are in external files, becomes a dataset of its own.
+    Filters (compression), types, attributes, dimension scales, links and their order are kept. A virtual dataset, and
+    one whose data are in external files, becomes a dataset of its own.
 
     Parameters
     ----------
@@ -60,7 +60,8 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
             if dataset.is_virtual or dataset.external:  # HDF5 would read zeros for sources that are missing
                 Storage(source, allow_external=True, texts=True).check(old, name)
             chunks_by_place[_place(dataset)] = tuple(shape)
-        with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as new:
+        ordered = _is_ordered(old["/"])
+        with atomic_path(path) as partial, h5py.File(partial, "w", locking=False, track_order=ordered) as new:
             _copy(old, new, chunks_by_place, {_place(old["/"]): "/"})
             _attach(old, new)
 
@@ -68,6 +69,11 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
 def _place(member: h5py.HLObject) -> int:
     """Return the address of an object, which may have several names."""
     return int(h5py.h5o.get_info(member.id).addr)
+
+
+def _is_ordered(group: h5py.Group) -> bool:
+    """Return whether a group keeps the order in which its members were created, as netCDF requires."""
+    return bool(group.id.get_create_plist().get_link_creation_order() & h5py.h5p.CRT_ORDER_TRACKED)
 
 
 def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]], copied: dict[int, str]) -> None:
@@ -85,7 +91,7 @@ def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]
             continue
         copied[place] = f"{new.name.rstrip('/')}/{name}"
         if isinstance(member, h5py.Group):
-            _copy(member, new.create_group(name), chunks, copied)
+            _copy(member, new.create_group(name, track_order=_is_ordered(member)), chunks, copied)
         elif place in chunks:
             _rechunk(member, new, name, chunks[place])
         else:

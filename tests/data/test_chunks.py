@@ -325,6 +325,19 @@ def test_a_dataset_of_several_names(tmp_path, name):
         assert new["group/around"] == new["/"]
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_order_of_members(tmp_path, ordered):
+    """Files of netCDF keep the order in which variables were written, and cannot be extended without it."""
+    with h5py.File(tmp_path / "a.h5", "w", track_order=ordered) as file:
+        file.create_group("z", track_order=ordered)
+        for name in ("z/b", "z/a", "x", "b"):
+            file[name] = X
+    repack(tmp_path / "a.h5", tmp_path / "b.h5", {"x": (1, 3, 5, 2)})
+    with h5py.File(tmp_path / "a.h5") as old, h5py.File(tmp_path / "b.h5") as new:
+        assert list(new) == list(old) == (["z", "x", "b"] if ordered else ["b", "x", "z"])
+        assert list(new["z"]) == list(old["z"]) == (["b", "a"] if ordered else ["a", "b"])
+
+
 def test_data_of_other_files(tmp_path):
     """Data in external files become part of the copy; a dataset of another file is refused."""
     X.tofile(tmp_path / "x.raw")
