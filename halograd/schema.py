@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +122,7 @@ def build(kind: type[Built], data: object, source: str = "", at: str = "") -> Bu
     kind
         A :class:`Table`, or a dataclass with `STRICT`.
     data
-        Data of a file or the command line. NumPy numbers and mappings are converted to plain data.
+        Data of a file or the command line. NumPy numbers, mappings and paths are converted to plain data.
     source
         File name, for the message.
     at
@@ -171,11 +172,14 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data for a dataclass, a mapping or NumPy data, which JSON cannot represent; else the `repr`."""
+    """Return plain data for a dataclass, a mapping, a path or NumPy data, which JSON cannot represent; else the `repr`.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 

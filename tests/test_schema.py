@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -128,6 +129,11 @@ def test_what_is_refused(change, message):
 def test_other_data_than_a_table(data):
     with pytest.raises(UserError, match=r"^f: expected a table, got "):
         build(Outer, data, "f")
+
+
+def test_a_path_counts_as_its_text():
+    """As in ``hg.fit(..., init=Path("weights.safetensors"))``: not as the text "PosixPath('weights.safetensors')"."""
+    assert build(Outer, {"count": 1, "path": Path("a") / "b"}).path == "a/b"
 
 
 def test_dataclasses_made_in_python_are_checked_too():
