@@ -200,7 +200,9 @@ class Samples:
             names, ranges = [name for name, field in dataset.fields.items() if field.is_target], _ranges(network)
             bounded = all(name in ranges and ranges[name].bounded for name in names)
             seen = computed | {name: statistics[name] for name in names if name in statistics}
-            looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
+            weights = weights_of(network)
+            # Samples to read, for the magnitude, or because a window with an invalid class may be drawn late.
+            looks = 1 if bounded and not windows.cut else LOOKS
             usable = np.union1d(training, validation)
             first = int((training if len(training) else usable)[0])  # an evaluation needs no training samples
             scale = on_root(comm.mpi, lambda: look_at_data(dataset, seen, first, looks, weights, usable))

@@ -269,6 +269,20 @@ def test_what_is_said_and_refused(comm, patches, capfd):
     assert others == [pytest.approx(first, rel=1e-12)] * 2, "padding does not count, by class or by weight"
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_class_that_does_not_exist_is_found_before_windows_are_drawn(comm, patches):
+    """A window with it may be drawn after hours of training, so parts of many samples are read at the start."""
+    folder = patches.parent / "parts7"
+    if comm.rank == 0:
+        shutil.copytree(patches.parent / "parts", folder)
+        with h5py.File(folder / "s0.h5", "r+") as file:
+            file["label"][3, 11, 9] = 7
+    comm.Barrier()
+    with pytest.raises(DataError, match=r"s0\.h5: target 7 in sample 3 of 'label' at \(11, 9, 0\)"):
+        train(patches, ["data.path=parts7", "output.directory=late"], comm=comm)
+    assert not (patches.parent / "late" / "log.jsonl").exists()
+
+
 RULES = (
     'data.augment={flips = ["height", "width"], turns = true, shifts = ["width"], noise = 0.05, contrast = 0.1, '
     'brightness = 0.1, vectors = [["channel 2", "channel 0"]]}'
