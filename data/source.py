@@ -223,6 +223,14 @@ class ArrayDataset:
         groups: ArrayLike | None = None,
         path: str | Path = "arrays",
     ) -> None:
+        for name, array in arrays.items():
+            try:
+                np.dtype(array.dtype), array.shape[0]
+            except (AttributeError, TypeError, IndexError):
+                raise DataError(
+                    f"{path}: {name!r}: expected an array of NumPy, h5py or Zarr with an axis of samples, got "
+                    f"{type(array).__name__}; numpy.asarray converts lists and tensors"
+                ) from None
         lengths = {name: array.shape[0] for name, array in arrays.items()}
         if not arrays or len(set(lengths.values())) > 1:
             raise DataError(f"{path}: expected arrays of as many samples each, got {lengths}")

@@ -361,6 +361,18 @@ def test_arrays_of_other_types_are_refused(dtype):
         ArrayDataset({"x": np.zeros(SHAPE, dtype)}, ())
 
 
+class Tensor:
+    """A tensor of a library whose types NumPy does not have."""
+
+    shape, dtype = (3, 4, 1), "library.float32"
+
+
+@pytest.mark.parametrize("data", [[[1.0]], Tensor(), np.array(2.0), 3])
+def test_what_is_no_array_is_refused(data):
+    with pytest.raises(DataError, match=rf"'x': expected an array of .*, got {type(data).__name__}; numpy\.asarray"):
+        ArrayDataset({"x": data}, ())
+
+
 def test_of_a_file_and_of_its_arrays(tmp_path):
     """A data set of a memory map is read like the HDF5 file with the same data, including names and order."""
     import h5py
