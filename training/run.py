@@ -368,7 +368,11 @@ class TrainingRun:
         timeline, step = self.session.timeline, self.optimizer.step
         if timeline is not None and self.steps and self.session.config.output.timeline:
             self.session.executor.spans.finish()
-            write_trace(timeline, self.session.comm, directory / "timeline.json")
+            try:
+                write_trace(timeline, self.session.comm, directory / "timeline.json")
+            except UserError as error:  # on all ranks; the run is complete, and its checkpoints are written
+                if self.session.comm.rank == 0:
+                    _log.warning("%s; the run is complete without it", error)
             self.log.print(timeline.table(self.steps))
         measured = None if plan is None or self.step_times is None else self.step_times.result()
         if plan is not None and measured is not None:

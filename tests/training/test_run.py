@@ -139,6 +139,21 @@ def test_full_disk(comm, config, monkeypatch):
     assert read_header(folder / "latest.h5")[0].step == 3
 
 
+@pytest.mark.mpi
+def test_a_timeline_that_cannot_be_written(comm, config, monkeypatch, caplog):
+    """A run that is complete, with its last checkpoint, does not fail because its timeline does not fit on the disk."""
+    from halograd.training import timeline as module
+
+    def full(parts, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "merge_traces", full)
+    assert train(config, ["training.epochs=1", "output.timeline=true"], comm=comm)["steps"] == 3
+    assert len(read_log(config.parent / "out" / "log.jsonl", "finished")) == 1
+    warned = [text for text in caplog.messages if "the run is complete without it" in text]
+    assert len(warned) == (comm.rank == 0) and all("timeline.json" in text for text in warned)
+
+
 MODEL = "model={name='mesh', channels=3, widths=[4, 6], convs=1, resolution=16"
 
 REFUSED = [
