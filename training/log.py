@@ -54,10 +54,18 @@ Entry = dict[str, Any]
 NOT_SCORES = ("event", "time", "epoch", "step")  # keys of a validation other than scores
 
 
+class _Console(Console):
+    """Console whose pipe may be closed by the program that reads it, such as `head`."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more. The default of rich ends the program."""
+        self.quiet = True
+
+
 def stderr_console() -> Console:
     """Return a console on stderr, which is treated as a terminal also through a launcher. Local."""
     columns = terminal_columns()
-    return Console(stderr=True, width=columns, force_terminal=True if columns else None)
+    return _Console(stderr=True, width=columns, force_terminal=True if columns else None)
 
 
 class RunLog:
@@ -147,9 +155,10 @@ class RunLog:
         self._failing = True
 
     def print(self, text: str) -> None:
-        """Print a line for the user."""
+        """Print a line for the user. What cannot be printed (into a file on a full disk) does not end a run."""
         if self._prints:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            with contextlib.suppress(OSError):
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def move(self, done: int, total: int, text: str) -> None:
         """Move the progress bar."""

@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = run(arguments, world)
     finally:
         ignore_stop_signals()
+    try:
+        sys.stderr.flush()
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (Python would end with code 120)
     if world is None:
         gc.freeze()  # else the interpreter scans all objects at its end
         sys.exit(code)

@@ -125,7 +125,7 @@ def draw_curves(
     """
     quality = quality or Quality()
     metrics = _metrics(validations) if quality.metrics is None else quality.metrics
-    end = 1.02 * max(at[-1], *validated_at)
+    end = 1.02 * max([at[-1], *validated_at])
     with picture(path, 9.0 if metrics else 6.0, 3.4) as figure:
         panels = figure.subplots(1, 2 if metrics else 1, squeeze=False)[0]
         _draw_loss(panels[0], steps, validations, np.array(at), validated_at)

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from halograd.training.log import RankLog, TensorBoard, parse_line, parse_lines,
 from halograd.training.run import train
 from halograd.training.step_times import STEPS, StepTimes
 from halograd.training.timeline import Timeline, kind_of, merge_traces, overlap_ratio, trace_events, write_trace
+from tests.harness.limits import LIMIT
 from tests.launch import find_mpiexec, mpiexec
 from tests.support.terminal import on_terminal
 from tests.training.launching import sets
@@ -435,6 +437,22 @@ def test_no_line_is_lost_on_a_full_disk(tmp_path, caplog):
         entries = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [entry["step"] for entry in entries] == list(range(1, 401))
     assert len(caplog.messages) == 1 and "cannot be written now" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("taken", ["full", "closed"])
+def test_a_run_whose_output_is_not_taken(tmp_path, taken):
+    """A full disk below the file of stderr, or the end of the program that reads it, does not end a run."""
+    config = write_config(tmp_path)
+    if taken == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        end, out = os.pipe()
+        os.close(end)
+    command = [sys.executable, "-m", "halograd", "train", config, "--set", "output.progress=true"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=out, timeout=LIMIT, check=False)
+    os.close(out)
+    assert done.returncode == 0 and b"trained to step 9" in done.stdout
+    assert len(read_log(tmp_path / "out" / "log.jsonl", "finished")) == 1
 
 
 @needs_writer
