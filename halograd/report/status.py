@@ -223,7 +223,11 @@ def status_of(record: Record, now: float | None = None) -> Status:
     now = time.time() if now is None else now
     begin, step, age = record.begin, record.step, max(0.0, now - record.modified)
     epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
-    total = _last_step({"epochs": epochs, "steps_per_epoch": per_epoch, **begin}) if epochs else None
+    total, epoch = None, None
+    if epochs:
+        total = _last_step({"steps_per_epoch": per_epoch, **begin})
+        # Counted from the end, because batches of earlier jobs may have another size.
+        epoch = max(1, min(epochs, epochs + 1 + (step - total) // per_epoch))
     pace = _pace(record)
     state, detail = _state(record, now, age, pace)
     going = state in ("running", "quiet")
@@ -236,8 +240,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
         detail,
         step,
         total,
-        # Counted from the end, because batches of earlier jobs may have another size.
-        None if total is None else max(1, min(epochs, epochs + 1 + (step - total) // per_epoch)),
+        epoch,
         epochs,
         record.steps[-1]["loss"] if record.steps else None,
         {k: v for k, v in validation.items() if k not in ("event", "time")},
