@@ -278,7 +278,7 @@ def _limits(
 
 def _packed(limits: Mapping[str, float], dtype: np.dtype[Any], scale: float, offset: float) -> dict[str, float]:
     """Return limits of values as limits of stored numbers, widened so that rounding excludes no number."""
-    # Stored integers are a unit apart: a limit that rounding moved past one of them still includes it.
+    # Stored integers have the distance 1: a limit that rounding moved past one of them still includes it.
     slack = 0.0 if dtype.kind == "f" else 1e-3
     other = {"low": "high", "high": "low"}
     packed = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}
