@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,7 +123,8 @@ class Measuring:
 
     def known_machine(self, path: Path) -> Machine | None:
         """Return the machine from a stored file, with the memory that this job may use; None if it must be measured."""
-        machine, memory = None, rank_memory(self.comm)  # control groups and Slurm's allocation differ between jobs
+        # Control groups and Slurm's allocation differ between jobs.
+        machine, memory = None, rank_memory(self.comm, self.kernels.device)
         if self.comm.rank == 0 and path.exists() and record_path(path).exists():
             try:
                 machine = Profile.load(path).machine
@@ -209,12 +211,9 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription
         optimizer.begin_step(1e-3)
         (bucket,) = executor.store.buckets
 
-        def run() -> None:
-            optimizer.update(bucket)
-            backend.synchronize()
-
         nbytes = features * features * executor.dtype.itemsize
-        return median(_times(run, oversubscription, lambda: passing.__iadd__(1))) / nbytes
+        run, before = partial(optimizer.update, bucket), partial(passing.__iadd__, 1)
+        return median(_times(run, backend, oversubscription, before)) / nbytes
 
 
 def _small_network() -> Network:
@@ -244,11 +243,12 @@ def _step(network: Network, alone: Communicator, backend: Any, dtype: str, overs
             executor.backward()
 
         # Not the best step: the times of layers are means, so a step would seem to take less than its layers.
-        return median(_times(step, oversubscription, repeats=60))
+        return median(_times(step, backend, oversubscription, repeats=60))
 
 
 def _times(
     run: Callable[[], Any],
+    backend: Any,
     oversubscription: Oversubscription,
     before: Callable[[], Any] = lambda: None,
     repeats: int = 25,
@@ -257,8 +257,10 @@ def _times(
     times = []
     for _ in range(repeats + 2):
         before()
+        backend.synchronize()  # a device may still work on what `before` has enqueued
         begin = oversubscription.clock()
         run()
+        backend.synchronize()
         times.append(oversubscription.clock() - begin)
     return times[2:]
 

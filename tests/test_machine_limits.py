@@ -11,6 +11,7 @@ from mpi4py import MPI
 from halograd import limits, measuring
 from halograd.cli.doctor import probe_threads
 from halograd.comm import Communicator
+from halograd.device import HOST, DeviceMemory
 from halograd.kernels import get_backend
 from halograd.limits import Cores, memory_size, usable_cores
 from halograd.perfmodel.machine import Machine
@@ -90,6 +91,16 @@ def test_a_stored_machine_has_the_memory_of_this_job(shared, monkeypatch):
         comm.barrier()
         measured = measuring.Measuring(comm, kernels, NETWORKS["mesh"](), 4, folder=shared)
         assert measured.known_machine(path) == replace(stored, memory=2048 * MIB // comm.size)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_plan_for_devices_has_their_memory(monkeypatch):
+    """On GPUs the host's memory is no limit: their own is."""
+    monkeypatch.setattr(device, "memory_size", lambda ranks: 2048 * MIB // ranks)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        gpu = SimpleNamespace(memory=lambda: DeviceMemory(5 * MIB, 3 * MIB, (80 + comm.rank) * MIB))
+        assert device.rank_memory(comm, gpu) == 80 * MIB
+        assert device.rank_memory(comm, HOST) == 2048 * MIB // comm.size
 
 
 V1_CPU = "7:cpu,cpuacct:{}\n4:memory:/other\n"

@@ -447,8 +447,7 @@ def fit_memory(
     UserError
         No choice fits.
     """
-    own = device.memory()
-    limit = rank_memory(comm) if own is None else int(comm.allreduce_scalar(own.total, "min"))
+    limit = rank_memory(comm, device)
     if config.strategy.memory is not None:
         limit = min(limit, int(schema.build(Bytes, config.strategy.memory, at="strategy.memory")))
 

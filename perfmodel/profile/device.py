@@ -19,6 +19,7 @@ from .record import Fit, Profile, fit_line
 
 if TYPE_CHECKING:
     from ...comm import Communicator
+    from ...device import Device
 
 __all__ = ["group_sizes", "measure_machine", "rank_memory", "spread"]
 
@@ -36,12 +37,13 @@ _CHANNELS = 64
 _LEAST = 0.05
 
 
-def rank_memory(comm: Communicator) -> int:
-    """Return the memory that every rank may use now [B]: the share of the ranks of one host in its limits, the least of
-    all ranks. Collective over `comm`.
+def rank_memory(comm: Communicator, device: Device) -> int:
+    """Return the memory that every rank may use now [B]: that of its device, or the share of the ranks of one host in its
+    limits; the least of all ranks. Collective over `comm`.
     """
     hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
-    return int(comm.allreduce_scalar(memory_size(hosts.fullest), "min"))
+    own = device.memory()
+    return int(comm.allreduce_scalar(memory_size(hosts.fullest) if own is None else own.total, "min"))
 
 
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
@@ -79,7 +81,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         source=f"measured by halograd profile on {comm.size} ranks, {time.strftime('%Y-%m-%d')}",
         devices_per_node=grouping.fullest,
         nodes_per_switch=len(set(grouping.nodes)),
-        memory=rank_memory(comm),
+        memory=rank_memory(comm, kernels.device),
         links=_links(comm, copy, face, channel, nodes.has("node")),
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
         **rates,

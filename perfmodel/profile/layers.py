@@ -121,6 +121,7 @@ class LayerTimer:
             self.comm.barrier()
 
     def _clock(self, run: Callable[[], object]) -> float:
+        self.kernels.synchronize()  # work that was enqueued before is not part of the time
         begin = self._oversubscription.clock()
         run()
         self.kernels.synchronize()

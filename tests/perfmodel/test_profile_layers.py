@@ -100,6 +100,38 @@ def test_first_layers_and_evaluation_do_less(alone, kernels):
     timer.close()
 
 
+@pytest.fixture
+def device_clock(monkeypatch):
+    """A backend with a queue, and the readings of the clock for which the queue was not empty."""
+    with FakeBackend() as backend:
+        device, readings = backend.device, []
+        ended = [0]
+        monkeypatch.setattr(device, "synchronized", lambda why: ended.append(device.number))
+
+        def clock(self):
+            readings.append(device.number - ended[-1])
+            return float(len(readings))
+
+        monkeypatch.setattr(Oversubscription, "clock", clock)
+        yield backend, readings
+
+
+@pytest.mark.parametrize("input_gradient", [False, True])
+def test_times_on_a_device_contain_no_work_enqueued_before(alone, device_clock, input_gradient):
+    """Nothing is written before a first layer, so that nothing else would wait for the flush of the cache."""
+    backend, readings = device_clock
+    timer = LayerTimer(backend, alone, 4096)
+    timer.measure(LayerWork.of(L.Conv(6, 3, padding=1, activation="relu"), [MAP], input_gradient=input_gradient))
+    timer.close()
+    assert readings and not any(readings)
+
+
+def test_overheads_on_a_device_contain_all_work(alone, device_clock):
+    backend, readings = device_clock
+    measuring.measure_overheads(alone, backend, MACHINE)
+    assert readings and not any(readings)
+
+
 def test_a_bound_layer_computes_what_the_executor_does(alone, kernels):
     x = Input(MAP[1:])
     network = Network(L.Conv(6, 3, padding=1, name="layer")(x))
