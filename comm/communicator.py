@@ -287,9 +287,17 @@ class Communicator:
 
         Ranks with color None get None. The new communicator shares the transport, progress thread, counters and
         recorder of this one; closing this one closes it, too.
+
+        Raises
+        ------
+        CommError
+            On all ranks, if a color is not in ``0 .. 2**31 - 1``, or too many communicators are open.
         """
         self._check_open()
-        self.agree(contexts.shortage())
+        fault = contexts.shortage()
+        if color is not None and not 0 <= color < 1 << 31:  # MPI would raise on this rank alone
+            fault = CommError(f"split(): expected None or a color in 0 .. 2**31 - 1, got {color}; renumber the colors")
+        self.agree(fault)
         part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None

@@ -99,7 +99,8 @@ class DeviceLinks:
         Raises
         ------
         CommError
-            On all ranks, if the requested transport cannot work, or another choice was made before.
+            On all ranks, if the requested transport cannot work, another choice was made before, or the ranks differ in
+            the request or in whether they have a device.
         """
         fault: Exception | None = None
         try:
@@ -112,6 +113,17 @@ class DeviceLinks:
         comm.agree(fault)
         if self.choice is not None:
             return self.choice
+        # Without this, some ranks would wait in the collectives of a choice that the others do not make.
+        first, *others = comm.mpi.allgather((requested, "the host" if device.is_host else "a device"))
+        for rank, other in zip(comm.ranks[1:], others):
+            if other != first:
+                expected, got = (f"{transport!r} on {kind}" for transport, kind in (first, other))
+                comm.agree(
+                    CommError(
+                        f"device transport: expected {expected} as on rank {comm.ranks[0]}, got {got} on rank {rank}; "
+                        "request one transport, for one kind of device, on all ranks"
+                    )
+                )
         if device.is_host:
             return Choice(MpiStaged(), "arrays are the host's")
         choice = _decide(comm, device, requested)

@@ -92,6 +92,12 @@ def test_ranks_without_a_color_are_in_no_group(plain):
         assert (group.rank, group.size, group.ranks) == (0, 1, (0,))
 
 
+@pytest.mark.parametrize("color", [-1, 1 << 31])
+def test_a_color_that_mpi_does_not_have_is_refused_on_all_ranks(plain, color):
+    with pytest.raises(CommError, match=rf"{named(plain, 0)}split\(\): expected None or a color .* got {color}; "):
+        plain.split(color if plain.rank == 0 else 0)
+
+
 def test_a_split_group_has_channels_and_counters_of_its_own_ranks(communicator):
     group = communicator.split(0, key=-communicator.rank)
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
