@@ -59,7 +59,7 @@ Extent = tuple[tuple[int, ...], int]
 GRID = "grid"
 #: Parts per axis of a strategy, in the order of `AXES`.
 Parts = tuple[int, ...]
-#: Largest ratio of a rank's share to the mean.
+#: Largest ratio of a rank's share to the mean; 4/3, as of 3 rows on 2 ranks, is allowed.
 UNEVEN = 1.34
 #: Minimum number of channels of a block.
 CHANNELS = 4

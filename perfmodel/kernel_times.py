@@ -233,6 +233,7 @@ class RooflineTimes(KernelTimes):
         data = mask = filter_ = 0.0
         if has_filter and getattr(work.layer, "activation", None) is not None:
             mask = self.machine.roofline(0, _MASK * y, work.dtype)
+        # Gradients of a norm's parameters come from the kernel of its data gradient, which a first layer runs, too.
         if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
             work_back = flops * work.layer.backward_flops
             data = kernel("backward_data", work_back, passes.inputs(True, xs) + passes.data[1] * y + weights)

@@ -137,6 +137,7 @@ class PlanCandidates:
         self, plan_candidate: PlanCandidate, limit: float, faster_than: float = math.inf
     ) -> PlanCandidate | None:
         """Return the fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
+        # No scheme makes a step shorter than its passes, so most strategies need no variants.
         if plan_candidate.simulation.computing >= faster_than:
             return None
         for variant in self.variants(plan_candidate):

@@ -188,6 +188,7 @@ class StrategySearch:
         self.times, self.planning, self.training = times, planning, planning.training
         self.limit: float = machine.memory if planning.limit is None else planning.limit
         self.buckets = (planning.bucket_bytes,) if planning.bucket_bytes else BUCKETS
+        # Every strategy is simulated with buckets of this size first; its variants have all sizes.
         self.middle = self.buckets[len(self.buckets) // 2]
         self.pricing = Pricing(NetworkModel(machine), times, self.training.dtype, best_halo=True)
         self.quick = quick or quick_pricing(machine, times, self.training.dtype)
@@ -405,6 +406,7 @@ class StrategySearch:
             indices = best.indices or self.costs.indices(best.strategy)
             faster = None
             for change in [] if indices is None else self.changes.of(indices, -SLACK * best.seconds):
+                # Estimates of memory are too large by up to `NEAR`: what may fit is simulated.
                 if change.indices in tried or not best.fits(limit - change.memory / NEAR):
                     continue
                 tried.add(change.indices)

@@ -82,6 +82,7 @@ class NcclLink:
 
     def _created(self) -> Any:
         nccl, unique, fault = self.nccl, None, None
+        # NCCL creates a communicator on the current device of the thread.
         self.comm_stream.cuda.device.use()
         if self.rank == 0:
             unique, fault = _tried(nccl.get_unique_id, "to begin a communicator")
@@ -367,6 +368,7 @@ class _Calls:
                 own = self._at[self._link.rank]
                 comm.reduceScatter(self._address, own, self._lengths[0], self._dtype, total, self._stream)
                 return
+            # NCCL has no reduce-scatter of unequal shards; the group makes one operation of these sums.
             for root, (at, length) in enumerate(zip(self._at, self._lengths)):
                 if length:
                     comm.reduce(at, at, length, self._dtype, total, root, self._stream)

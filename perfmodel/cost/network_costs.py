@@ -152,8 +152,6 @@ def edge_seconds(
         sent = _one_way(u, v, rank, network_model, itemsize, ranks)
         received = sent if makers == readers else _one_way(v, u, rank, network_model, itemsize, ranks)
         seconds = np.maximum(seconds, np.maximum(sent, received.T))
-    same = (u.parts[:, None, :] == v.parts[None, :, :]).all(axis=2)
-    seconds[same] = 0.0
     return seconds
 
 
@@ -378,6 +376,7 @@ class _Maker:
         self.itemsize = as_dtype(training.dtype).itemsize
         # A bucket holds at most all gradients: they share the least cost of its sum.
         self.bucket_bytes = max(1, min(bucket_bytes, self.itemsize * _parameters(network)))
+        # Which layers and values have gradients does not depend on the cut.
         program = compile_program(network, Strategy(), Target(batch, dtype=as_dtype(training.dtype)))
         self.plain = {step.name: step for step in program.steps}
         self._trained = {segment.name for segment in program.backward}

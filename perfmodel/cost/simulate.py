@@ -173,6 +173,7 @@ class Simulation:
         exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
         programs: dict[object, Program] = self.pricing.known.setdefault("programs", {})
         key = self._known, exposed
+        # The outline of a strategy with passes is a whole program (`__init__`).
         if rank == self._rank and not self.costs and not exposed:
             program = self._outline
         elif rank == self._rank and key in programs:

@@ -203,6 +203,7 @@ class _Solver:
         capacity = math.inf if weight is None or self.problem.limit is None else self.problem.limit - weight.value
         gap = self.seconds - self.bound
         proved, states = 0.0, 0
+        # The number of labels grows quickly with the distance, and the optimum is usually near the bound.
         excess = gap / 64 if math.isfinite(gap) else 1e-3 * abs(self.bound)
         while self.seconds > self.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), self.seconds - self.bound + rounding)

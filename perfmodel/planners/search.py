@@ -110,6 +110,7 @@ def _extend(
     for start in range(0, len(labels.cost), step):
         block = labels.take(np.arange(start, min(start + step, len(labels.cost))))
         costs = block.cost[:, None] + _regret(clusters, cluster, cost, block)
+        # Infinite costs mean that a candidate is not allowed, also if the excess is unlimited.
         good = (costs <= bounds.excess) & (costs < np.inf)
         weights = block.weight[:, None]
         if weight is not None:
