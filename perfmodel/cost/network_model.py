@@ -241,7 +241,7 @@ class NetworkModel:
         """Return the time of a collective, and the part of it in which the adapters of a node are busy [s]."""
         part = 1.0 if kind == "allreduce" else 0.5  # an all-reduce is measured as a whole
         far = self.emulated and len(self._nodes(ranks)) > 1
-        # The emulated network takes half of a ring for a part, of which the measured all-reduce says nothing.
+        # On the emulated network a reduce-scatter or all-gather takes half of a ring, whatever an all-reduce takes.
         measured = self.machine.runtime.sums.get(len(ranks))
         if measured is not None and self._together(ranks) and not (far and part < 1):
             short = self.machine.runtime.short_sums.get(len(ranks), measured)
