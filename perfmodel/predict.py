@@ -78,6 +78,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "block": ("pointwise", "block"),
     "auto": ("pointwise", "block"),
 }
+#: Multiple of the limit above which the estimated memory of the leanest choice ends a search; others save less.
+HOPELESS = 2.0
 #: Number of cuts for which outputs to compute again are chosen.
 CUTS = 6
 #: Dtypes, and multiples of the ranks, that are tried if nothing fits.
@@ -200,6 +202,8 @@ class StrategySearch:
         #: Costs of all candidates, computed for planners only.
         self.costs: NetworkCosts
         self.has_costs = False
+        #: Whether the leanest choice needs so much memory that none is searched under the limit (`HOPELESS`).
+        self._hopeless = False
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
         self.planner: Planner
@@ -220,7 +224,7 @@ class StrategySearch:
         """
         failure = self.chooser.look(self)
         best = None
-        if self.limit >= self._lower_bound:
+        if self.limit >= self._lower_bound and not self._hopeless:
             best = self._recomputed(self.plan_candidates.fastest(self.limit))
             if widens:
                 best = self._widened(best)
@@ -327,7 +331,10 @@ class StrategySearch:
         assert best is not None
         level = float(best.memory_bytes)
         if level > self.limit:
-            self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
+            leanest = self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
+            self._hopeless = self._least_of(leanest) > HOPELESS * self.limit
+            if self._hopeless:
+                return None
         while level > self.limit:
             level *= LEVEL
             try:
@@ -530,6 +537,15 @@ class StrategySearch:
             _, _, variant, keeping = min(trials)
             self._add_recomputed(variant, keeping.fewest())
         return self.plan_candidates.leanest()
+
+    def _least_of(self, plan_candidate: PlanCandidate) -> float:
+        """Return an estimate of the least memory with the cuts of a strategy, outputs computed again if need be [B]."""
+        least: float = min(variant.memory_bytes for variant in self.plan_candidates.variants(plan_candidate))
+        kinds = KINDS[self.planning.recompute]
+        if kinds and least > HOPELESS * self.limit:  # else it is not needed, and takes as long as a simulation
+            keeping = plan_candidate.simulation.keeping(kinds)
+            least += keeping.least - keeping.most
+        return least
 
     def _remedies(self) -> Iterator[tuple[str, float]]:
         """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""

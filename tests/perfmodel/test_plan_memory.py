@@ -1,5 +1,6 @@
 """Tests of plans under memory limits: what is computed again, the frontier, and what would fit if nothing does."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from halograd.models import build, mesh, unet
 from halograd.perfmodel.cost import NetworkModel, Pricing, Training, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.predict import Planning, plan_frontier, plan_network
+from halograd.perfmodel.predict import HOPELESS, Planning, StrategySearch, plan_frontier, plan_network
 from halograd.program.compiler import compile_program
 from halograd.program.keeping import Keeping
 from halograd.program.program import Target
@@ -79,6 +80,23 @@ def test_a_refusal_names_what_would_fit():
     frontier = list(plan_frontier(network, BATCH, RANKS, LASSEN, RooflineTimes(LASSEN)))
     with pytest.raises(UserError, match=r"the smallest found .* [48] ranks, [\d.e+-]+ ms a step"):
         plan(network, limit=0.8 * frontier[-1].prediction.memory_bytes)
+
+
+def test_a_limit_far_below_the_least_memory_is_refused_at_once(monkeypatch):
+    """No choice is searched under limits that none can meet; the memory that the message names is enough."""
+    network, explored = NETWORKS["unet"](), []
+    explore = StrategySearch._explore
+    monkeypatch.setattr(StrategySearch, "_explore", lambda self, limit: explored.append(limit) or explore(self, limit))
+    free = plan(network)
+    search = StrategySearch(network, BATCH, RANKS, LASSEN, RooflineTimes(LASSEN), Planning(limit=1.0))
+    search.limit = max(search._lower_bound, 0.1 * free.prediction.memory_bytes)
+    explored.clear()
+    with pytest.raises(UserError, match=r"the smallest found .* too much"):
+        search.run()
+    assert explored == [math.inf]
+    least = search.plan_candidates.leanest().memory_bytes
+    assert least > HOPELESS * search.limit
+    assert plan(network, limit=least).prediction.memory_bytes <= least
 
 
 def test_a_frontier_falls_in_memory_and_rises_in_time():
