@@ -295,7 +295,8 @@ class Communicator:
         """
         self._check_open()
         fault = contexts.shortage()
-        if color is not None and not 0 <= color < 1 << 31:  # MPI would raise on this rank alone
+        # The standard has no other colors: some libraries take them, others and mpi4py raise on this rank alone.
+        if color is not None and not 0 <= color < 1 << 31:
             fault = CommError(f"split(): expected None or a color in 0 .. 2**31 - 1, got {color}; renumber the colors")
         self.agree(fault)
         part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
