@@ -139,8 +139,9 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
 
 
 def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
-    """Return the offsets of buffers, and the end of the memory: the best of several placements, until one is close to
-    the memory of all buffers that are used at one time.
+    """Return the offsets of buffers, and the end of the memory.
+
+    They are those of the best of several placements, tried until one is close to the most memory in use at one time.
     """
     changes = Counter[int]()
     nbytes = {buffer: buffer.nbytes for buffer in spans}

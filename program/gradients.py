@@ -70,7 +70,7 @@ class BucketOperation(Operation):
 
 @dataclass(eq=False)
 class BucketTotal(Total):
-    """Start or finish of the sum of a bucket's gradients, or of the rows of a replicated layer.
+    """Start or finish of the sum of a bucket's gradients, or of a gather of the rows or errors of a replicated layer.
 
     Attributes
     ----------
@@ -88,12 +88,12 @@ class ShardGather(BucketTotal):
 
 @dataclass(eq=False)
 class Cast(BucketOperation):
-    """Conversion of the gradients that kernels compute in 16 bits."""
+    """Conversion to float32 of the gradients that kernels write in 16 bits."""
 
 
 @dataclass(eq=False)
 class Accumulate(BucketOperation):
-    """Addition of a part's gradients to those of earlier parts of the batch; after the last part, their mean.
+    """Addition of a part's gradients to those of earlier parts of the batch; for the last part, also their mean.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme:
     Parameters
     ----------
     buckets
-        Buckets; those that one layer completes start in this order.
+        Buckets; the sums of those that the same layer completes start in this order.
     parts
         Number of passes per step; the last one starts the sums.
     """
@@ -245,7 +245,7 @@ class _Placing:
         return [*operations, Compensate("", i, own, when="step")] if self._keeps_errors else operations
 
     def _add_replicated(self, replicated: Sequence[int]) -> None:
-        """Add gathers of errors, whole gradients, and updates of dense layers with replicated gradients."""
+        """Add the gathers of errors, the whole gradients and the updates of dense layers with replicated gradients."""
         numbers: dict[str, list[int]] = {}
         for i in replicated:
             numbers.setdefault(self._buckets[i].layers[0], []).append(i)
@@ -303,7 +303,7 @@ class _Placing:
         return (part.stop - part.start) * itemsize
 
     def _last(self, i: int) -> str | None:
-        """Return the last layer of a bucket in backward; None: backward does not reach all of them."""
+        """Return the last layer of a bucket in backward; None: backward does not reach all layers of the bucket."""
         return self._first[i] if self._reached.issuperset(self._buckets[i].layers) else None
 
 

@@ -6,8 +6,8 @@ together, before the backward pass of the layer after the run. While the backwar
     kept outputs of earlier layers | outputs of the run that are still needed | arrays of this layer's backward pass
 
 An output that a layer after its run reads is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
-layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by a dynamic
-program over kept layers, whose states are pairs of time and kept bytes that no other pair dominates. The estimate is
+layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by dynamic
+programming over kept layers; a state is a pair of time and kept bytes that no other pair dominates. The estimate is
 exact for chains, up to the layout of the arena; callers compile the choice to learn its size.
 
 References
@@ -55,7 +55,7 @@ def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
     """Return the strategy that computes outputs again, with the smallest arena that was found. Local.
 
     Chosen layers get the option ``recompute``; options ``"none"`` of single layers stay. The cuts are those of
-    `strategy`; `target` has batch and rank.
+    `strategy`; `target` gives batch and rank.
     """
     return Keeping(network, strategy, target).fewest()
 
@@ -160,7 +160,7 @@ class Keeping:
         return step.layer.recomputation in self._kinds and own.get("recompute") != "none"
 
     def _prepare(self, whole: _Floats) -> None:
-        """Compute, for all pairs of consecutive kept layers `i` and `j`, terms of memory and time of the run between.
+        """Compute, for all pairs of consecutive kept layers, terms of memory and time of the run between them.
 
         Row ``i + 1`` stands for layer `i`: row 0 is the beginning.
         """
@@ -227,10 +227,10 @@ class Keeping:
         return None if chosen is None else self.strategy(chosen[1])
 
     def within(self, capacity: float) -> Strategy | None:
-        """Return the strategy with the fastest choice that was found in an arena of `capacity` [B]; None if none fits.
+        """Return the strategy with the fastest choice found that fits an arena of `capacity` [B]; None if none fits.
 
-        The choices that are compiled do not depend on the capacity. So the arena of a choice is a capacity at which it
-        is found again, and a larger capacity has no slower choice.
+        The choices that are compiled do not depend on the capacity. So a choice is found again if its arena is the
+        capacity, and a larger capacity never gives a slower choice.
         """
         before: frozenset[str] | None = None
         limit = self._first_estimate(capacity)
@@ -250,7 +250,7 @@ class Keeping:
         return self._first_estimate(capacity) > self.least * RATIO
 
     def _first_estimate(self, capacity: float) -> float:
-        """Return the largest estimate for which a choice is compiled: a power of `RATIO`, above `capacity` [B]."""
+        """Return the largest estimate for which a choice is compiled [B]: `most` times a power of `RATIO`."""
         # An arena may be smaller than its estimate, by a tenth in networks of some ten layers.
         first = (1 + MARGIN / max(1, len(self._steps))) * max(capacity, 1.0)
         return self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
@@ -312,7 +312,7 @@ def _sums_from(terms: _Floats) -> _Floats:
 
 
 def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
-    """Return the layer to which each repeatable buffer belongs; copies for readers belong to what they copy."""
+    """Return the layer to which each repeatable buffer belongs; copies for readers, to the layer that they copy."""
     outputs = {step.output.region.view.buffer: step.name for step in steps if step.output.region is not None}
     owners: dict[Buffer, str] = {}
     for buffer in sorted(repeats.again, key=lambda b: repeats.makers[b][0]):

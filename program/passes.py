@@ -1,8 +1,8 @@
 """Passes over the operations of layers: functions from program to program, by name.
 
 A strategy names them (`Strategy.passes`), so cost, traffic, memory and listing are those of the program that runs. They
-are applied when the layers are lowered. The pass that places the operations on gradients follows
-(`halograd.program.gradients`): its settings are the scheme and the buckets.
+are applied when the layers are lowered. The pass that adds the operations on gradients runs later
+(`halograd.program.gradients`); its settings are the scheme and the buckets.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["PASSES", "Fork", "Fuse", "FuseSums", "Overlap", "Pass", "apply_passe
 class Pass(ABC):
     """Transformation of a program. Subclasses are frozen dataclasses, whose fields are their settings.
 
-    A pass sees the program of one rank. All ranks must issue their exchanges and sums in one order, those of gradients
-    included, which are placed later: the order may not depend on this rank's blocks.
+    A pass sees the program of one rank. All ranks must issue their exchanges and sums in the same order, including the
+    sums of gradients, which are added later. So the order must not depend on this rank's blocks.
     """
 
     name: ClassVar[str] = ""
@@ -49,7 +49,7 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
     Raises
     ------
     UserError
-        If a name is unknown, or its pass returns no program.
+        If a name is unknown, or a pass does not return a program.
     """
     for name in names:
         changed = PASSES.make(name)(program)
@@ -62,11 +62,11 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
 @PASSES.register
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Pass that fuses activations with the kernels before them: a convolution or a sum and a ReLU become one kernel.
+    """Pass that fuses activations with the kernels before them, such as a convolution with the ReLU that follows it.
 
-    An activation is fused if the gradient needs its output only, if one kernel alone writes its input and can apply the
-    function (`KernelSpec.fuse`), and if nothing else reads the input. The network does not change. Norms with an
-    activation compute the gradient of both in one kernel, so they are made only by `activation=` of the layer.
+    An activation is fused if its gradient needs only its output, if exactly one kernel writes its input and can apply
+    the function (`KernelSpec.fuse`), and if nothing else reads the input. The network does not change. This pass does
+    not fuse norms: one kernel computes the gradient of both, so a norm needs `activation=` of its layer.
     """
 
     __pydantic_config__ = STRICT
@@ -111,7 +111,7 @@ def _users(program: Program) -> dict[Buffer, list[Operation]]:
 
 
 def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
-    """Return the only operation that uses an array in addition to `reader`; None if it cannot be fused."""
+    """Return the operation of `users` that does not run `reader`; None if it cannot be fused or there are several."""
     others = [o for o in users if not (isinstance(o, Run) and o.kernel is reader)]
     if len(others) != 1 or not isinstance(others[0], Run):
         return None
@@ -124,7 +124,7 @@ def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
 def _with(
     operations: Sequence[Operation], kernels: dict[KernelSpec, KernelSpec], fused: set[Operation]
 ) -> list[Operation]:
-    """Return `operations` without the `fused` ones, and with replaced kernels."""
+    """Return `operations` without the `fused` ones, with kernels replaced as in `kernels`."""
     return [
         replace(o, kernel=kernels[o.kernel]) if isinstance(o, Run) and o.kernel in kernels else o
         for o in operations
@@ -139,14 +139,14 @@ class FuseSums(Pass):
 
     A convolution whose output a norm reads also computes the sums for the statistics. A convolution that reads the
     output of a norm also computes, in its data gradient, the gradient before the norm's ReLU and the sums of the norm's
-    gradient. Either saves a pass over the array, and no sum over ranks changes. ::
+    gradient. Each of these saves a pass over the array; sums over ranks do not change. ::
 
         conv, statistics, (sum), train       ->  conv with sums, (sum), train
         conv_data, backward_sums, (sum), backward_data  ->  conv_data with sums, (sum), backward_rest
 
-    The sums are those of a whole array that one kernel writes: not of a block with a margin, and not of one that is
-    computed in parts, as with ``halo = "overlap"``. What is not fused is listed with the reason. The backend decides by
-    measurement whether one kernel computes both.
+    Only sums over a whole array that one kernel writes are fused, not sums over a block with a margin, or over one that
+    is computed in parts, as with ``halo = "overlap"``. What is not fused is listed with the reason. The backend decides
+    by measurement whether one kernel computes both.
     """
 
     __pydantic_config__ = STRICT
@@ -162,7 +162,7 @@ class _FusedSums:
     Attributes
     ----------
     unfused
-        Layers of norms, and the reason why their sums are not fused.
+        Names of norm layers, each with the reason why sums of it are not fused.
     """
 
     def __init__(self, program: Program) -> None:
@@ -247,7 +247,7 @@ class _FusedSums:
         return writer if self._program.target.fuses_sums(conv) else "no kernel computes both, or it saves nothing"
 
     def _split(self, runs: Sequence[Run], over: SumsOver, fused: bool) -> None:
-        """Split a run that computes sums and reads them into two; if `fused`, keep only the part that reads them."""
+        """Split a run that computes and reads sums into two runs; if `fused`, keep only the one that reads them."""
         first, last = runs[0], runs[-1]
         timing: Timing | None = next((o.timing for o in runs if o.timing is not None), None)
         if not fused:
@@ -284,7 +284,7 @@ def _view_of(kernel: KernelSpec, name: str) -> View:
 
 
 def _in_memory(view: View) -> tuple[int, ...]:
-    """Return the shape of an array, with the channels by which it is padded in memory."""
+    """Return the shape of an array in memory, including channels that are padding."""
     padded = not view.packed and view.packed_but_for_channels
     return (*view.shape[:-1], view.buffer.shape[-1]) if padded else view.shape
 
@@ -303,11 +303,11 @@ def _writes(operation: Operation, buffer: Buffer) -> bool:
 @PASSES.register
 @dataclass(frozen=True)
 class Overlap(Pass):
-    """Pass that starts exchanges and sums earlier, and finishes them later, if the arrays of other operations permit.
+    """Pass that starts exchanges and sums earlier, and finishes them later, as far as other operations permit.
 
     A start moves before operations that use neither its source nor its target; a finish moves after operations that do
-    not use its target. Neither moves past operations with conditions or sums. The results do not change in any bit;
-    buffers of messages are held for longer. How far a message moves depends on the arrays of this rank's block. The
+    not use its target. Neither moves past operations with conditions or sums. The results are bitwise identical;
+    buffers of messages are in use for longer. How far a message moves depends on the arrays of this rank's block. The
     order of all exchanges and sums does not: they do not move past each other, nor past a layer at which sums of
     gradients may start or finish.
     """
@@ -329,11 +329,11 @@ class Overlap(Pass):
 class Fork(Pass):
     """Pass that lets gradients of filters run on a second stream of a GPU, at the same time as later operations.
 
-    They fill multiprocessors that small kernels, and the last blocks of large ones, leave idle. On one rank a gradient
-    ends before the next one begins, so that one of them runs at a time, and before an operation that uses its result or
-    writes what it reads; on several ranks, where its sum may follow the layer, at the latest with the operations of its
-    layer. Its arrays stay in use until then, which takes memory. The results do not change in any bit. Without a GPU a
-    gradient runs in its place in the order. Predictions assume that, too: they have the memory, but not the time saved.
+    They fill multiprocessors that small kernels, and the last blocks of large ones, leave idle. A gradient ends before
+    the next one begins, so that only one runs at a time, and before an operation that uses its result or writes what it
+    reads. On several ranks, where its sum may follow the layer, it ends at the latest with the operations of its layer.
+    Its arrays stay in use until then, which takes memory. The results are bitwise identical. Without a GPU, a gradient
+    runs in program order. Predictions assume this too: they include the memory, but not the time saved.
     """
 
     __pydantic_config__ = STRICT
@@ -362,7 +362,7 @@ class Fork(Pass):
 
 
 def _ends(forked: list[Run]) -> list[Operation]:
-    """Return the ends of the forked kernels, and remove these from the list."""
+    """Return the ends of the kernels in `forked`, and clear this list."""
     ends: list[Operation] = [ForkEnd(run.layer, run.kernel, tuple(run.views()), when=run.when) for run in forked]
     forked.clear()
     return ends
@@ -403,9 +403,9 @@ class _Placed:
 
 
 def _moved(segments: Sequence[Segment], closed: Sequence[bool]) -> list[Segment]:
-    """Return the segments of a pass with earlier starts and later finishes.
+    """Return the segments of a pass, with starts moved earlier and finishes later.
 
-    ``closed[i]``: nothing moves between segments ``i - 1`` and ``i``.
+    If ``closed[i]``, nothing moves between segments ``i - 1`` and ``i``.
     """
     order = [
         _Placed(i, operation, frozenset(buffer.location or buffer for buffer in operation.buffers()))

@@ -12,7 +12,7 @@ numbers, so a result shows the array from which it was computed. ::
                     restore what was hidden; fill what no later operation of the step uses
 
 Arrays that messages in flight send or receive, and arrays outside the arena (parameters, gradients of parameters), are
-not filled. Integers and booleans are filled with odd bytes: their reads are not found, but their writes are.
+not filled. Integers and booleans are filled with marker bytes, which reveal writes, but not reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Held:
     Attributes
     ----------
     name
-        Name of its parameter.
+        Name of the kernel's parameter for it.
     number
         Number of its buffer.
     """
@@ -210,7 +210,7 @@ class Poison:
 
 
 def _poison(array: Any, number: int) -> None:
-    """Fill an array with NaNs that carry a number, or with odd bytes."""
+    """Fill an array with NaNs that carry a number, or with marker bytes if its dtype has no NaN."""
     if array.dtype.kind == "f":
         kind, nan, shift = _BITS[array.itemsize]
         array.view(kind)[...] = nan | number << shift

@@ -94,16 +94,16 @@ class Target:
     probed
         Names of inputs whose gradients are computed too.
     padded_channels
-        Function ``padded_channels(channels, dtype)`` that returns the channels in memory of an input that only
-        convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
+        Function ``padded_channels(channels, dtype)`` that returns the number of channels in memory of an input that
+        only convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
     kept
         Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
     fuses_sums
         Function that returns whether one kernel computes a convolution and the sums of a norm, see
-        :meth:`halograd.kernels.Backend.fuses_sums`; by default, in a plan, where cuDNN does.
+        :meth:`halograd.kernels.Backend.fuses_sums`; the default, which plans use, is that of cuDNN.
     rounds
-        Whether kernels write gradients of `Parameter.rounded` in 16 bits, if activations have 16 bits; see
-        :attr:`halograd.kernels.Backend.rounds_gradients`.
+        Whether kernels write gradients of parameters with `Parameter.rounded` in 16 bits, if activations have 16 bits;
+        see :attr:`halograd.kernels.Backend.rounds_gradients`.
     """
 
     batch: int
@@ -131,7 +131,7 @@ class Segment:
     before
         Operations of the previous step that complete the layer's parameters; see `halograd.program.gradients`.
     after
-        Operations on gradients that are complete after this layer.
+        Operations on the gradients that this layer completes.
     """
 
     name: str
@@ -162,8 +162,8 @@ class Program:
     loss
         View of the loss of this rank's block, float64 ``(1,)``; None if there is no loss.
     terms
-        Terms of the loss in evaluation: views of this rank's part, and of the sum of weights over all ranks by which
-        the term is divided, both float64 ``(1,)``; None instead of the second view: there is no such sum.
+        Terms of the loss in evaluation, each as two float64 ``(1,)`` views: this rank's part of the term, and the sum
+        of weights over all ranks by which the term is divided; the second is None if there is no such sum.
     exposed
         Kernels, by layer, of dense layers that can compute the gradient of the whole batch on every rank.
     end
@@ -171,7 +171,7 @@ class Program:
     buckets
         Buckets of gradients; operations on gradients refer to them by number.
     unfused
-        Layers and what a pass left as it was, with the reason, for the listing.
+        Names of layers, each with what a pass did not fuse and the reason, for the listing.
     """
 
     network: str
@@ -201,7 +201,7 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers that occupy the arena for the whole step without `Buffer.kept`: outputs, inputs, probed gradients."""
+        """Buffers without `Buffer.kept` that occupy the arena for the whole step: outputs, inputs, probed gradients."""
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]

@@ -46,8 +46,8 @@ def exchanges(step: Step) -> bool:
 def exchanges_again(program: Program) -> dict[int, str]:
     """Return the exchanges of the forward pass that the backward pass repeats, for the program of rank 0. Local.
 
-    They are numbers in the order of the forward pass, which is the same on all ranks, each with the layer before whose
-    backward pass the exchange is repeated.
+    The keys are numbers of exchanges in the order of the forward pass, which is the same on all ranks; the values are
+    the layers before whose backward pass the exchanges are repeated.
     """
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     recomputation = Recomputation(program, chosen)
@@ -147,7 +147,7 @@ class Recomputation:
         return operation.layer in self._chosen or operation.kernel.make is copying
 
     def _repeatable(self, buffer: Buffer, candidates: set[Buffer]) -> bool:
-        """Return whether the writers of a buffer read only kept or recomputed buffers, and write no others."""
+        """Return whether the writers of a buffer read only kept or recomputed buffers, and write only the latter."""
         for at in self.makers[buffer]:
             operation = self.operations[at]
             copies = isinstance(operation, Transfer) or operation.layer not in self._chosen
@@ -290,7 +290,7 @@ def _copies(layer: str, pairs: Sequence[tuple[View, View]]) -> Iterator[Operatio
 
 
 def _again(operation: Operation) -> Operation:
-    """Return the operation that repeats `operation` in the backward pass; each operation stands once in a program."""
+    """Return the operation that repeats `operation` in the backward pass; an operation occurs once in a program."""
     if not isinstance(operation, Run):
         return replace(operation, when=None)
     return replace(operation, method=operation.access.again or operation.method, when=None)

@@ -27,8 +27,8 @@ class Item:
     held
         Whether a graph may contain it.
     pair
-        Number of the exchange or sum that it starts or finishes, the same on all ranks; below 0 that of a fork. Start
-        and finish are in one graph, or in none.
+        Number of the exchange or sum that it starts or finishes, the same on all ranks; negative for a fork. Start and
+        finish are in the same graph, or in none.
     starts
         Whether it starts the exchange or sum.
     when
@@ -72,7 +72,7 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
 
     These are pairs without a start followed by a finish in this pass, pairs with a call that a graph cannot contain,
     and pairs with such a call between start and finish. The finish of a sum that starts in one pass and finishes in the
-    next comes before its start here.
+    next comes before its start in `items`.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass; a graph has several calls. `out`: the pairs of `separate_pairs` on all ranks."""
+    """Return the sections of a pass; a graph has at least two calls. `out`: pairs of `separate_pairs` on all ranks."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

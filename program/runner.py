@@ -43,15 +43,15 @@ class Mode:
     valid
         Number of valid samples of the batch (the last batch of an epoch may be short).
     part
-        Number of the part, for a batch that is computed in consecutive parts.
+        Index of the part, for a batch that is computed in consecutive parts.
     size
-        Number of samples of a part: the first sample of this part is number ``part * size`` of the batch.
+        Number of samples of a part: the first sample of this part has the index ``part * size`` in the batch.
     parts
         Number of parts of a batch in training.
     counting
         Whether losses only add up their sums of weights, before the first part of a batch is computed.
     state
-        `seed`, `step` and the number of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
+        `seed`, `step` and the index of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
         :meth:`write_state` before every pass.
     loss_scale
         With float16, the factor of the gradients of the loss: float64 ``(1,)`` on the device; else None.
@@ -100,7 +100,7 @@ class Environment:
 
 
 class Runner:
-    """Program bound to this rank's arrays. Creating it is collective over `comm`, in the order of operations.
+    """Program bound to this rank's arrays. The constructor is collective over `comm`.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class Runner:
 
     @cached_property
     def _pairs(self) -> dict[object, int]:
-        """Numbers of exchanges and sums in the order of operations, the same on all ranks; below 0 those of forks."""
+        """Numbers of exchanges and sums in the order of operations, the same on all ranks; negative for forks."""
         travels = dict.fromkeys(_travels(operation) for operation in self.program)
         travels.pop(None, None)
         forks = [key for key in travels if isinstance(key, KernelSpec)]
@@ -280,7 +280,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """Free kernels, channels and sums. Local."""
+        """Free kernels, channels and reductions. Local."""
         for item in self._instances.values():
             if hasattr(item, "close"):
                 item.close()

@@ -105,7 +105,7 @@ class Move:
 
     @cached_property
     def _crossings(self) -> tuple[int, tuple[tuple[int, int, Crossing], ...]]:
-        """Size of a message without cut axes [B], and the cut axes: number, target parts, overlaps."""
+        """Size of a message along the axes that are not cut [B], and the cut axes: number, target parts, overlaps."""
         nbytes, cut = self.itemsize, list[tuple[int, int, Crossing]]()
         for axis, (own, others) in enumerate(zip(self.source.axes, self.target.axes)):
             if len(own) > 1 or len(others) > 1:
@@ -115,7 +115,7 @@ class Move:
         return nbytes, tuple(cut)
 
     def pattern(self, ranks: tuple[int, ...]) -> tuple[int, MessagePattern]:
-        """Return the size of an element of :attr:`MessagePattern.units` [B], and the pattern of some ranks' messages.
+        """Return the size of one of the :attr:`MessagePattern.units` [B], and the pattern of some ranks' messages.
 
         Exchanges that differ only in axes that are not cut, such as channels, have the same pattern.
         """
@@ -149,7 +149,7 @@ class GroupSum:
 
     @classmethod
     def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
-        """Create the sum over `groups`; `sizes` are bytes by the number of the group [B]."""
+        """Create the sum over `groups`; `sizes` are by the number of the group [B]."""
         return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
 
     def sent(self, ranks: int) -> ExchangeTraffic:

@@ -9,7 +9,7 @@ wider: a run of wide layers exchanges once, at its beginning. ::
 
 In the backward pass, the gradient of a wide value is computed with the margin that the layer before needs
 (`Value.held_gradient`), if the value itself is held there; the halo of the gradient of the last layer is wider. Sums
-over elements (gradients of parameters, statistics of batch norms) have the elements that a rank owns only.
+over elements (gradients of parameters, statistics of batch norms) include only the elements that a rank owns.
 
 The filter gradient of a layer that exchanges nothing in the backward pass has no halo to hide. It hides the sum of the
 norm before this layer instead (`hide_sums`). ::
@@ -37,7 +37,7 @@ def widen(steps: Sequence[Step]) -> None:
     """Choose the boxes of wide values and of their gradients, before the values get storage. Local.
 
     A value keeps its owned boxes if it is an output of the network, if its layer cannot compute margins, or if a layer
-    that reads it cannot read them.
+    that reads it cannot read margins.
     """
     if not any(step.options.get("wide") for step in steps):
         return
