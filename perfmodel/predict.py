@@ -332,7 +332,12 @@ class StrategySearch:
         level = float(best.memory_bytes)
         if level > self.limit:
             leanest = self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
-            self._hopeless = self._least_of(leanest) > HOPELESS * self.limit
+            least: float = min(variant.memory_bytes for variant in self.plan_candidates.variants(leanest))
+            kinds = KINDS[self.planning.recompute]
+            if kinds and least > HOPELESS * self.limit:  # else it is not needed, and takes as long as a simulation
+                keeping = leanest.simulation.keeping(kinds)
+                least += keeping.least - keeping.most
+            self._hopeless = least > HOPELESS * self.limit
             if self._hopeless:
                 return None
         while level > self.limit:
@@ -537,15 +542,6 @@ class StrategySearch:
             _, _, variant, keeping = min(trials)
             self._add_recomputed(variant, keeping.fewest())
         return self.plan_candidates.leanest()
-
-    def _least_of(self, plan_candidate: PlanCandidate) -> float:
-        """Return an estimate of the least memory with the cuts of a strategy, outputs computed again if need be [B]."""
-        least: float = min(variant.memory_bytes for variant in self.plan_candidates.variants(plan_candidate))
-        kinds = KINDS[self.planning.recompute]
-        if kinds and least > HOPELESS * self.limit:  # else it is not needed, and takes as long as a simulation
-            keeping = plan_candidate.simulation.keeping(kinds)
-            least += keeping.least - keeping.most
-        return least
 
     def _remedies(self) -> Iterator[tuple[str, float]]:
         """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""
