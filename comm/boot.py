@@ -94,7 +94,7 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
     free
         Free shared memory of the node [B].
     environment
-        Environment variables; by default those of the process. Call it before MPI is initialized.
+        Environment variables; by default those of the process. Call the function before MPI is initialized.
     """
     environment = os.environ if environment is None else environment
     if "OMPI_COMM_WORLD_SIZE" in environment:
@@ -115,7 +115,7 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
 
 
 def _first_of(names: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the value of the first of these variables that is set; an empty text if none is."""
+    """Return the value of the first of these variables that is set; an empty string if none is."""
     return next((environment[name] for name in names if name in environment), "")
 
 
@@ -151,7 +151,7 @@ def boot() -> MPI.Intracomm:
 
     Notes
     -----
-    Ends the process with exit code 64 if the launcher started another number of ranks than MPI reports.
+    Ends the process with exit code 64 if the launcher started a different number of ranks than MPI reports.
     """
     warn_of_shared_memory()
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
@@ -173,7 +173,8 @@ def boot() -> MPI.Intracomm:
 
 
 def begin() -> None:
-    """Check the launcher, and ensure that no shared memory is left. Collective over `MPI.COMM_WORLD`.
+    """Check the launcher, and ensure that the job leaves no shared-memory segments when it ends. Collective over
+    `MPI.COMM_WORLD`.
 
     Only the first call acts. One rank per node removes shared-memory segments of killed runs, and unlinks the segment
     of this job, so that it disappears however the job ends.
@@ -181,7 +182,7 @@ def begin() -> None:
     Raises
     ------
     CommError
-        If the launcher started another number of ranks than MPI reports.
+        If the launcher started a different number of ranks than MPI reports.
     """
     from mpi4py import MPI
 
@@ -218,7 +219,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def on_interrupt(message: Message) -> Iterator[None]:
-    """Set the function whose text is printed if SIGINT arrives within the context. Local.
+    """Print what `message` returns if SIGINT arrives within the context. Local.
 
     `message` is called in a thread.
     """

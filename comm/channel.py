@@ -49,7 +49,7 @@ class Channel(ABC):
     Attributes
     ----------
     send_counts, recv_counts : dict of int to int
-        Elements per peer, without peers that have none.
+        Number of elements per peer; peers without a message are left out.
     dtype : numpy.dtype
         Type of the elements.
     """
@@ -230,7 +230,7 @@ def check_matching(
 ) -> None:
     """Raise CommError if this rank does not expect what a peer sends. Collective; the caller agrees on the error.
 
-    `announced` and `awaited` are the `expectations`.
+    `announced` and `awaited` are the results of :func:`expectations`.
     """
     sent = np.empty_like(announced)
     mpi_comm.Alltoall(announced, sent)
@@ -254,6 +254,6 @@ _MASK = (1 << 64) - 1
 
 
 def _weight(number: int) -> int:
-    """Return an odd number of 64 bits, different for every position; 1 for the first."""
+    """Return an odd 64-bit number, different for every channel `number`; 1 for channel 0."""
     # 2**64 over the golden ratio: its multiples are far from each other. An odd factor maps no two counts to one value.
     return number * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

@@ -1,4 +1,4 @@
-"""Codecs: formats of the data of a sum in messages. Pure arithmetic on host arrays.
+"""Codecs: how messages encode the data of a sum. Pure arithmetic on host arrays.
 
 A codec is one class: its arithmetic, and the properties that links, schemes, traffic counters, and the memory and cost
 models read (dtype, bytes in messages, whether it is lossy, passes over memory). No other file compares names of codecs.
@@ -47,8 +47,8 @@ class Codec(ABC):
     scratch
         Number of scratch arrays, of the length and dtype of `values`, that `encode` needs.
     identity
-        Whether messages hold the elements as they are: links leave encoding and decoding out, and device transports sum
-        without the host. There is one such codec, :data:`UNCHANGED`; the host makes the sums of all others.
+        Whether messages hold the elements unchanged: links then skip encoding and decoding, and device transports sum
+        without the host. There is one such codec, :data:`UNCHANGED`; sums with any other codec are made by the host.
     """
 
     __pydantic_config__ = STRICT
@@ -87,7 +87,7 @@ class Codec(ABC):
         return self.dtype in ("", dtype)
 
     def payload(self, nbytes: int) -> int:
-        """Return the bytes of the messages of a contribution of `nbytes` [B]."""
+        """Return the size in messages of a contribution of `nbytes` [B]."""
         return nbytes * np.dtype(self.wire).itemsize // np.dtype(self.dtype).itemsize
 
     def held(self, itemsize: int) -> int:
@@ -159,8 +159,8 @@ class BFloat16(Codec):
     """Codec that rounds float32 to the nearest bfloat16, which has half the bytes.
 
     A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
-    ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; numbers
-    from 2**111 on overflow to NaN, infinity too: training that produces them has diverged.
+    ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; infinity
+    and magnitudes of about 2**112 or more become NaN: training that produces them has diverged.
 
     References
     ----------

@@ -42,10 +42,10 @@ class Communicator:
     Parameters
     ----------
     mpi_comm
-        MPI communicator; it is cloned once, and not used afterwards.
+        MPI communicator; it is cloned, and not used after the construction.
     transport
         Transport, or the text that names one (`halograd.comm.transport`): ``"auto"``, ``"mpi"``, ``"shared"``,
-        ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, for the last also ``",node=RANKS"``, or ``"FILE.py:CLASS"``.
+        ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, optionally with ``",node=RANKS"``, or ``"FILE.py:CLASS"``.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Communicator:
     ranks : tuple of int
         Rank in the root communicator of each rank of this one.
     transport : str
-        The argument, as text.
+        The argument, as a string.
     mpi
         The clone, for libraries that need an MPI communicator (parallel HDF5). Do not free it.
     counters
@@ -64,15 +64,15 @@ class Communicator:
         not recorded); and ``instruments.waiting``, the meter of the exchange or sum that the main thread waits for
         now, which another thread may read.
     devices
-        Transport of device arrays; `choice` is None before `use_device`.
+        Transport of device arrays; ``devices.choice`` is None before `use_device`.
     closed
         Whether `close` was called.
 
     Raises
     ------
     CommError
-        If the transport is unknown, MPI lacks THREAD_MULTIPLE, the launcher started another number of ranks, or too
-        many communicators are open.
+        If the transport is unknown, MPI lacks THREAD_MULTIPLE, the launcher started a different number of ranks than
+        MPI reports, or too many communicators are open.
 
     Notes
     -----
@@ -135,7 +135,7 @@ class Communicator:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of one node read each other's memory, as hierarchical sums need it. Local."""
+        """Whether ranks of one node read each other's memory, as hierarchical sums require. Local."""
         return self._transport.shares
 
     @property
@@ -166,7 +166,7 @@ class Communicator:
     def buffer_bytes(self) -> int:
         """Memory of the messages of all open channels and reductions on this rank [B].
 
-        A sum by MPI takes its own size again, inside the MPI library.
+        This includes memory inside the MPI library: a sum by an MPI collective needs as much as its buffer.
         """
         return self._links.buffer_bytes + sum(item.buffer_bytes for item in self._open if not item.closed)
 

@@ -22,7 +22,7 @@ class Counters:
 
     A channel counts one message per peer that it sends to, and the bytes of the payload. Synchronization tokens and the
     headers of the emulated network are not counted, so that all transports give the same counts. A reduction counts one
-    message and the bytes of its buffer per call, whatever algorithm MPI uses.
+    message with this rank's contribution per run, whatever algorithm MPI uses.
 
     >>> counters = Counters()
     >>> counters.add("halo", messages=2, nbytes=64)

@@ -51,7 +51,7 @@ class DeviceChannel(Channel):
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of the channel: none [B]."""
+        """Host memory of the channel [B]: 0."""
         return 0
 
     @property
@@ -67,9 +67,10 @@ class DeviceChannel(Channel):
 
 
 class StagedChannel(DeviceChannel):
-    """Channel with buffers on a device, which sends by a host channel.
+    """Channel with buffers on a device, whose messages a host channel sends and receives.
 
-    Both slots use one device buffer (enqueued work runs in order) and two pinned buffers.
+    Both slots use the same device buffers (enqueued work runs in order) and the same pinned send buffer; each slot has
+    a pinned receive buffer of its own.
     """
 
     def __init__(self, inner: Channel, device: Device, meter: Meter) -> None:

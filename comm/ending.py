@@ -55,10 +55,11 @@ _installed = False
 
 
 class Guard:
-    """Detector of whether all ranks of a communicator leave it by an error. Creating and closing it is collective.
+    """Detector that finds out whether all ranks of a communicator leave it by an error. Creating and closing it is
+    collective.
 
-    Every root communicator has one guard. The first guard replaces `sys.excepthook`, and `threading.excepthook` if it
-    is Python's own.
+    Every root communicator has one guard. The first guard replaces `sys.excepthook`, and `threading.excepthook` if the
+    latter is Python's own.
 
     Attributes
     ----------
@@ -127,7 +128,7 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
 
 
 def await_reader(*files: int) -> None:
-    """Wait until those of the files (descriptors) that are pipes are empty, for at most `READING` seconds. Local."""
+    """Wait until the pipes among these file descriptors are empty, for at most `READING` seconds. Local."""
     deadline = time.monotonic() + READING
     for file in files:
         while _unread(file) and time.monotonic() < deadline:
@@ -162,7 +163,8 @@ def refuse(error: UserError, where: str = "") -> None:
 
 
 def _await_others(error: BaseException) -> tuple[bool, bool]:
-    """Return whether all ranks end by an error, and whether this rank prints it. Returns within `PATIENCE`.
+    """Return whether all ranks end by an error, and whether this rank prints it. Waits for at most `PATIENCE`, or
+    `AGREED` if all ranks agreed on the error.
 
     If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does, or every rank if
     the errors differ.
@@ -305,7 +307,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _location(trace: TracebackType | None) -> str:
-    """Return file and line of the innermost call in the user's code, outside this package and Python's library."""
+    """Return file and line of the innermost call in the user's code, outside this package and the standard library."""
     others = {"halograd", *sys.stdlib_module_names}
     location = ""
     for frame, line in traceback.walk_tb(trace):

@@ -19,7 +19,7 @@ __all__ = ["CommError", "agree", "describe", "is_agreed", "is_shared", "mark_agr
 
 
 class CommError(RuntimeError):
-    """Error of a communication that was requested in a way that cannot work, or that failed.
+    """Error of a communication that failed, or of an invalid request for one.
 
     The text gives what was expected, what was received, and the remedy.
     """

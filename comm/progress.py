@@ -54,7 +54,7 @@ class Stage:
 
 
 class Work(Stage):
-    """Calls that run one after the other; each `over` runs one of them."""
+    """Calls that run one after the other; each call of `over` runs one of them."""
 
     works = True
 
@@ -111,7 +111,7 @@ class StagedOperation:
     Attributes
     ----------
     at
-        Number of the current stage.
+        Index of the current stage.
     completed_at
         Time at which all stages but the last ones were over (`time.perf_counter` [s]).
     """

@@ -191,8 +191,8 @@ class Reduction:
 
     Collective: all ranks start their reductions in the same order. Any number may be active, and they may be finished
     in any order. The transport chooses the algorithm; the result has the same bits on all ranks. `finish` may be a
-    barrier, where the ranks of a node add up: it returns only after all ranks have called it. Adjoint: the sum of the
-    adjoints, that is, itself.
+    barrier, if the ranks of a node add up in shared memory: it returns only after all ranks have called it. Adjoint:
+    the sum of the adjoints, that is, itself.
 
     Attributes
     ----------
@@ -336,7 +336,7 @@ def cut(array: np.ndarray) -> list[slice]:
 
 
 def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Compute ``out = summands[0] + summands[1] + ...``, in this order; at least two. Overflow gives inf, as in MPI."""
+    """Add up `summands` (at least two) into `out`, in order. Overflow gives inf, as in MPI."""
     with np.errstate(all="ignore"):
         np.add(summands[0], summands[1], out=out)
         for other in summands[2:]:
@@ -380,7 +380,7 @@ def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None
 
 
 def properties(specs: Sequence[ReductionSpec]) -> list[str]:
-    """Return a string per sum of the properties that must be the same on all ranks. Local."""
+    """Return, for each sum, a string of the properties that must be the same on all ranks. Local."""
     return [
         f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} as {spec.codec} on "
         f"{'the host' if on_device(spec.buffer) is None else 'a device'}"

@@ -12,7 +12,7 @@ sums, not of all gradients, and a step allocates nothing. ::
 in this memory passes its `FreeSlot` when they are over.
 
 *No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the slot do not
-wait. The last stages of a sum are run by its owner and need no other rank, so they are left out of account. Let n be
+wait. The last stages of a sum are run by its owner and need no other rank, so they are not considered here. Let n be
 the first sum in this order that is not over on some rank. On a rank that has started n, all sums before n are over, so
 n has its slot and is the first in the queue. It waits for another rank only until that rank has started n and has the
 slot, too. The other rank starts n without waiting, or after it has waited for sums before n, which are over. The stages
@@ -90,7 +90,7 @@ class Ring:
     def operation(
         self, number: int, stages: Sequence[Stage], count: int, first: int = 0, last: int = 0
     ) -> StagedOperation:
-        """Return the operation of a sum.
+        """Return the operation of the sum with index `number`.
 
         Parameters
         ----------

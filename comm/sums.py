@@ -1,4 +1,4 @@
-"""Descriptions of sums over ranks: their halves, the order of additions, and the data format. Pure arithmetic.
+"""Descriptions of sums over ranks: their steps, the order of additions, and the data format. Pure arithmetic.
 
 A sum has three steps. Every rank *scatters* its summand: it sends each rank that rank's part. It *adds* up its own part
 of all summands. It *gathers* the sums of all parts. A method of `Communicator.reduction` chooses among these steps; the
@@ -86,7 +86,7 @@ class Method:
     name
         Name in `METHODS`.
     adds, gathers
-        Which halves the sum has: a reduce-scatter only adds, an all-gather only gathers.
+        Whether the sum has the step of this name: a reduce-scatter only adds, an all-gather only gathers.
     ordered
         Whether summands are added from the first rank to the last, so that the bits depend on nothing else. Otherwise
         a link may use its own collective (`MPI_Iallreduce`, `ncclAllReduce`) and the order of that.
@@ -220,7 +220,7 @@ def carrying(method: str, codec: Codec) -> Method:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """Part of a rank in a hierarchical sum.
+    """Role of a rank in a hierarchical sum.
 
     Attributes
     ----------
@@ -251,7 +251,7 @@ class NodeShare:
 
 
 def node_shares(node_of: Sequence[int]) -> list[NodeShare]:
-    """Return each rank's part in a hierarchical sum; `node_of` is the node of every rank."""
+    """Return each rank's role in a hierarchical sum; `node_of` is the node of every rank."""
     first: dict[int, int] = {}
     count: dict[int, int] = {}
     for rank, node in enumerate(node_of):

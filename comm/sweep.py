@@ -1,7 +1,7 @@
 """Removal of the shared-memory segments of killed MPI runs.
 
 MPICH names the segment that the ranks of a node share, and unlinks it when they finalize. Ranks that are killed or
-aborted do not unlink it (1-4 MB), and a job that Slurm restarts under the same number finds it and hangs. `unname`
+aborted do not unlink it (1-4 MB), and a job that Slurm restarts under the same job ID finds it and hangs. `unname`
 unlinks the segment of this job as soon as all ranks have mapped it. A job that follows one without `unname` should
 first run ``python -m halograd.comm.sweep 0`` on each node; the number is the minimum age [s].
 """
@@ -76,7 +76,8 @@ def unname() -> list[Path]:
 def free_memory() -> int:
     """Return the free shared memory of this node [B]. Local.
 
-    An access beyond it is a bus error. Without /dev/shm, MPI uses other storage, and the result is a very large number.
+    An access beyond it causes a bus error. Without /dev/shm, MPI uses other storage, and the result is a very large
+    number.
     """
     if not SHARED_MEMORY.is_dir():
         return 1 << 62

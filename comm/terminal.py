@@ -45,7 +45,7 @@ def _end(process: int) -> str | None:
 
 
 def _ancestors(process: int) -> Iterator[tuple[int, str]]:
-    """Yield number and name of the parent process, of its parent, and so on."""
+    """Yield the ID and name of the parent process, of its parent, and so on."""
     for _ in range(MOST):
         try:
             with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
@@ -57,7 +57,7 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _files(process: int) -> dict[str, str]:
-    """Return the targets of the open files of a process, by number; empty for a process of another user."""
+    """Return the targets of the open files of a process, by descriptor; empty for a process of another user."""
     files, folder = {}, f"/proc/{process}/fd"
     try:
         for number in os.listdir(folder):

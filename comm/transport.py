@@ -1,4 +1,4 @@
-"""Transports: how arrays of the host travel between ranks. Plain data, without MPI.
+"""Transports: how host arrays travel between ranks. Plain data, without MPI.
 
 A transport is one class with its settings. Communicators, reducers, planners and the cost model of a machine read its
 properties. No other file compares names of transports. A class in a file of the user is named by its location:
@@ -45,7 +45,7 @@ class Links(Protocol):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that all its channels and reductions share [B]."""
+        """Memory of the buffers that all channels and reductions of this rank use in common [B]."""
         ...
 
     def nodes(self) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     References
     ----------
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
-    Section 4.5, without the time of the additions: the transport computes them.
+    Section 4.5, without the time of the additions, which the ranks really compute.
     """
     return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 
@@ -217,7 +217,7 @@ def transport_of(transport: str | Transport) -> Transport:
     Raises
     ------
     CommError
-        If the text names none, or settings that it does not have.
+        If the string names no transport, or settings that the transport does not have.
     """
     try:
         return transport if isinstance(transport, Transport) else TRANSPORTS.make(transport, "transport")

@@ -79,7 +79,7 @@ class Route(ABC):
     name
         Name in the registry; a class in a user's file needs none.
     reason
-        Reason for which ``"auto"`` chose the transport, for the log.
+        Reason that the log gives if ``"auto"`` chooses the transport.
     captures
         Whether communication can be part of a CUDA graph; otherwise the host takes part in it.
     staged
@@ -227,8 +227,8 @@ def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
     """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
     ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
-    share one (from 2.30.3 on, MIG instances of one from 2.31 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``mpi-cuda``,
-    if MPI was proven to reach device memory; ``mpi-staged``.
+    share one (NCCL 2.30.3 or later; 2.31 or later for MIG instances of one GPU; with ``NCCL_MULTI_RANK_GPU_ENABLE=1``);
+    ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
 
     Raises
     ------

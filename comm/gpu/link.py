@@ -47,7 +47,7 @@ class DeviceTransport(Protocol):
         ...
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """Return a sum over several ranks by a method that devices support; not empty. Collective over the
+        """Return the sum of a non-empty buffer over several ranks by a method that devices support. Collective over the
         communicator.
         """
         ...
@@ -176,7 +176,7 @@ class DeviceLinks:
         return _nothing if opened is None else Launched(opened.cuda, opened.watchdog.under_way, label)
 
     def drop_graphs(self) -> None:
-        """Free graphs that contain messages, before the transports that created them. Local."""
+        """Free graphs that contain messages, before the transports of these messages are closed. Local."""
         if self._opened is not None and self._opened.choice.captures:
             self._opened.cuda.device.drop_graphs()
 

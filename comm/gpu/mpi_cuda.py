@@ -30,7 +30,7 @@ __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 
 
 def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
-    """Return bytes at an address as an MPI buffer.
+    """Return `nbytes` bytes at `address` as an MPI buffer.
 
     mpi4py does not inspect them. (For a CuPy array it would synchronize the device.)
     """

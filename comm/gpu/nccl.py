@@ -101,7 +101,7 @@ class NcclLink:
         """Return the link of this rank's group, on the same stream; None without a group. Collective over this link.
 
         The communicator of the group shares connections and buffers with this one. That is safe because all their calls
-        are on one stream, so no two of them run at a time. Close it before this one.
+        are on one stream, so no two of them run at the same time. Close it before this one.
 
         Parameters
         ----------
@@ -326,7 +326,7 @@ def nccl_sum(link: NcclLink, buffer: Any, meter: StreamMeter, method: Method) ->
     """Return an in-place sum by NCCL; `start` enqueues all of it on the communication stream. The host never waits.
 
     An unordered sum is a collective of NCCL; its bits are the same on all ranks and depend on the number of ranks. A
-    sum in the order of the ranks uses messages; its bits are those of all other links.
+    sum in the order of the ranks uses messages; its bits are the same as with all other links.
     """
     passage, calls = meter.passage(link.comm_stream), _Calls(link, buffer)
     label = f"sum {meter.label!r} of {buffer.nbytes} bytes"

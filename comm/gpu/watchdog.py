@@ -46,12 +46,13 @@ class DeviceWatchdog:
     interval
         Time between two polls [s].
     end
-        Function that is called with a message if no rank raises a fault; by default it prints the message. A caller
-        that can end the job does so here.
+        Function that is called with a message if no call on this rank raises the fault in time; by default it prints
+        the message. A caller that can end the job does so here.
     begin
         Function that each of its threads calls first: it selects the device of this rank.
     together
-        Context in which all communicators are aborted in one group, because the kernels of one may wait for another's.
+        Context in which all communicators are aborted in one group, because the kernels of one may wait for those of
+        another.
     """
 
     def __init__(

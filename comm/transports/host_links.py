@@ -115,7 +115,9 @@ class HostLinks:
         return [next(plans if i in far else within) for i in range(len(sums))]
 
     def _by_messages(self, method: Method) -> bool:
-        """Return whether ranks that share no memory make the sum by messages. Collective at the first call."""
+        """Return whether the sum is made by messages, because some of the ranks share no memory. Collective at the
+        first call.
+        """
         if method.by_nodes:
             return False
         return self._memory is None or len(self.neighbors()) < self._context.mpi.size

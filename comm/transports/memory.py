@@ -37,7 +37,7 @@ class Chunk:
     Parameters
     ----------
     node
-        Ranks of the node.
+        Communicator of the ranks of the node.
     sizes
         Bytes that every rank allocates: one cache line more than it can use [B].
 
@@ -133,8 +133,8 @@ class Arena:
         Raises
         ------
         CommError
-            On all ranks of a node that has too little shared memory, or too many windows. The caller must agree on it
-            with the other nodes.
+            On all ranks of a node that has too little shared memory, or too many windows. The caller must agree on the
+            error with the other nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         # At least as large as all windows so far: few windows, whose number MPI limits, hold any number of channels.

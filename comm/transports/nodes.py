@@ -186,7 +186,8 @@ def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progr
 
 
 def _sent(buffers: _NodeBuffers, node_group: NodeGroup) -> Signal:
-    """Return the signal that the node's total can be read. Between emulated nodes it arrives after the time of a ring.
+    """Return the signal that the node's total can be read. Between emulated nodes it arrives after the time of an
+    all-reduce among them.
     """
     flags = buffers.block.flags
     if node_group.network is None or not (node_group.leads and node_group.emulated):

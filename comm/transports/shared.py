@@ -296,7 +296,7 @@ class _CommonStage:
         return pieces
 
     def parts(self, flat: np.ndarray) -> list[_StagePiece]:
-        """Return the pieces of a reduce-scatter or all-gather: each holds a part of every rank's shard, and fits the
+        """Return the pieces of a reduce-scatter: each holds a part of every rank's shard, and fits the
         stage.
         """
         whole = shards(flat.size, self.block.ranks, flat.itemsize)
