@@ -418,11 +418,14 @@ class Executor:
             return
         mode, part = self.mode, self.mode.part
         mode.training, mode.counting, mode.part = True, True, self._counts % self.parts
-        for call in self._counting:
-            call()
-        mode.counting, mode.part = False, part
         # The count restarts after the last part, also if an error ended the batch before the last forward pass.
-        self._counts = self._counts % self.parts + 1
+        count, self._counts = self._counts % self.parts + 1, 0
+        try:
+            for call in self._counting:
+                call()
+            self._counts = count
+        finally:
+            mode.counting, mode.part = False, part
 
     def _check_memory(self) -> None:
         """With `debug`, raise GuardError or AccessError on all ranks if a kernel of one misused memory. Collective."""

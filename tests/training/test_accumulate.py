@@ -393,6 +393,38 @@ def test_divided_losses_with_sharded_sums():
         check_divided(comm, run_divided(comm, {"height": 2}, 4, "sharded"))
 
 
+def test_a_count_that_ends_in_an_error_restarts():
+    """After an invalid class in the second part, the parts of the next batch are counted from the first."""
+    x, target = Input((4, 4, 2), "x"), Input((4, 4, 1), "target", "int32")
+    network = Network({"loss": SoftmaxCrossEntropy([1.0, 3.0, 2.0])(hg.Conv(3, 1)(x), target)})
+    classes = [np.arange(2 * 16).reshape(2, 4, 4, 1) % (3 - part) for part in range(2)]
+    with (
+        Communicator(MPI.COMM_SELF) as comm,
+        Executor(network, comm, get_backend("numpy"), 2, None, "float64", parts=2) as executor,
+    ):
+        executor.set_input("x", random_array((2, 4, 4, 2), "x"))
+
+        def batch():
+            for targets in classes:
+                executor.set_input("target", targets)
+                executor.count()
+            losses = []
+            for executor.mode.part, targets in enumerate(classes):
+                executor.set_input("target", targets)
+                executor.forward(training=True)
+                losses.append(executor.loss_value())
+            executor.mode.part = 0
+            return losses
+
+        losses = batch()
+        executor.set_input("target", classes[0])
+        executor.count()
+        executor.set_input("target", classes[1] + 3)
+        with pytest.raises(ValueError, match=r"expected targets in \[0, 3\)"):
+            executor.count()
+        assert batch() == losses
+
+
 def test_parts_that_are_not_counted_are_refused():
     with (
         Communicator(MPI.COMM_SELF) as comm,
