@@ -17,7 +17,7 @@ A group that spans nodes is described by its stages, from the inside out (`Machi
 of a switch, switches. An all-reduce is a reduce-scatter within the node, an all-reduce among the devices that hold the
 same part on other nodes, and an all-gather within the node (as in NCCL's and Aluminum's two-level algorithms).
 Reduce-scatter and all-gather proceed stage by stage. The devices of a node share its network adapters: with one
-adapter, all their parts together, the whole vector, go through it. Nodes of a switch have adapters of their own, so
+adapter, all their parts, that is, the whole vector, go through it. Nodes of a switch have adapters of their own, so
 after that stage every node carries only its own part, on the links that they share in a tapered tree. The flat ring
 over all ranks passes each node's adapter once in either direction at the speed of the slowest link; it is used if it is
 cheaper.
@@ -238,8 +238,9 @@ def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int,
 def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
     """Return the size of the chunks of a tree [B], by the rule of NCCL 2.4 (`computeColl` in its src/enqueue.cu).
 
-    A chunk is halved as long as a channel has fewer than 8 chunks per hop and it has more than 4 times its least size;
-    then as long as there are fewer than 4 and it has more than twice; then as long as there is fewer than one.
+    A chunk is halved as long as a channel has fewer than 8 chunks per hop and the chunk exceeds 4 times its least size;
+    then as long as there are fewer than 4 and it exceeds twice that size; then as long as there is fewer than one and
+    it exceeds that size.
 
     >>> from halograd.perfmodel.machine import Protocol
     >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)

@@ -85,7 +85,7 @@ def candidates(
     ranks: int,
     full: bool = False,
 ) -> tuple[Parts, ...]:
-    """Return the cuts of a layer on up to `ranks` ranks: parts per axis, as `AXES`; a single rank comes first.
+    """Return the cuts of a layer on up to `ranks` ranks: parts in the order of `AXES`; a single rank comes first.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def _extents(layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int,
 def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:
     """Return the extents of the spatial axes of samples.
 
-    The parts along axes that one sample lacks and another has cut the first axis of the former, as in `layout_of`.
+    If a sample has fewer axes than another, parts along the missing axes cut its first axis too, as in `layout_of`.
 
     >>> spatial_extents([(6, 4, 2), (24, 2)])
     [((2,), 6), ((3,), 4), ((2, 3), 24)]
@@ -144,7 +144,9 @@ def _candidates(extents: tuple[Extent, ...], cuts: str, ranks: int, full: bool) 
 
 
 def _legal(there: Sequence[bool], cuts: str, ranks: int) -> Iterator[Parts]:
-    """Yield the cuts along the axes that are there, as a kind of layer allows, into parts whose number divides `ranks`.
+    """Yield the cuts that `cuts` (`Layer.cuts_channels`) allows along the axes that exist (`there`).
+
+    Their number of parts divides `ranks`.
     """
     for used in divisors(ranks):
         for parts in _factorizations(there, used):
@@ -169,7 +171,7 @@ def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, 
 
 
 def _factorizations(there: Sequence[bool], used: int) -> Iterator[Parts]:
-    """Yield all ways to write `used` as a product over the axes that are there."""
+    """Yield all ways to write `used` as a product over the axes that exist (`there`)."""
 
     def rest(axis: int, left: int) -> Iterator[Parts]:
         if axis == len(there):
@@ -267,7 +269,7 @@ class Baseline(Chooser):
 
     @abstractmethod
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        """Return the parts of a layer, in the order of `AXES`. `samples`: largest legal parts of the batch."""
+        """Return the parts of a layer, in the order of `AXES`; `samples` is the largest legal number for the batch."""
 
     def strategy(self, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
         """Return the strategy, legal for the network.

@@ -199,7 +199,7 @@ class RooflineTimes(KernelTimes):
 
     Each kernel takes ``machine.roofline(flops, bytes)``, with the efficiency of its phase if the layer has weights.
     Layers with weights run three kernels of the same number of operations (forward, gradient of the inputs, gradient of
-    the weights); the gradients of other layers have `Layer.backward_flops` as many operations as their forward. Bytes
+    the weights); the gradients of other layers have `Layer.backward_flops` times the operations of their forward. Bytes
     are those of the passes over inputs and output (:class:`~halograd.layers.layer.Passes`) and of the weights.
 
     Parameters

@@ -66,7 +66,7 @@ class Link:
     beta
         Time per byte [s/B].
     note
-        Text on the link: the transport, the kind of cable, the error of a fit.
+        Note on the link: the transport, the kind of cable, the error of a fit.
     shared
         Whether the link is memory that ranks share: messages do not overlap with computation.
     emulated
@@ -126,7 +126,7 @@ class Efficiency:
     ----------
     compute
         Fraction of the peak that the largest kernels reach. It may be larger than 1 for convolutions, because
-        operations are those of the definition, of which the algorithm of Winograd saves more than half.
+        operations are counted by the definition, and Winograd's algorithm saves more than half of them.
     half
         Operations at which a kernel reaches half of `compute` [flop].
     exponent
@@ -159,7 +159,7 @@ class Topology:
     ----------
     node_links
         Number of messages that travel between devices of a node at the same time at full bandwidth; 0: all of them,
-        every pair of devices has a link of its own.
+        because every pair of devices has a link of its own.
     network
         Bandwidth of a node into the network, if several of its devices send [B/s]; 0: that of the link, on each of the
         `rails` of the machine.
@@ -178,9 +178,9 @@ class Protocol:
     """All-reduce of a library of collectives; of several protocols, the fastest one for the size is used.
 
     With P ranks on N nodes, n bytes take ``start + 2 (P/N - 1) node + 2 floor(lg N) network + n / bandwidth`` [s] on a
-    tree, and ``start + 2 (P - 1) network + 2 n (P - 1)/P / bandwidth`` on a ring; on one node with the hops `node` and
-    with `node_bandwidth`. The library chooses by these times. A tree in chunks takes longer: every hop but the first
-    passes a whole chunk on, upwards and downwards, before the next hop can begin.
+    tree, and ``start + 2 (P - 1) network + 2 n (P - 1)/P / bandwidth`` on a ring. On one node, `node` and
+    `node_bandwidth` replace `network` and `bandwidth`. The library chooses by these times. A tree in chunks takes
+    longer: every hop but the first passes a whole chunk on, upwards and downwards, before the next hop can begin.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class Protocol:
     channels
         Number of parts of the vector that trees sum at the same time.
     chunk, least_chunk
-        Size of the chunks of a part on a tree, and to what it is halved for vectors of few chunks
+        Size of the chunks of a part on a tree, and the size down to which it is halved for vectors of few chunks
         (:func:`halograd.perfmodel.collectives.chunk_bytes`) [B]; 0: bytes are passed on one by one.
     """
 
@@ -233,7 +233,7 @@ class Variation:
     measured: int = 1
 
     def last(self, ranks: int) -> float:
-        """Return the expected time of the last of `ranks` ranks after the known time, in standard deviations."""
+        """Return how much later than the known time the last of `ranks` is expected, in standard deviations."""
         return max(0.0, expected_maximum(ranks) - expected_maximum(self.measured))
 
     def slowdown(self, ranks: int) -> float:
@@ -439,7 +439,7 @@ class Machine:
         name
             Name; by default this machine's name with the two numbers.
         node
-            Number of devices that share memory, as in the transport's text: they use the link "node" of this machine,
+            Number of devices that share memory, as in the transport's string: they use the link "node" of this machine,
             and the network is between them and other devices.
         """
         link = Link(alpha, beta, "emulated", emulated=True)

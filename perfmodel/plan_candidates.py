@@ -107,7 +107,7 @@ class PlanCandidates:
         return self._candidates.setdefault(self.cuts(plan_candidate.strategy), plan_candidate)
 
     def variants(self, plan_candidate: PlanCandidate) -> list[PlanCandidate]:
-        """Return the strategies with the same cuts: under all schemes, with outputs computed again; fastest first."""
+        """Return the strategies with the same cuts, under all schemes and with recomputed outputs; fastest first."""
         key = self.cuts(plan_candidate.strategy)
         if key not in self._variants:
             distinct: dict[object, Simulation] = {}  # buckets of several sizes may hold the same gradients
@@ -260,7 +260,7 @@ def rank_schemes(
 def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
     """Return a few typical schemes of `candidate_schemes`, to try without a prediction.
 
-    These are buckets, and two chunks of a middle size, each with no and with the most replicated layers.
+    These are buckets, and two chunks of a medium size, each with no and with the most replicated layers.
     """
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})

@@ -197,7 +197,7 @@ class Request:
     machine_file
         Requested name or path of the machine.
     kernel_times
-        Text on the source of the kernel times.
+        Description of the source of the kernel times.
     full
         Whether every legal cut was examined.
     slots
@@ -296,7 +296,7 @@ class Plan:
 
     @property
     def kernel_times(self) -> str:
-        """Text on the source of the kernel times; empty if unknown."""
+        """Description of the source of the kernel times; empty if unknown."""
         return "" if self.request is None else self.request.kernel_times
 
     def as_dict(self) -> dict[str, Any]:

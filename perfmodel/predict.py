@@ -8,7 +8,7 @@ A planner minimizes sums over layers and edges. Overlap is not such a sum, so `s
 promising by additive costs first, as long as a step becomes faster; and a shorter one from the best grid;
 * the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets;
-* those that are faster than all that fit, but do not fit, with outputs computed again in the backward pass
+* strategies that do not fit, but are faster than all that do, with outputs computed again in the backward pass
 (`halograd.program.keeping`).
 
 The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
@@ -137,20 +137,20 @@ def plan_network(
     Parameters
     ----------
     quick
-        Cost model of the candidates of all layers (:func:`quick_pricing`), which searches for several numbers of ranks
-        and batches share; None: one of its own.
+        Cost model of the candidates of all layers (:func:`quick_pricing`), which several searches may share, such as
+        those for other numbers of ranks; None: a new one.
 
     Raises
     ------
     UserError
-        For an unknown planner, or if no strategy fits into the memory (the text gives the excess).
+        For an unknown planner, or if no strategy fits into the memory (the message states the excess).
     """
     with uncollected():
         return StrategySearch(network, batch, ranks, machine, times, planning or Planning(), quick).run()
 
 
 def quick_pricing(machine: Machine, times: KernelTimes, dtype: str) -> Pricing:
-    """Return the cost model for candidates: it prices the messages of a few ranks, simulations those of more."""
+    """Return the cost model for candidates: it prices the messages of a few ranks; simulations price those of more."""
     return Pricing(NetworkModel(machine, quick=True), times, dtype, best_halo=True)
 
 
@@ -218,7 +218,7 @@ class StrategySearch:
         return self.result(self.best(widens=True), began)
 
     def best(self, widens: bool = False) -> PlanCandidate:
-        """Search; return the fastest strategy that fits, with `widens` also one with wide values.
+        """Search; return the fastest strategy that fits, which may have wide values if `widens`.
 
         Raises UserError if there is none.
         """
@@ -311,7 +311,7 @@ class StrategySearch:
     def explore(self, planner: Planner) -> NoneFits | None:
         """Simulate baselines, grids, and the results of a planner and of descents, without and with memory limits.
 
-        Return the error of a planner that finds nothing.
+        Return the error of a planner that finds nothing; else None.
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
@@ -431,7 +431,10 @@ class StrategySearch:
     # -- what is computed again ----------------------------------------------------------------
 
     def _recomputed(self, best: PlanCandidate | None) -> PlanCandidate | None:
-        """Return the fastest strategy that fits, with or without recomputed outputs; `best` is the fastest without."""
+        """Return the fastest strategy that fits, with or without recomputed outputs.
+
+        `best` is the fastest one without; None if none fits.
+        """
         trials: list[tuple[float, int, PlanCandidate, Keeping, float]] = []
         by_time = sorted(self.plan_candidates, key=lambda candidate: candidate.simulation.computing)
         for plan_candidate in by_time if KINDS[self.planning.recompute] else []:
@@ -460,7 +463,7 @@ class StrategySearch:
         return best
 
     def _add_recomputed(self, variant: PlanCandidate, chosen: Strategy) -> PlanCandidate:
-        """Store the cuts and outputs of `chosen` with the scheme of `variant`."""
+        """Store and return the cuts and recomputed outputs of `chosen` with the scheme of `variant`."""
         strategy = chosen.with_reduction(variant.strategy.reduction, variant.strategy.bucket_bytes)
         arguments = self.batch, self.pricing, self.training, self.ranks
         return self.plan_candidates.add_recomputed(variant, Simulation(self.network, strategy, *arguments))
@@ -468,10 +471,10 @@ class StrategySearch:
     # -- what is computed with margins ---------------------------------------------------------
 
     def _widened(self, best: PlanCandidate | None) -> PlanCandidate | None:
-        """Return the fastest strategy that fits, also with wide values if that is faster than `best` by a margin.
+        """Return `best`, or the fastest strategy found with wide values that fits and is faster by a margin.
 
-        Several of the fastest strategies are tried, also those that only fit with wide values: one with many exposed
-        halos may become faster than the fastest plain one.
+        Several of the fastest strategies are tried, including those that only fit with wide values: one with many
+        exposed halos may become faster than the fastest plain one.
         """
 
         def simulate(strategy: Strategy) -> Simulation:
@@ -544,7 +547,7 @@ class StrategySearch:
         return self.plan_candidates.leanest()
 
     def _remedies(self) -> Iterator[tuple[str, float]]:
-        """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""
+        """Yield settings under which one cut for all layers fits, each with the time of a step [s]."""
         if self.limit < self._parameter_bytes(spatial=False):  # these cuts leave such parameters whole on every rank
             return
         if self.planning.recompute == "none":
@@ -581,7 +584,7 @@ class StrategySearch:
                 yield other.result(best, time.perf_counter())
 
     def result(self, best: PlanCandidate, began: float) -> Plan:
-        """Return the plan of a simulated strategy; the search began at this time [s]."""
+        """Return the plan of a simulated strategy; `began` is the time at which the search began [s]."""
         # Each alternative has its best scheme, as the plan has.
         suited = [(name, self.plan_candidates.best_of(f, self.limit) or f) for name, f in self.compared.items()]
         others = [Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit)) for name, f in suited]
@@ -617,7 +620,7 @@ def _schemes(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in the body: simulations stay until the end of a search, and their scan takes long."""
+    """Disable garbage collection in the body: simulations live until the end of a search, and scanning them is slow."""
     enabled = gc.isenabled()
     gc.disable()
     try:

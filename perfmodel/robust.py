@@ -4,15 +4,15 @@ Rates of a machine file are peaks or estimates. The *regret* of a strategy on an
 between its step and that of the best strategy for that machine. `plan_robust` chooses the strategy whose largest regret
 over several variations of the machine is smallest, among
 
-* the best strategies of the search for the machine, and of a brief search for each variation, for which candidates of
-  layers are lowered once;
-* the planner's choices by weighted sums of the costs on all of them, with more weight where the regret is large;
-* their schemes of gradient reduction;
+* the best strategies of the search for the machine, and of a brief search for each variation; candidates of layers are
+  lowered once for all of these searches;
+* the planner's choices by weighted sums of the costs on all variations, with more weight where the regret is large;
+* the best of these under other schemes of gradient reduction;
 * changes of the best of these, towards the best strategies of the variations with the largest regrets, and others;
-* all of them with wide values (`widening.py`), without the margin that these have to save in other plans: the
-  variations include machines on which kernels are slower, so their regrets count what wide values compute twice.
+* the best of these with wide values (`widening.py`), without the margin by which these must be faster in other plans:
+  the variations include machines on which kernels are slower, so their regrets count what wide values compute twice.
 
-It simulates a strategy on further variations only as long as it may still be the choice. All strategies have the halo
+It simulates a strategy on further variations only as long as it may still be chosen. All strategies have the halo
 algorithms for the machine itself.
 """
 
@@ -234,7 +234,7 @@ def plan_robust(
 
 
 class _StepTable:
-    """Steps of strategies on several machines, simulated on demand; the first strategy is the fastest on the first."""
+    """Steps of strategies on several machines, simulated on demand; strategy 0 is the fastest on machine 0."""
 
     def __init__(self, searches: Sequence[StrategySearch], costs: Sequence[NetworkCosts], limit: float) -> None:
         self._searches, self._costs, self._limit = searches, costs, limit
@@ -267,7 +267,7 @@ class _StepTable:
         return number
 
     def add_between(self) -> None:
-        """Add choices of the planner by costs between those of the machines, with more weight on large regrets."""
+        """Add choices of the planner by mean costs over the machines, with more weight where regrets are large."""
         first, weights = self._searches[0], np.ones(len(self._costs))
         for _ in range(ROUNDS):
             regrets = np.array(self.regrets(self.choose()))
@@ -302,8 +302,10 @@ class _StepTable:
                 left, better = self._changed(better, left, tried)
 
     def widen(self) -> None:
-        """Add strategies with wide values that gain on a machine, with the cuts of the best strategy there, and with
-        those of the strategies with the smallest regrets, on the machine where they have the largest one.
+        """Add strategies with wide values that are faster on a machine than the same cuts without.
+
+        These are the cuts of the best strategy on each machine, and those of the strategies with the smallest regrets,
+        each on the machine where its regret is largest.
         """
         fastest = [(i, machine) for machine, (_, i) in enumerate(self._best)]
         for i, machine in dict.fromkeys((*fastest, *((i, int(np.argmax(self.regrets(i)))) for i in self._few()))):
@@ -358,7 +360,7 @@ class _StepTable:
     ) -> Iterator[Change]:
         """Yield changes of a choice: towards the best ones of the machines with large regrets, and single changes.
 
-        Each has the layers with wide values, also those of the other choice: they stay wide where they exchange halos.
+        Each comes with its layers with wide values, including those of the other choice.
         """
         own = wide_layers(self._candidates[i].strategy)
         for machine in order[:TARGETS]:
@@ -421,13 +423,13 @@ class _StepTable:
         return chosen
 
     def _below(self, i: int, least: float, order: Iterable[int] | None = None) -> bool:
-        """Return whether all regrets of a strategy are below a limit; the first that is not ends its simulation."""
+        """Return whether all regrets of a strategy are below a limit; the first that is not ends the simulations."""
         machines = self._machines if order is None else order
         return all(self.seconds(i, machine) < (1 + least) * self._best[machine][0] for machine in machines)
 
 
 def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield choices with parts of another one: with each run of layers that differ, and with ever more such layers."""
+    """Yield choices that adopt part of `target`: each run of layers that differ, or the first or last ones of them."""
     differ = [v for v, (a, b) in enumerate(zip(indices, target)) if a != b]
     runs: list[list[int]] = []
     for v in differ:

@@ -1,7 +1,7 @@
 """Cuts of small layers: where one cut for all layers makes blocks too small, layers get other cuts, if the cost model
 predicts a faster step.
 
-Blocks of a few rows compute slowly, exchange as many halos as they own, and every rank reads, sums and updates all
+Blocks of a few rows compute slowly, exchange halos as large as themselves, and every rank reads, sums and updates all
 weights of the layer. On fewer ranks, or cut along channels, a layer sends its small activations instead. The choice is
 the optimum of the additive costs of :mod:`halograd.perfmodel.cost.network_costs` among a few cuts per layer, and
 `simulate` compares it with the given cut. It depends on its arguments only, which are the same on all ranks.
@@ -159,7 +159,7 @@ def _others(own: Parts, batch: int, ranks: int) -> Iterator[Parts]:
 
 
 def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
-    """Yield optimal choices by additive costs, in which another cut than the given one has to pay by `MARGIN`.
+    """Yield optimal choices by additive costs, in which cuts other than the given one cost more by `MARGIN`.
 
     They need no more memory than the given cut.
     """

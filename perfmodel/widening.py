@@ -44,8 +44,8 @@ def wider(
     simulate
         Function that simulates a strategy.
     below
-        Limit of the step's time [s]. Nothing is simulated if the plain step without all that wide values can save would
-        exceed it.
+        Limit of the step's time [s]. Nothing is simulated if the plain step would exceed it even without all the time
+        that wide values can save.
     """
     if plain.step_seconds - _savable(plain.layers) >= below:
         return []
@@ -96,7 +96,7 @@ def wide_layers(strategy: Strategy) -> frozenset[str]:
 def _savable(records: Sequence[LayerRecord]) -> float:
     """Return what wide values save at most [s]: exposed halos and packing, and waits that their layers can hide.
 
-    These are the sums of statistics in the backward pass, which last as long as those in the forward pass.
+    These waits are for sums of statistics in the backward pass, which last as long as those in the forward pass.
     """
     halos = sum(record.halo_exposed + record.packing for record in records)
     statistics = sum(record.statistics for record in records if {*record.parts} & {"depth", "height", "width"})

@@ -105,7 +105,7 @@ def memory_of(
 ) -> dict[str, int]:
     """Return the memory of the program's rank by use, with the uses of `Executor.predicted_bytes` [B].
 
-    All of it is exact but the estimated workspace of kernels, and messages that MPI keeps.
+    All of it is exact, except the estimated workspace of kernels and the messages that MPI buffers.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def memory_of(
     ahead
         Number of batches that are read ahead of their use.
     workspace
-        Memory that kernels hold in addition to their arrays, if they are made already [B]; None: an estimate
+        Memory that kernels hold in addition to their arrays, if they exist already [B]; None: an estimate
         (:func:`workspace_of`).
     """
     memory = Counter(layers_memory(program, blocks, ahead))
@@ -130,9 +130,9 @@ def workspace_of(program: Program) -> int:
     """Estimate the scratch memory of kernels, which all share one buffer, on the program's rank [B].
 
     A convolution copies its weights in the format that oneDNN requires. In three dimensions it also copies its input
-    and, for one plane of the output, the input of each product; and four partial gradients of the weights. This is
-    exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks of activations
-    and pools are left out: 1 % of the arrays of U-Nets.
+    and, for one plane of the output, the input of each product, and it holds four partial gradients of the weights.
+    This is exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks of
+    activations and pools are left out: 1 % of the arrays of U-Nets.
     """
     return max((_scratch(run.kernel.views) for run in program if isinstance(run, Run)), default=0)
 

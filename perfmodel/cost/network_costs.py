@@ -8,7 +8,7 @@ The problem is a sum over layers and pairs of layers, which requires approximati
 * Sums of gradients overlap with computation, so the time that they add is not a sum over layers. The cost of a layer
   contains `exposed` times its share of a bucket. :func:`halograd.perfmodel.predict.plan_network` solves the problem for
   several values (0: all sums hidden, 1: none, as `t_s` of Jia et al. 2018), and `simulate` decides.
-* A value that two layers read under the same other cut is redistributed once, but counted twice.
+* A value that two layers read under the same cut, different from its own, is redistributed once, but counted twice.
 * A halo that two layers share is counted for both.
 * The time of a redistribution is that of a few representative ranks (see :class:`NetworkModel`): their bytes and
   messages are exact; all devices of a node are assumed to send as much through its link.
@@ -71,7 +71,7 @@ class Grids:
     shape
         Global extent of each axis.
     parts
-        ``[candidates, axes]``.
+        Number of parts, ``[candidates, axes]``.
     """
 
     shape: tuple[int, ...]
@@ -142,9 +142,7 @@ def edge_seconds(
 ) -> NDArray[np.float64]:
     """Return the time of one redistribution, ``[makers, readers]`` [s]; 0 between equal layouts.
 
-    `shape` is that of the array ``(N, *spatial, C)``.
-
-    The adjoint redistribution takes the same time.
+    `shape` is that of the array ``(N, *spatial, C)``. The adjoint redistribution takes the same time.
     """
     u, v = Grids.of(shape, tuple(makers)), Grids.of(shape, tuple(readers))
     seconds = np.zeros((len(makers), len(readers)))

@@ -1,6 +1,6 @@
 """Times of exchanges and sums on a machine's links, for the ranks with the most communication.
 
-A rank sends its messages one after the other, each ``alpha + beta * n`` of its level, and receives at the same time
+A rank sends its messages one after the other, each in ``alpha + beta * n`` of its level, and receives meanwhile
 (Dryden et al. 2019, Section V-A: ``2 SR + 2 SR + 4 SR``). Devices of a node share its link to other nodes, which
 carries the messages of all of them. Times are computed for all ranks only if there are few; else for the nodes of the
 first rank, of the last rank, and of the ranks in the middle of the grids, which have neighbors on all sides.
@@ -296,7 +296,7 @@ class NetworkModel:
         return nodes
 
     def _together(self, ranks: Ranks) -> bool:
-        """Return whether the measured time of a group of this size is valid for `ranks`: on one node, if possible."""
+        """Return whether times measured for this number of ranks, on one node if possible, are valid for `ranks`."""
         if self.emulated:  # independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
@@ -409,7 +409,7 @@ class NetworkModel:
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """Return a rank in the middle of a grid, with neighbors on all sides; with unequal shares, one with the largest."""
+    """Return a rank in the middle of a grid, with neighbors on all sides; with unequal shares, one of the largest."""
     rank = 0
     for axis in blocks.axes:
         rank = rank * len(axis) + _middle_part(axis)

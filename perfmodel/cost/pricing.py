@@ -123,7 +123,7 @@ class Pricing:
     def straggling(self, squares: float, ranks: int) -> float:
         """Return the expected time by which the last of `ranks` ranks exceeds the mean [s].
 
-        `squares` is the sum of the squared times of the kernels since the ranks waited for each other before [s^2].
+        `squares` is the sum of the squared times of the kernels since the ranks last waited for each other [s^2].
         """
         return self.jitter * self.network_model.machine.variation.last(ranks) * math.sqrt(squares) if squares else 0.0
 

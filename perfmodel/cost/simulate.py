@@ -150,8 +150,9 @@ class Simulation:
         self.strategy = self._with_algorithms()
 
     def _with_algorithms(self) -> Strategy:
-        """Return the strategy with the halo algorithms that were chosen for layers with operations of their own for
-        each, so that memory and traffic are those of the same operations as the time.
+        """Return the strategy with the chosen halo algorithms of layers that lower each algorithm differently.
+
+        So memory and traffic are those of the operations that were timed.
         """
         layers = dict(self.strategy.layers)
         for step in self._outline.steps if self.pricing.best_halo else ():
@@ -168,7 +169,7 @@ class Simulation:
     def _program(self, rank: int) -> Program:
         """Return the program of one rank, with the dense layers that the scheme replicates.
 
-        The last ones of the rank whose traffic is counted are cached: the memory of a plan is counted before.
+        The latest programs of the rank whose traffic is counted are cached, because its memory is counted before.
         """
         exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
         programs: dict[object, Program] = self.pricing.known.setdefault("programs", {})
@@ -188,7 +189,7 @@ class Simulation:
         return self._checked(reduce_gradients(program, self._buckets, self.strategy.reduction, parts))
 
     def _checked(self, program: Program) -> Program:
-        """Return a program with the norm of its gradients, if they are clipped."""
+        """Return the program, with the computation of the norm of its gradients if they are clipped."""
         if not self.training.clips:
             return program
         # Ranks that hold all gradients whole need no message.

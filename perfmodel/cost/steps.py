@@ -104,7 +104,8 @@ class _Known:
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
         """Return the cost of the layer.
 
-        `gathered` holds the boxes of its inputs that other layers gather before its backward pass; None: it has none.
+        `gathered` holds the boxes of its inputs that other layers gather before its backward pass; None: the layer has
+        no backward pass.
         """
         if gathered not in self._passes:
             alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs

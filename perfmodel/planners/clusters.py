@@ -154,7 +154,7 @@ def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, l
 
 
 def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
-    """Connect the neighbors of layer ``v`` and remove ``v``; return the layers whose key may have changed."""
+    """Connect the neighbors of layer ``v`` and remove ``v``; return the layers whose priority may have changed."""
     around = neighbors[v]
     touched = set(around)
     filled = False

@@ -67,7 +67,7 @@ STEPS = 40
 
 
 class LongestPathFirst(Planner):
-    """Planner that plans the longest path as if it were the network, and then the next longest, with fixed choices.
+    """Planner that plans the longest path as if it were the network, then the next longest, with earlier choices fixed.
 
     The length of a layer is the time of its fastest candidate: the work that is always necessary. The next path, from a
     layer without inputs to a layer without readers, is the one with the fewest decided layers, then the longest. Unlike

@@ -3,8 +3,8 @@ that no optimum needs.
 
 `prune` removes a candidate only if it is impossible (infinite, alone or with every candidate of a neighbor; or too
 large even if all other layers use the least memory), or if another candidate of the same layer is never worse: for all
-choices of the neighbors, the exchange costs no more time and no more memory (the *dead-end elimination* of Desmet et
-al. 1992, here with a resource). So the best time and the minimum memory do not change.
+choices of the neighbors, the replacement costs no more time and no more memory (the *dead-end elimination* of Desmet
+et al. 1992, here with a resource). So the best time and the minimum memory do not change.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Selection:
 
 
 def _floats(values: Any, converted: dict[int, Array]) -> Array:
-    """Convert arrays to packed float64; arrays that are one object stay one object."""
+    """Convert an array to packed float64; for the same object, the result is the same object."""
     if isinstance(values, np.ndarray) and values.dtype == np.float64 and values.flags.c_contiguous:
         return values
     if not isinstance(values, np.ndarray):
@@ -336,7 +336,7 @@ class Planner(Chooser):
         Raises
         ------
         NoneFits
-            If no choice is within the memory limit (the text gives the excess), or none is allowed.
+            If no choice is within the memory limit (the message states the excess), or none is allowed.
         UserError
             If this planner does not support the problem.
         """

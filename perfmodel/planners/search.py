@@ -148,7 +148,7 @@ def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict
 
 
 def _undominated(labels: _Labels, bounds: Bounds) -> Index:
-    """Return the labels without a dominating one, which agrees in open layers and is not slower or larger."""
+    """Return the labels that no other dominates: one that agrees in open layers and is neither slower nor larger."""
     if not len(labels.cost):
         return np.zeros(0, dtype=np.intp)
     group = _groups(labels.states)

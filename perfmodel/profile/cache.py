@@ -49,8 +49,8 @@ class Oversubscription:
     Attributes
     ----------
     ranks
-        Number of ranks on the most oversubscribed host; they share its memory. Nodes of an emulated network do not
-        count.
+        Number of ranks on the most oversubscribed host; they share its memory. Emulated nodes on one
+        host count as one host.
     cores
         Number of shared cores; 0 if every thread of the run has its own core.
     """
@@ -115,7 +115,7 @@ _log = logging.getLogger("halograd.perfmodel")
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of a measurement; times of other conditions are not comparable.
+    """Conditions of a measurement; times measured under other conditions are not comparable.
 
     Attributes
     ----------

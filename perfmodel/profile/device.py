@@ -40,7 +40,7 @@ _LEAST = 0.05
 def rank_memory(comm: Communicator, device: Device) -> int:
     """Return the memory that every rank may use now [B]: that of its device, or its share in the limits of its host.
 
-    It is the least of all ranks. Collective over `comm`.
+    It is the minimum over all ranks. Collective over `comm`.
     """
     hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
     own = device.memory()

@@ -217,7 +217,8 @@ class MessageTimer:
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
     """Return the exchange that fills the margin of a block with the partner's face of `count` columns.
 
-    Collective over `pair`. Each block has 4 columns, of which it owns the inner two: ``..ab cd..`` -> ``..abc bcd..``
+    Collective over `pair`. Along the cut axis, the array of each rank has 4 elements; the first rank owns the first
+    two, and the second rank the last two: ``ab.. ..cd`` -> ``abc. .bcd``
     """
     axis, shape = (2, (1, count, 4, CHANNELS)) if strided else (1, (1, 4, count, CHANNELS))
     whole = Blocks([((0, n),) for n in shape], pair.size)
