@@ -72,7 +72,7 @@ class Lowered:
         Adds the operations that finish the gradients of the inputs, as `finish` does. It is called after `backward`, if
         there was a call of `backward`.
     loss
-        View of the value, float64 ``(1,)``, of a loss.
+        View of the value of a loss, float64 ``(1,)``.
     terms
         Terms of a loss in evaluation: see `Program.terms`.
     exposed
@@ -163,7 +163,7 @@ class Context:
         return self.output.view
 
     def y_again(self) -> View:
-        """Return the output for the backward pass; it may be strided.
+        """Return a view of the output for the backward pass; it may be strided.
 
         If a later layer has gathered the output into an array with halos, and reads this array again in its backward
         pass, the result is a part of that array, and the output itself is not kept.
@@ -215,14 +215,14 @@ class Context:
     # -- arrays of another layer, operations of one kind of pass --------------------------------
 
     def with_arrays(self, params: Mapping[str, View], grads: Mapping[str, View]) -> Context:
-        """Return the same context with other parameters and gradients; operations are added to both."""
+        """Return the same context with other parameters and gradients; both add to one list of operations."""
         other = copy.copy(self)
         other.params, other.grads = params, grads
         return other
 
     @contextmanager
     def only(self, when: str | None) -> Iterator[None]:
-        """Restrict operations added in the ``with`` block to one kind of pass, as ``"training"``; None: no limit."""
+        """Restrict operations added in the ``with`` block to passes of one kind (``"training"``); None: no limit."""
         first = len(self._operations)
         yield
         for operation in self._operations[first:]:
@@ -284,7 +284,7 @@ class Context:
         return Run(self.name, kernel, method)
 
     def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
-        """Add one kernel for all copies ``(source, target)`` between arrays of one shape; no-op without copies."""
+        """Add one kernel for all copies ``(source, target)`` between arrays of the same shape; no-op without copies."""
         if pairs:
             views = {f"{name}{i}": v for i, pair in enumerate(pairs) for name, v in zip(("source", "target"), pair)}
             self.run(self.kernel(copying, **views), timing=timing)

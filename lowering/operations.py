@@ -67,14 +67,14 @@ class SumsOver:
     Attributes
     ----------
     sums, reader
-        Methods of the norm's kernel that compute the sums, and that read them. If statistics are local, only the first
-        method of the backward pass and the second of the forward pass are operations, and compute both.
+        Methods of the norm's kernel that compute the sums, and that read them. If statistics are local, only
+        `sums` in the backward pass and `reader` in the forward pass are operations, and each does the work of both.
     rest
         Method that replaces `reader` if another kernel computes the sums.
     arrays
         Names of the norm's arrays that the other kernel needs.
     share
-        Part of the norm's time in this pass without the sums.
+        Part of the norm's time in this pass that remains without the sums.
     activation
         Activation between the array and the sums.
     refused
@@ -104,8 +104,8 @@ class NormSums:
     eps
         Number that is added to the variance.
     narrow
-        Arrays in place of those of these names, if another kernel computes the sums over ``x``: it writes them without
-        a conversion, because no sum over ranks reads them.
+        Arrays, by name, that replace those of the norm's kernel if another kernel computes the sums over ``x``: it
+        writes the sums without a conversion, because no sum over ranks reads them.
     """
 
     over: Mapping[str, SumsOver]
@@ -125,7 +125,7 @@ class Summing:
     geometry
         Function that returns the geometry.
     make
-        ``make(eps, activation)`` returns a `make`, with the arrays of `SumsOver.arrays` in addition.
+        ``make(eps, activation)`` returns a `make` that also takes the arrays of `SumsOver.arrays`.
     methods
         Methods of the kernel by the pass that runs them; empty: the kernel itself runs.
     """
@@ -340,7 +340,7 @@ class ForkEnd(Operation):
 class Release(Operation):
     """End of the contents of buffers, which later operations write again. It runs nothing.
 
-    Until then, other buffers may use their memory.
+    Until they are written again, other buffers may use their memory.
     """
 
     released: tuple[Buffer, ...]

@@ -151,7 +151,7 @@ class Value:
     layout
         Global shape ``(N, *spatial, C)`` and the boxes that the ranks own.
     rank
-        Rank of the buffers.
+        Rank that holds the buffers.
     trainable
         Whether its gradient is computed, because earlier parameters or probed inputs require it.
     read
@@ -173,7 +173,7 @@ class Value:
     contributions
         Gradients from the layers that read this value, one array each.
     gathered
-        Gathered copies of the value, by boxes and fill.
+        Gathered copies of the value, by boxes, fill, and whether channels are padded.
     stored_channels
         Number of channels of the storage, in which those beyond the value's own are zeros; 0: the value's own only.
     """
@@ -261,7 +261,7 @@ class Value:
             self.gradient_box = grown
 
     def new_contribution(self) -> View:
-        """Return a packed array of the shape of the held gradient for the gradient of another reader."""
+        """Return a packed array for another reader's contribution, of the shape of the held gradient."""
         held = self.held_gradient[self.rank]
         if self._home is None:
             self._home = Region(Buffer(self.gradient_box.shape, self.dtype, "transient").view, self.gradient_box)
