@@ -80,7 +80,7 @@ class DistTensor:
     def exchange_to(self, other: DistTensor, kind: str = "redistribute") -> Exchange:
         """Return the exchange that fills `other`'s owned boxes with the values of this tensor. Collective.
 
-        The exchange sums a partial tensor. Build the exchange once and `run` it as often as needed.
+        The exchange of a partial tensor sums its summands. Build the exchange once and `run` it as often as needed.
         Adjoint: ``other.exchange_to(self)`` for layouts that own each element once.
         """
         if other.shape != self.shape:
@@ -147,9 +147,9 @@ class _Grow:
 class Halo:
     """Halo exchange of a tensor with margins: it fills the margins with the values of their owners.
 
-    Corners are filled too. A margin wider than the neighbor's block gets values from the ranks beyond it. Each pair of
-    ranks exchanges one message. The constructor is collective. `add_back` is the adjoint: it adds the contents of the
-    margins to the owned boxes of their owners, and does not change the margins.
+    Corners are filled too. A margin wider than the neighbor's block gets values from the ranks beyond it. A rank sends
+    at most one message to each other rank. The constructor is collective. `add_back` is the adjoint: it adds the
+    contents of the margins to the owned boxes of their owners, and does not change the margins.
     """
 
     def __init__(self, tensor: DistTensor) -> None:

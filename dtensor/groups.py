@@ -174,9 +174,9 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
 def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Result]) -> Result | None:
     """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
 
-    While operators and reducers are built, groups set up their collectives only here. All ranks of `comm` agree before
-    the work in groups begins, and after it has ended. This prevents a deadlock: a rank with an error would wait in an
-    agreement of `comm`, and the others of its group in a collective of the group.
+    While runners are built, groups set up their collectives only here. All ranks of `comm` agree before the work in
+    groups begins, and after it has ended. This prevents a deadlock, in which a rank with an error waits in an agreement
+    of `comm`, and the other ranks of its group wait in a collective of the group.
 
     Parameters
     ----------
