@@ -75,8 +75,8 @@ def wide(dtype: Any) -> np.dtype:
 class DeviceGraph:
     """Recorded device work that one call enqueues again. Local.
 
-    :meth:`drop` frees the graph. Its last reference does not: NCCL cannot end a communicator while a graph contains its
-    calls, and tracebacks or reference cycles may keep a reference.
+    Free the graph by :meth:`drop`, not by deleting references: NCCL cannot end a communicator while a graph contains
+    its calls, and tracebacks or reference cycles may keep a reference.
 
     Parameters
     ----------
@@ -244,8 +244,7 @@ class Device(ABC):
 
     # -- copies within the device ---------------------------------------------------------------
     def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """Return a function that enqueues ``target[...] = source`` for pairs (target, source) of views of one shape
-        each.
+        """Return a function that enqueues ``target[...] = source`` for pairs (target, source) of equally shaped views.
 
         The dtypes are any two floating-point types, or equal.
         """
@@ -258,8 +257,9 @@ class Device(ABC):
         return run
 
     def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """Return a function that enqueues ``target += source`` for pairs (target, source) of views of one shape each,
-        in order.
+        """Return a function that enqueues ``target += source`` for pairs (target, source) of equally shaped views.
+
+        The sums are computed in the order of `pairs`.
         """
         fixed = tuple(pairs)
 
@@ -279,7 +279,7 @@ class Device(ABC):
         """Return the time from one timestamp to another, both done [s]."""
 
     def fork(self) -> Branch:
-        """Return a fork of the compute stream, which may be used again and again, also within a graph."""
+        """Return a branch of the compute stream, which may be used repeatedly, also within a graph."""
         return Branch()
 
     # -- graphs, threads, memory ----------------------------------------------------------------

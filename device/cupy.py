@@ -1,6 +1,6 @@
 """CUDA devices by CuPy, and the choice of a device for a rank.
 
-A device has one compute stream per rank, one stream for copies ahead, events, and pinned memory.
+A device has one compute stream per rank, one stream for uploads ahead of their use, events, and pinned memory.
 """
 
 from __future__ import annotations
