@@ -481,13 +481,15 @@ class _Folding:
             raise self._refused(node, f"constants that cannot be computed ({_line(error)})") from error
 
     def _operation(self, node: Any) -> None:
-        inputs = tuple(self.aliases.get(name, name) for name in node.input)
-        for name in inputs:
+        inputs = [self.aliases.get(name, name) for name in node.input]
+        for i, name in enumerate(inputs):
             constant = self.constants.get(name)
             if constant is not None and (constant.made_of or (constant.repeats and node.op_type != "Add")):
                 normed = self._weight_norm(node, name)
                 if normed is not None:
-                    self._keep(name, normed)
+                    # Under another name, because other readers of the weights do not read directions.
+                    inputs[i] = f"{name} with lengths"
+                    self._keep(inputs[i], normed)
                     continue
                 names = constant.made_of or (constant.name,)
                 raise UserError(
@@ -499,7 +501,7 @@ class _Folding:
         self.types |= self._inferred(node)
         helper = self.onnx.helper
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
-        op = OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
+        op = OnnxNode(_title(node), node.op_type, tuple(inputs), tuple(node.output), attributes, _scope(node))
         self._check_sizes(op)
         self.operations.append(op)
 

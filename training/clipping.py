@@ -83,3 +83,9 @@ class Clip:
         self.norm = PendingLoss(self._fetched.read)
         if self._store.memory.device.is_host:
             self.norm.value = self._fetched.read()
+
+    def close(self) -> None:
+        """Free the kernels and the sum. Collective where the ranks sum their squares."""
+        for item in (self._squares, self._clip, self._sum):
+            if item is not None:
+                item.close()

@@ -342,14 +342,18 @@ class Executor:
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
         """Run these checks in every step, when all gradients are complete and before any update. Collective.
 
-        They replace earlier checks. `checks` maps names to checks; their sums are counted under these names.
+        They replace earlier checks, which are closed. `checks` maps names to checks; their sums are counted under these
+        names. The executor closes them.
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
         if checks or self.checks:
             if self.heartbeat.count:  # residuals of rounding lie with the sums
                 self.reducer.synchronize()
-            self.checks = dict(checks)
+            before, self.checks = self.checks, dict(checks)
             self._replace_reducer(self.reducer)
+            for check in before.values():
+                if check not in self.checks.values():
+                    check.close()
 
     def _replace_reducer(self, old: Reducer) -> None:
         """Create a new program and a new reducer, once all sums and updates in progress are complete. Collective."""
@@ -401,6 +405,11 @@ class Executor:
                 )
             if self.mode.part + 1 == self.parts:
                 self._counts = 0
+        other = self.store.reducer
+        if other is not None and other is not self.reducer:
+            # Another executor of the same parameters: its updates would come too late, and read other gradients.
+            other.finish()
+            self.store.reducer = None
         self.mode.write_state()
         self.heartbeat.count += 1
         for call in self._forward["training" if self.mode.training else "evaluation"]:
@@ -452,6 +461,7 @@ class Executor:
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
         self.heartbeat.count += 1
+        self.store.reducer = self.reducer
         self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
         for call in self._backward:
@@ -513,6 +523,10 @@ class Executor:
     def _close_reducer(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
+            if self.store.reducer is self.reducer:
+                self.store.reducer = None
+        for check in self.checks.values():
+            check.close()
 
     def _drop_graphs(self) -> None:
         """Free the graphs, before the messages that they contain."""

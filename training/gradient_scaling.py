@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,10 +13,10 @@ from halograd.errors import UserError
 from ..device import Event
 
 if TYPE_CHECKING:
-    from ..comm import Communicator, Reduction
+    from ..comm import Communicator
     from .memory import Memory
 
-__all__ = ["GradientCheck", "LossScale"]
+__all__ = ["GradientCheck", "LossScale", "OverflowCheck"]
 
 # The defaults of torch.amp.GradScaler.
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -35,14 +36,18 @@ class GradientCheck(Protocol):
         """Compute the number. Collective if the ranks sum it."""
         ...
 
+    def close(self) -> None:
+        """Free what :meth:`measure` needs. Collective if the ranks sum the number."""
+        ...
+
 
 class LossScale:
-    """Dynamic factor on the gradient of the loss. Collective where parameters are cut or sharded, else local.
+    """Dynamic factor on the gradient of the loss. Local.
 
     ::
 
         forward   the loss multiplies its gradient by `factor`
-        measure   when all gradients are summed: sets `skip` if one is infinite or NaN
+        check     when all gradients are summed: :class:`OverflowCheck` sets `skip` if one is infinite or NaN
         updates   multiply gradients by `inverse`; do nothing if `skip` is set
         adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
 
@@ -59,8 +64,10 @@ class LossScale:
     ----------
     factor, inverse
         Float64 ``(1,)`` on the device.
+    flag
+        Int32 ``(1,)`` on the device: whether a gradient of this step is not finite; `adapt` clears it.
     skip
-        Int32 ``(1,)`` on the device; read by the kernels that update.
+        Int32 ``(1,)`` on the device: a copy of `flag`, which the kernels that update read.
     known
         The factor as the host read it last, one step late.
     skipped
@@ -73,37 +80,13 @@ class LossScale:
 
     def __init__(self, memory: Memory) -> None:
         device = self._device = memory.device
-        self._kernels = memory.kernels
         self.state = device.array([INITIAL, 0.0, 1.0 / INITIAL], np.float64)
         self.factor, self.inverse = self.state[0:1], self.state[2:3]
-        self._flag, self.skip = (device.zeros((1,), np.int32) for _ in range(2))
-        self._adapt = self._kernels.update_loss_scale(self.state, self._flag, GROWTH, BACKOFF, INTERVAL)
-        self._count = device.zeros((1,), np.float64)
-        self._find: Any = None
-        self._sum: Reduction | None = None
+        self.flag, self.skip = (device.zeros((1,), np.int32) for _ in range(2))
+        self._adapt = memory.kernels.update_loss_scale(self.state, self.flag, GROWTH, BACKOFF, INTERVAL)
         self._pinned = device.pinned((3,), np.float64)
         self._copied: Event | None = None
         self.known, self.skipped, self._row = INITIAL, 0, 0
-
-    def watch(self, grads: list[Any], comm: Communicator | None) -> None:
-        """Set the gradients to check; with `comm` the ranks combine their results. Collective over `comm`."""
-        self._find = self._kernels.find_nonfinite(grads, self._flag)
-        self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
-
-    @property
-    def over_ranks(self) -> bool:
-        """Whether the ranks combine their results."""
-        return self._sum is not None
-
-    def measure(self) -> None:
-        """Set `skip` if a summed gradient is not finite. Enqueued; collective with `comm`."""
-        self._find()
-        if self._sum is not None:
-            np.copyto(self._count, self._flag)
-            self._sum.run()
-            np.copyto(self._flag, np.minimum(self._count, 1), casting="unsafe")
-        # `adapt` clears the flag, maybe before the updates of this step run; they read this copy.
-        np.copyto(self.skip, self._flag)
 
     def adapt(self) -> None:
         """Change the factor for the next step, after the updates of this step have read it. Enqueued."""
@@ -144,7 +127,49 @@ class LossScale:
         self.known, self._copied, self._row = scale, None, 0
 
     def close(self) -> None:
-        """Free the kernels and the reduction. Collective with `comm`."""
-        for item in (self._find, self._adapt, self._sum):
-            if item is not None:
-                item.close()
+        """Free the kernel."""
+        self._adapt.close()
+
+
+class OverflowCheck:
+    """Check whether a summed gradient is infinite or NaN. Collective over `comm`.
+
+    Parameters
+    ----------
+    scale
+        Loss scale whose `flag` and `skip` are set.
+    grads
+        All gradients, packed arrays.
+    memory
+        Memory of the gradients.
+    comm
+        Ranks that combine their results; None where every rank has the sums of all gradients.
+    """
+
+    def __init__(self, scale: LossScale, grads: Sequence[Any], memory: Memory, comm: Communicator | None) -> None:
+        self._scale = scale
+        self._find = memory.kernels.find_nonfinite(grads, scale.flag)
+        self._count = memory.device.zeros((1,), np.float64)
+        self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
+
+    @property
+    def over_ranks(self) -> bool:
+        """Whether the ranks combine their results."""
+        return self._sum is not None
+
+    def measure(self) -> None:
+        """Set `skip` of the loss scale if a summed gradient is not finite. Enqueued; collective with `comm`."""
+        scale = self._scale
+        self._find()
+        if self._sum is not None:
+            np.copyto(self._count, scale.flag)
+            self._sum.run()
+            np.copyto(scale.flag, np.minimum(self._count, 1), casting="unsafe")
+        # `adapt` clears the flag, maybe before the updates of this step run; they read this copy.
+        np.copyto(scale.skip, scale.flag)
+
+    def close(self) -> None:
+        """Free the kernel and the sum. Collective with `comm`."""
+        self._find.close()
+        if self._sum is not None:
+            self._sum.close()

@@ -170,6 +170,8 @@ class ParameterStore:
         Arrays by ``layer/parameter``, as in :class:`Flat`; empty without 16 bits.
     loss_scale
         With float16, the factor on the gradient of the loss; else None.
+    reducer
+        The reducer that summed gradients last, whose updates may be pending; None before the first backward pass.
     flats
         The arrays: one set per way in which ranks share parameters, one for replicated layers, one for untrained ones.
     untrained
@@ -190,6 +192,7 @@ class ParameterStore:
     parts: int = 1
     rounds: bool = True
     direct: bool = field(default=False, init=False)
+    reducer: Any = field(default=None, init=False)
     flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from ..layers.reduction_scheme import Scheme
 from .auto_reduction import AutoReduction, Tuning
 from .clipping import Clip
 from .executor import Executor
-from .gradient_scaling import GradientCheck
+from .gradient_scaling import GradientCheck, OverflowCheck
 from .optimizers import Optimizer
 from .pass_loss import PendingLoss, mean_of
 from .reduction import Reducer
@@ -99,12 +99,13 @@ class Trainer:
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
         """Create the objects that steps need. Collective."""
         executor = self.executor
+        self._reducer.finish()  # an earlier trainer may have an update to make, by its own optimizer
         checks: dict[str, GradientCheck] = {}
         if self._scaling is not None:
             store = executor.store
             shared = store.whole and not store.scheme.kind.shards  # if so, all ranks have the same sums
-            self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
-            checks["loss scale"] = self._scaling
+            grads, comm = [flat.grads for flat in store.flats], None if shared else executor.comm
+            checks["loss scale"] = OverflowCheck(self._scaling, grads, store.memory, comm)
         if self.clip_norm is not None:
             self._clip = checks["norm"] = Clip(executor.store, executor.comm, self.clip_norm)
         executor.check_gradients(checks)

@@ -253,6 +253,30 @@ def test_weight_norm_stays_weight_norm(exporter, tmp_path):
     check_step(network, module, x)
 
 
+def test_other_readers_of_weights_with_lengths_are_refused():
+    """A weight norm is one in a convolution or a linear layer; others would read the directions without lengths."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+
+    def network(again):
+        def forward(m, x):
+            w = m.c.weight
+            return again(functional.conv2d(x, w, padding=1), w)
+
+        module = as_module(forward, c=nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1, bias=False)))
+        return hg.from_torch(module, lib.zeros(2, 4, 6, 5))
+
+    twice = network(lambda y, w: functional.conv2d(y, w, padding=1))
+    assert sorted(twice.parameters()) == ["c/g", "c/w"] and len(twice.layers) == 2
+    for again in (
+        lambda y, w: functional.conv_transpose2d(y, w, padding=1),
+        lambda y, w: y * w[:, 0, 0, 0].view(4, 1, 1),
+        lambda y, w: functional.conv2d(y, w.transpose(0, 1), padding=1),
+    ):
+        with pytest.raises(UserError, match=r"expected parameters as they are trained, got numbers computed from 'c.p"):
+            network(again)
+
+
 @pytest.mark.parametrize("name", ["weight norm", "standardized"])
 def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(name, tmp_path):
     make, _ = _computed()[name]

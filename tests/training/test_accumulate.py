@@ -463,6 +463,9 @@ class Nothing:
     def measure(self):
         pass
 
+    def close(self):
+        pass
+
 
 def train_dense(executor, optimizer="momentum", steps=DENSE_STEPS, clip=None, synchronize=False, delayed=True):
     """Train; return losses, parameters and optimizer state after all updates. Collective."""

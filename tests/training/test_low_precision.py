@@ -412,7 +412,7 @@ def test_the_largest_scale_does_not_grow_and_no_step_is_skipped_then():
     scaling.adapt()
     scaling.observe()
     assert (scaling.state_dict(), scaling.skipped) == ({"scale": 2.0**24, "good": 0.0}, 0)
-    scaling._flag[...] = 1
+    scaling.flag[...] = 1
     scaling.adapt()
     scaling.observe()
     assert (scaling.known, scaling.skipped) == (2.0**23, 1)
@@ -437,13 +437,12 @@ def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(s
 @pytest.mark.ranks(2)
 def test_an_overflow_in_a_block_of_one_rank_is_that_of_all(scaling_kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
-        built, _ = build(scaling_kernels, comm, {"sample": 2})
+        built, _ = build(scaling_kernels, comm, reduction=Scheme("sharded"))
         with built:
             scaling = built.store.loss_scale
-            scaling.watch([flat.grads for flat in built.store.flats], comm)
             for flat in built.store.flats:
                 flat.grads.fill(np.inf if comm.rank else 0)
-            scaling.measure()
+            built.checks["loss scale"].measure()
             assert built.device.to_host(scaling.skip).tolist() == [1]
 
 
@@ -454,7 +453,8 @@ def test_gradients_that_are_never_finite_end_the_run(scaling_kernels):
         with built, np.errstate(all="ignore"):
             scaling = built.store.loss_scale
             scaling.load_state_dict({"scale": 1.0, "good": 0.0})
-            trainer._scaling.watch([built.device.array([np.inf], np.float32)], None)
+            infinite = [built.device.array([np.inf], np.float32)]
+            built.checks["loss scale"]._find = scaling_kernels.find_nonfinite(infinite, scaling.flag)
             with pytest.raises(Diverged, match=r"gradients .*loss scale; lower sched"):
                 advance(trainer, range(40))
 

@@ -6,13 +6,14 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd import training
-from halograd.comm import Communicator
+from halograd.comm import Communicator, Reduction
 from halograd.kernels import get_backend
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.clipping import Clip
 from halograd.training.executor import Executor
-from halograd.training.optimizers import SGD
+from halograd.training.optimizers import SGD, Adam
 from halograd.training.schedules import Constant, StepDecay
 from halograd.training.trainer import Diverged, Trainer
 from tests.training.combinations import Case, differences, trained
@@ -146,6 +147,56 @@ def test_diverged(comm, case):
         executor.store.state["norm1/mean"] = np.array([0.0, np.nan])  # as it is after the statistics of a bad batch
         with pytest.raises(Diverged, match="step 1: running statistic norm1/mean"):
             trainer.synchronize()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_second_trainer_leaves_the_last_update_to_the_first(comm, clip):
+    """Its own optimizer would make this update with the state and the rate of no step; sums of its checks are freed."""
+    found = []
+    for synchronizes in (True, False):
+        strategy = Strategy({"height": comm.size}, reduction=Scheme("sharded"))
+        with Communicator(comm) as ranks:
+            with Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64") as executor:
+                trainer = Trainer(executor, SGD(executor.store, momentum=MOMENTUM), Constant(RATE), clip)
+                fill(executor, 0)
+                trainer.step()
+                if synchronizes:
+                    trainer.synchronize()
+                opened = sum(not item.closed for item in ranks._open)
+                again = Trainer(executor, Adam(executor.store), Constant(0.01), clip)
+                assert sum(not item.closed for item in ranks._open) == opened
+                fill(executor, 1)
+                again.step()
+                again.synchronize()
+                found.append(copied(executor.store.params))
+            assert all(item.closed for item in ranks._open if isinstance(item, Reduction)), "sums end with the executor"
+    assert_arrays(found[1], found[0])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+def test_executors_of_one_store_train_in_turn(comm, scheme):
+    """An update that waits for the next pass of one executor is made before the passes of another one."""
+    found = []
+    for synchronizes in (True, False):
+        strategy = Strategy({"height": comm.size}, reduction=Scheme(scheme))
+        with (
+            Communicator(comm) as ranks,
+            Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64") as first,
+            Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64", store=first.store) as second,
+        ):
+            optimizer, losses = SGD(first.store, momentum=MOMENTUM), []
+            trainers = [Trainer(executor, optimizer, Constant(RATE)) for executor in (first, second)]
+            for step in range(4):
+                trainer = trainers[step % 2]
+                fill(trainer.executor, step)
+                losses.append(trainer.step())
+                if synchronizes:
+                    trainer.synchronize()
+            trainer.synchronize()
+            found.append({**copied(first.store.params), "losses": np.array(losses)})
+    assert_arrays(found[1], found[0])
 
 
 @pytest.mark.mpi
