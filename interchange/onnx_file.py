@@ -154,6 +154,7 @@ class _Folding:
         self.path, self.model, self.offsets, self.source, self.contents = path, model, offsets, source, contents
         self.onnx = library("onnx")
         self.origins = Origins(model, buffers)
+        self.merges = all(entry.key != UNMERGED for entry in model.metadata_props)
         self.constants: dict[str, OnnxConstant] = {}
         #: Weights of the file.
         self.weights: dict[str, OnnxConstant] = {}
@@ -189,8 +190,9 @@ class _Folding:
         computed = {name for op in self.operations for name in op.outputs} | set(inputs)
         outputs = [name for name in outputs if self.aliases.get(name, name) in computed]
         by_torch = self.model.producer_name == "pytorch"
-        merges = all(entry.key != UNMERGED for entry in self.model.metadata_props)
-        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch, merges)
+        graph = Graph(
+            self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch, self.merges
+        )
         _without_aliases(graph, self.aliases)
         return graph
 
@@ -295,6 +297,11 @@ class _Folding:
             constant = self.constants.get(source)
             if source not in self.inputs and not (constant is not None and constant.is_fixed):
                 raise self._refused(node, "a value without a gradient (detach): no layer stops gradients")
+        if node.op_type == "BatchNormalization" and not self.merges:
+            # `from_torch` exports in training mode. Only the old exporter writes the mode of a norm as an attribute.
+            trains = any(a.name == "training_mode" and a.i for a in node.attribute)
+            if "no_training" in traced if traced else not trains:
+                raise self._refused(node, "a norm of running statistics in training (batch_norm with training=False)")
         if node.op_type == "InstanceNormalization" and re.search(_TRACKED, traced):
             raise self._refused(
                 node,

@@ -150,7 +150,7 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
         if reader is None or reader.kind != kind:
             break
         (other,) = [name for name in reader.inputs if name != chain[-1].outputs[0]] or [""]
-        if not per_channel(graph, other, len(graph.shapes[x]), channels) or graph.constants[other].is_fixed:
+        if not per_channel(graph, other, len(graph.shapes[x]), channels) or graph.constants[other].origin == "buffer":
             break
         chain.append(reader)
         affine[i] = other

@@ -276,6 +276,24 @@ def test_a_detached_value_is_refused(exporter):
         hg.from_torch(model, torch().zeros(1, 2, 4, 4))
 
 
+def test_a_norm_that_never_trains_is_refused(exporter):
+    """A BatchNorm would take the statistics of the batch, which torch does not do for ``training=False``."""
+    lib = torch()
+
+    def network(training):
+        def forward(m, x):
+            return lib.nn.functional.batch_norm(m.conv(x), m.mean, m.var, training=training(m))
+
+        module = as_module(forward, conv=lib.nn.Conv2d(2, 3, 1))
+        module.register_buffer("mean", lib.full((3,), 0.5))
+        module.register_buffer("var", lib.full((3,), 2.0))
+        return hg.from_torch(module, lib.zeros(2, 2, 4, 4))
+
+    assert [node.layer.kind for node in network(lambda m: m.training).layers.values()] == ["Conv", "BatchNorm"]
+    with pytest.raises(UserError, match=r"\(BatchNormalization\).*, got a norm of running statistics in training"):
+        network(lambda m: False)
+
+
 def test_a_missing_package_is_named(monkeypatch):
     model, x = _network(), torch().zeros(1, 2, 4, 4)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
