@@ -105,7 +105,7 @@ class NormSums:
         Number that is added to the variance.
     narrow
         Arrays, by name, that replace those of the norm's kernel if another kernel computes the sums over ``x``: it
-        writes the sums without a conversion, because no sum over ranks reads them.
+        writes these without a conversion, because no sum over ranks reads them.
     """
 
     over: Mapping[str, SumsOver]

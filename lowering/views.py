@@ -157,8 +157,8 @@ class Value:
     read
         Whether it is an input of the network: every rank reads its whole box from disk, including halos.
     held
-        Per rank, the box that the rank computes: the owned box; for wide values with a margin, in which it computes
-        what its neighbors own. For inputs the owned box.
+        Per rank, the box that the rank computes: the owned box, with a margin that other ranks own if the value is
+        wide. For inputs, the owned box.
     held_gradient
         Per rank, the box in which the rank computes the gradient: the owned box, or, for wide values, more.
     stored
