@@ -126,7 +126,7 @@ class PlanCandidates:
         return any(scheme == allowed for allowed, _ in self._schemes(strategy))
 
     def add_recomputed(self, plan_candidate: PlanCandidate, simulation: Simulation) -> PlanCandidate:
-        """Store a strategy with the cuts of `plan_candidate` that computes outputs again."""
+        """Store and return a strategy that has the cuts of `plan_candidate` and computes outputs again."""
         recomputed = PlanCandidate(plan_candidate.name, simulation, indices=plan_candidate.indices)
         self._variants[self.cuts(plan_candidate.strategy)] = sorted(
             [*self.variants(plan_candidate), recomputed], key=lambda variant: variant.seconds
@@ -136,7 +136,7 @@ class PlanCandidates:
     def best_of(
         self, plan_candidate: PlanCandidate, limit: float, faster_than: float = math.inf
     ) -> PlanCandidate | None:
-        """Return the fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
+        """Return the fastest variant within a limit [B] if it is faster than `faster_than` [s]; else None."""
         # No scheme makes a step shorter than its passes, so most strategies need no variants.
         if plan_candidate.simulation.computing >= faster_than:
             return None

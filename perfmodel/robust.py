@@ -89,8 +89,8 @@ class VariedMachine:
 class VariedTimes(KernelTimes):
     """Measured times of kernels for a device with another launch time, or another rate of arithmetic.
 
-    A kernel takes its launch time, and the rest of its measured time divided by the factor of the rate, but not less
-    than the launch time.
+    A kernel takes the varied launch time, plus its measured time without the measured launch time, divided by the
+    factor of the rate.
     """
 
     def __init__(self, times: KernelTimes, launch: float, varied: float, rate: float = 1.0) -> None:

@@ -190,7 +190,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
 def gradients_memory(program: Program, slots: int = 0, per_node: int | None = None) -> dict[str, int]:
     """Return the memory of operations on gradients on the program's rank, by use [B].
 
-    Sums that are under way need as much memory for messages as their gradients have; large sums of one group of ranks
+    Sums in progress need as much memory for messages as for their gradients; large sums of one group of ranks
     share a ring (`halograd.comm.ring`).
     """
     rank, per_node = program.target.rank, per_node or program.target.size

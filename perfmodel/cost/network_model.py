@@ -226,9 +226,9 @@ class NetworkModel:
         return self._sums[key]
 
     def groups_at_once(self, groups: Iterable[tuple[Ranks, float]], members: Ranks) -> int:
-        """Return the number of `groups` with ranks on the node of the first of `members` that communicate at once.
+        """Return how many of `groups` with ranks on the node of the first of `members` communicate at once.
 
-        They are counted if the machine has a topology; else sums of several groups do not slow each other down.
+        Without a topology it is 1, because sums of several groups do not slow each other down.
         """
         width = self.machine.devices_per_node
         if self.machine.topology is None or self.emulated or width == 1:

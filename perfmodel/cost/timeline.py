@@ -50,9 +50,9 @@ class LayerCost:
     forward_seconds, backward_seconds
         Times from the start to the end of its passes, without sums of parameters' gradients.
     terms
-        Parts of these times: kernels by phase (`Timing.phase`), ``"packing"``, exchanges of ``"halo"`` and the waits
-        for them, ``"halo_exposed"``, waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
-        ``"statistics"``, and ``"again"``, all of this for operations of the forward pass that backward repeats.
+        Parts of these times: kernels by phase (`Timing.phase`); ``"packing"``; ``"halo"``, the exchanges of halos, and
+        ``"halo_exposed"``, the waits for them; ``"channel"``, ``"redistribute"`` and ``"statistics"``, the waits for
+        these exchanges and sums; ``"again"``, the time of operations of the forward pass that backward repeats.
     halo_algorithm
         ``"pad"`` or ``"overlap"``; "" without a halo of `x`.
     busy
@@ -115,8 +115,8 @@ class StepTimeline:
     update
         Time of the optimizer's updates.
     terms, algorithms
-        Terms by layer and name, and halo algorithms by layer, as in :class:`LayerCost`, of the simulated operations,
-        not of layers with a known cost.
+        Terms by layer and name, and halo algorithms by layer, as in :class:`LayerCost`; only of layers that were
+        simulated, not of those whose cost was known.
     """
 
     seconds: float

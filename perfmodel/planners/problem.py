@@ -240,7 +240,7 @@ class Selection:
 
 
 def _floats(values: Any, converted: dict[int, Array]) -> Array:
-    """Convert an array to packed float64; for the same object, the result is the same object."""
+    """Convert values to packed float64; for the same array object, the result is the same object."""
     if isinstance(values, np.ndarray) and values.dtype == np.float64 and values.flags.c_contiguous:
         return values
     if not isinstance(values, np.ndarray):
