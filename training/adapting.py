@@ -109,14 +109,14 @@ def adapted(
 
 
 def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """Return the section and setting by which the network takes samples of these extents. Local.
+    """Return the section and the setting with which the network accepts samples of these extents. Local.
 
     `config` has no ``data.extents``.
 
     Raises
     ------
     UserError
-        If there is none.
+        If there is no such setting.
     """
     network = make_network(config)
     resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}
@@ -169,7 +169,9 @@ def _changed(config: Config, section: str, values: dict[str, Any], without: Coll
 
 @dataclass(frozen=True)
 class _Looked:
-    """Number of samples (counted up to a batch), and settings of the data that differ from the configuration."""
+    """Number of samples (at most that of a batch is counted), and settings of the data that differ from the
+    configuration.
+    """
 
     samples: int
     extents: tuple[int, ...] = ()
@@ -177,7 +179,9 @@ class _Looked:
 
 
 def _further_times(config: Config, labelled: bool) -> int:
-    """Return how many times of a series have no sample of their own, as other samples include them (``data.lag``)."""
+    """Return the number of time points of a series without a sample of their own: other samples include them
+    (``data.lag``).
+    """
     data = config.data
     return data.lag * (data.history - 1 + (data.rollout if labelled else 0))
 
@@ -185,7 +189,7 @@ def _further_times(config: Config, labelled: bool) -> int:
 def _look(config: Config, network: Network, further: int) -> _Looked:
     """Count the samples of the first input in the files, and read its extents and layout from the first file. Local.
 
-    A file has `further` rows more than samples; gaps in its times are not looked for.
+    A file has `further` more rows than samples; gaps in its times are not searched for.
     """
     data, looked = config.data, _Looked(0)
     inputs, targets = datasets_of(data, network)

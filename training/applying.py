@@ -95,7 +95,7 @@ class Output:
     shape
         Shape ``(*spatial, C)`` of a sample in the file.
     boxes
-        Boxes of the samples computed at a time that the ranks hold, in the coordinates of the file.
+        Boxes that the ranks hold of the samples that are computed at a time, in the coordinates of the file.
     dtype
         Dtype in the file.
     of_block
@@ -103,7 +103,7 @@ class Output:
     attributes
         Attributes of the dataset (units, names, ...).
     steps
-        Number of times of a rollout, the first axis of `shape`; 0: there is no such axis.
+        Number of time points of a rollout, the first axis of `shape`; 0: there is no such axis.
     """
 
     name: str
@@ -468,7 +468,8 @@ def write_each(
     Raises
     ------
     UserError, DataError
-        If the data set is not one of files, the network does not take samples of a size, or a file cannot be written.
+        If the data set does not consist of files, the network does not accept samples of a size, or a file cannot be
+        written.
     """
     comm, dataset = session.comm, session.samples.dataset
     if not isinstance(dataset, FileSet):
@@ -536,7 +537,7 @@ def _files(job: Mapping[str, Any], part: Hdf5Dataset) -> list[Any]:
 
 
 def _mark(job: Mapping[str, Any], part: Hdf5Dataset) -> str:
-    """Return a string that changes with the job or the file of samples."""
+    """Return a string that differs between jobs and between files of samples."""
     return hashlib.sha256(json.dumps({**job, "files": _files(job, part)}, sort_keys=True).encode()).hexdigest()
 
 

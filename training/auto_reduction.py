@@ -42,7 +42,7 @@ class ChunkSearch:
     done
         Whether the search is complete, and `chunk` is its result.
     times
-        Size -> time of its interval [s].
+        Time of the interval of each size [s].
 
     Notes
     -----
@@ -238,8 +238,8 @@ class AutoReduction:
     Attributes
     ----------
     on_measured
-        Function that is called on every rank with each measured scheme, the time of a step [s], and whether it was
-        the last.
+        Function that is called on every rank with each measured scheme, the time of a step [s], and whether this scheme
+        was the last one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Backend of a run: its opening by a configuration, with checks of dtypes, device and transport of each rank."""
+"""Opening of the backend of a run by its configuration, with checks of dtypes, device and transport on each rank."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def connect_device(kernels: Backend, comm: Communicator, transport: str) -> None
 
 
 def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Substitute]]) -> None:
-    """Warn once, on rank 0, of kernels that another library substitutes. Collective over `comm`.
+    """Warn once, on rank 0, of kernels that kernels of another library replace. Collective over `comm`.
 
     Parameters
     ----------

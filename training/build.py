@@ -94,7 +94,7 @@ def make_network(config: Config) -> Network:
 
 
 def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the datasets of inputs and of targets, by the name of the network's input.
+    """Return the names of the datasets of inputs and of targets, by the name of the network's input.
 
     With ``data.invalid = "mask"``, weights need no dataset.
 
@@ -206,8 +206,8 @@ def make_strategy(
     Raises
     ------
     UserError
-        If parts do not fit the ranks (the message names parts that fit), if the file is missing or of another kind, or
-        if the strategy is ``auto``, for which `halograd.auto.plan_run` is needed.
+        If the numbers of parts do not fit the ranks (the message names some that fit), if the file is missing or of
+        another kind, or if the strategy is ``auto``, for which `halograd.auto.plan_run` is needed.
     """
     if config.auto:
         raise UserError(
@@ -358,7 +358,7 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
 
 
 def least_samples(config: Config) -> int:
-    """Return the least number of samples for which an epoch of training has a whole batch."""
+    """Return the smallest number of samples for which an epoch of training has a whole batch."""
     if config.training.steps_per_epoch:
         return 1
     return -(-config.training.batch // max(1, config.data.patches))
@@ -372,7 +372,7 @@ def cuts_windows(data: DataConfig, labelled: bool) -> bool:
 
 
 def state_slots(config: Config) -> int:
-    """Return the number of arrays of the parameters' size that the optimizer and the moving average keep."""
+    """Return how many arrays as large as the parameters the optimizer and the moving average keep."""
     return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
 
 
@@ -518,7 +518,7 @@ def keep_model(config: Config, folder: Path) -> Config:
     Returns
     -------
     Config
-        The configuration with that file; as it is for other models.
+        The configuration with that file; unchanged for other models.
     """
     if config.model.torch is None:
         return config

@@ -9,7 +9,7 @@
                          has moving averages of the parameters
     /errors/LAYER/NAME   residuals of the rounding of gradients, if they are rounded; they are added to the next ones
 
-HDF5 is for other programs. A run finds its arrays by an index after the HDF5 file
+HDF5 is the format for other programs. A run finds its arrays by an index after the HDF5 file
 (:mod:`halograd.training.chunk_file`), verifies each byte before its use, and reads each byte once per node. A file
 appears under its name only when it is complete and on the disk.
 """
@@ -84,20 +84,20 @@ class TrainingProgress:
     normalization
         Statistics by input, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
     unvalidated
-        Whether the run stopped between the last step before a validation, or of an epoch, and what follows it: the
-        validation, callbacks.
+        Whether the run stopped after the last step before a validation, or of an epoch, but before the validation and
+        the callbacks that follow this step.
     reduction
         Tried schemes of gradient reduction, from :meth:`AutoReduction.state_dict`; None without such a search.
     loss_scale
         State of the loss scale, from :meth:`LossScale.state_dict`; None without float16.
     drawn
-        Text that identifies the training samples (`Samples.drawn`); None in checkpoints of earlier versions.
+        String that identifies the training samples (`Samples.drawn`); None in checkpoints of earlier versions.
     source
         Function of the user that builds the network, and a checksum of its file; else None.
     best
         The best validation, from :meth:`BestScore.state_dict`; None without validations.
     class_counts
-        Count of each class, by target, if a loss is balanced by it; None if classes were never counted.
+        Count of each class, by target, if these counts balance a loss; None if classes were never counted.
     described
         Attributes of the targets in their files (units, ...), by target.
     schedule
@@ -128,7 +128,7 @@ class Snapshot:
     network, dtype
         Fingerprint of the network, and dtype of the parameters.
     params, state, optimizer
-        Arrays by ``layer/parameter``; for the optimizer by the name of its state first.
+        Arrays by ``layer/parameter``; for the optimizer, such arrays by the name of the state.
     settings
         Scalars of the optimizer; None without one.
     errors
@@ -218,7 +218,7 @@ def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict
 
 
 def read_header(path: str | Path) -> tuple[TrainingProgress, str]:
-    """Read progress and configuration text of a checkpoint, and only the chunks that hold them. Local."""
+    """Read the progress and the configuration text of a checkpoint, without other chunks of the file. Local."""
     with CheckpointReader(path) as reader:
         return reader.progress, reader.config
 

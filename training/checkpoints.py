@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointFolder", "Checkpoints"]
 
 class CheckpointFolder:
-    """Folder of files ``step-NNNNNNNN.h5``, with ``latest.h5`` and ``best.h5``, which name one. Local: rank 0 writes.
+    """Folder of files ``step-NNNNNNNN.h5``, and ``latest.h5`` and ``best.h5``, which each name one of them. Local: rank
+    0 writes.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ class CheckpointFolder:
         return self._named("latest") or next(reversed(self._files()), None)
 
     def check_writable(self) -> None:
-        """Check early that checkpoints can be written. The check leaves no file. Raise UserError if it fails."""
+        """Check early that checkpoints can be written; raise UserError if not. The check leaves no file."""
         try:
             check_writable(self.path_of(0))
         except DataError as error:
@@ -269,7 +270,7 @@ class Checkpoints:
         Raises
         ------
         DataError, OSError
-            If it cannot be written and is `needed`; on all ranks. Older checkpoints are not changed.
+            If the checkpoint cannot be written and is `needed`; on all ranks. Older checkpoints are not changed.
         """
         step, comm, path = self._optimizer.step, self._session.comm, None
         if step == self._at:

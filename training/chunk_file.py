@@ -7,8 +7,8 @@
     index   data for readers: the location of each array in the body, and other content
     end     table: CRC-32 of every MiB of body and index
 
-Readers do not use HDF5. HDF5 does not verify its metadata: after one flipped bit it may return wrong values, crash or
-loop. An I/O error leaves it in a state that crashes when the process ends.
+Readers do not use HDF5. HDF5 does not verify its metadata: after one flipped bit, HDF5 may return wrong values, crash
+or loop. An I/O error leaves HDF5 in a state in which it crashes when the process ends.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ChunkWriter(io.RawIOBase):
                 self._sums.pop(chunk, None)
 
     def finish(self, index: bytes) -> None:
-        """Write index and table after the bytes of HDF5, and the header before them."""
+        """Write the index and the table after the bytes of HDF5, and the header at the start of the file."""
         self._try(lambda: self._finish(index), None)
 
     def _finish(self, index: bytes) -> None:

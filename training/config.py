@@ -238,7 +238,7 @@ class StrategyConfig(Table):
     """``[strategy]``: how samples and layers are cut: by parts per axis, by a file, or by a plan.
 
     A number of parts cuts evenly; a list gives the share of each part. ``strategy = "auto"`` in place of the table is
-    ``auto = true``. `planner`, `machine`, `robust` and `budget` go with `auto` only.
+    ``auto = true``. `planner`, `machine`, `robust` and `budget` apply only with `auto`.
     """
 
     sample: CutField | None = None
@@ -318,7 +318,7 @@ class ReductionConfig(Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
     If the table is present, it overrides the scheme of a plan or of a strategy's file. `interval`, `step` and `range`
-    are only for ``name = "auto"``.
+    apply only to ``name = "auto"``.
     """
 
     name: Name = "bucketed"
@@ -444,7 +444,7 @@ class BackendConfig(Table):
 class OutputConfig(Table):
     """``[output]``: the files that a run writes, and their periods.
 
-    Checkpoints are written when one of the three periods is over (0: never), and at the end.
+    Checkpoints are written whenever one of their three periods is over (0: no such period), and at the end.
     """
 
     directory: FilePath

@@ -67,7 +67,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def job_id() -> str | None:
-    """Return the number of the batch job that this process belongs to, None without one. Local."""
+    """Return the ID of the batch job that this process belongs to; None without one. Local."""
     return next((os.environ[name] for name in _JOBS if name in os.environ), None)
 
 
@@ -86,7 +86,7 @@ class Owner:
     key
         Random number, different for every run.
     place
-        Scope of process numbers: boot of the kernel, and namespace.
+        Scope of process IDs: boot of the kernel, and namespace.
     started
         Start of the process in the kernel's unit; empty if unknown.
     job, restarts
@@ -121,7 +121,7 @@ class Owner:
         return owner if typed and 0 < owner.process < 1 << 31 else cls()
 
     def here(self, other: Owner) -> bool:
-        """Return whether `other` runs in the scope of this owner's process numbers."""
+        """Return whether `other` runs in the scope of this owner's process IDs."""
         return bool(self.place) and (self.place, self.host) == (other.place, other.host)
 
     def gone(self, me: Owner) -> str | None:
@@ -339,7 +339,7 @@ class RunLock:
 
 
 def process_scope() -> str:
-    """Return a string for the scope of process numbers: boot of the kernel, and namespace; empty if unknown. Local."""
+    """Return a string for the scope of process IDs: boot of the kernel, and namespace; empty if unknown. Local."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -348,7 +348,7 @@ def process_scope() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process, "" if it is a zombie; None if it is not visible."""
+    """Return the start time of a process; "" if it is a zombie, None if it is not visible."""
     try:
         # The name of the program is in parentheses, and may contain spaces and ")". The start time is field 22.
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

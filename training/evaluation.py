@@ -46,8 +46,8 @@ class Evaluation:
         for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
         result = evaluation.finish()
 
-    Prediction and target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements of
-    weight 0 are ignored. Elements of any other weight count once, so counts are whole numbers.
+    The prediction and the target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements
+    of weight 0 are ignored. Elements of any other weight count once, so counts are whole numbers.
     Communication: one sum of the loss per batch, and one sum of the counts.
 
     Parameters
@@ -55,7 +55,7 @@ class Evaluation:
     executor
         Executor of a network with a loss.
     calibrated
-        Whether to count probabilities of classes too, which costs an exponential per class and position.
+        Whether to count probabilities of classes, too; this costs an exponential per class and position.
     metrics
         Metrics of the first prediction, by their names in :data:`METRICS`, in addition to those of the loss; of an
         ensemble they compare the mean.
@@ -206,12 +206,12 @@ class ComparedPair:
     Attributes
     ----------
     name
-        Name of the output, or of the layer that computes it; followed by the target's name if another pair has this
-        name.
+        Name of the output, or of the layer that computes the prediction; followed by the target's name if another pair
+        has this name.
     prefix
         Prefix of the names of its scores: the name, or "" for the first pair.
     nodes
-        Names of both in the network.
+        Names of the prediction and of the target in the network.
     prediction, target
         Values that the loss reads.
     spec, metric
@@ -274,10 +274,10 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
 class MeanLoss:
     """Mean loss over batches; it does not depend on how samples are divided into batches.
 
-    A loss is a mean over samples, so batches of fewer samples have less weight. A term that is divided by a sum of
-    weights becomes the quotient of both sums over all batches. A batch without weight is ignored, and so is a term
-    without weight in all batches; without any other term the loss is undefined. Losses that are not means (Dice of a
-    batch) are averaged over the batches.
+    A loss is a mean over samples, so batches of fewer samples have less weight. For a term that is divided by a sum of
+    weights, numerator and weights are summed over all batches before the division. A batch without weight is ignored,
+    and so is a term without weight in all batches; without any other term the loss is undefined. Losses that are not
+    means (Dice of a batch) are averaged over the batches.
 
     Communication: one sum of 16 B per divided term in :meth:`result`.
     """

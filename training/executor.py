@@ -50,7 +50,7 @@ __all__ = ["Block", "Executor", "Gather"]
 
 @dataclass(frozen=True)
 class Block:
-    """Array with the global box that it holds."""
+    """Array, and the global box whose elements it holds."""
 
     array: Any
     box: Box
@@ -87,8 +87,8 @@ class Executor:
         Inputs whose gradient is computed, too.
     graph
         Whether training passes are captured, and then replayed as graphs of the device: one graph per pass on one rank,
-        else several, with messages between them (with NCCL within them). ``"auto"``: if this saves time, by a
-        measurement; short batches then run without graphs.
+        else several, with messages between them (with NCCL, messages are part of the graphs). ``"auto"``: only if a
+        measurement shows that this saves time; short batches then run without graphs.
     kept
         Layers whose outputs are kept for `gather`, in addition to the outputs of the network: other outputs share
         memory.
@@ -96,7 +96,7 @@ class Executor:
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass. If a loss is divided by its weights, :meth:`count` every part first.
     heartbeat
-        Progress to report to, that of another executor; by default its own.
+        Heartbeat of another executor to which progress is reported; by default the executor has its own.
     debug
         Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
         find a kernel that writes outside of its memory, and memory that is free or that a kernel does not declare is
@@ -340,7 +340,7 @@ class Executor:
             call()
 
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
-        """Run these checks in every step, when all gradients are complete and before any update. Collective.
+        """Run these checks in every step, after all gradients are complete and before any update. Collective.
 
         They replace earlier checks, which are closed. `checks` maps names to checks; their sums are counted under these
         names. The executor closes them.
@@ -390,7 +390,7 @@ class Executor:
     def forward(self, training: bool | None = None) -> None:
         """Compute all layers of the batch in the input arrays. Collective.
 
-        `training` switches batch statistics and dropout; unchanged if None. The loss becomes known with
+        `training` switches batch statistics and dropout on or off; None: no change. The loss becomes known with
         :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs, and with `debug`
         on all ranks GuardError if a kernel of one of them wrote outside of its memory, and AccessError if one read or
         wrote arrays that it does not declare, as `backward` does.
@@ -506,7 +506,7 @@ class Executor:
 
     @property
     def predicted_bytes(self) -> Mapping[str, int]:
-        """Bytes of this rank by use, as counted while compiling, where the kernels run.
+        """Bytes of this rank by use, in host or device memory (where the kernels run), as counted while compiling.
 
         They include the workspaces of `kernels` and the message buffers of `comm`, also shared ones. For a device,
         message buffers of the host are not counted.

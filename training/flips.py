@@ -5,8 +5,8 @@
     mirrored box of the sample -> forward -> block of the mirrored prediction -> mirrored back, to its owner -> mean
 
 Each rank reads the mirrored box of its block. The mean is over the outputs themselves (logits), in the same order under
-every cut. A batch is computed ``2**axes`` times, in the memory of one. With sliding windows, a batch is one sample, and
-each image is computed from windows of its own.
+every cut. With `n` axes, a batch is computed ``2**n`` times, in the memory of one batch. With sliding windows, a batch
+is one sample, and each image is computed from windows of its own.
 """
 
 from __future__ import annotations

@@ -51,14 +51,14 @@ class LossScale:
         updates   multiply gradients by `inverse`; do nothing if `skip` is set
         adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
 
-    The smallest number of float16 is 6e-8; without the factor small gradients become zero. All state is in device
+    The smallest positive float16 is 6e-8; without the factor, smaller gradients become zero. All state is in device
     memory, and kernels change it without a wait. The host reads it one step later (`known`, `skipped`), for the log. A
     skipped step counts as a step for the schedule and for Adam's corrections.
 
     Parameters
     ----------
     memory
-        Allocates the state.
+        Allocator of the state.
 
     Attributes
     ----------

@@ -233,7 +233,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]:
-    """Return the readable lines with their entries, and the number of unreadable lines.
+    """Return the readable lines, each with its entry, and the number of unreadable lines.
 
     Empty lines are ignored, and so is a last line without a line end, which is incomplete.
     """
@@ -388,7 +388,7 @@ def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Writer of scalars to ``events.out.tfevents.*`` in a folder, a new file for every start. Local; rank 0.
+    """Writer of scalars to ``events.out.tfevents.*`` in a folder, one new file per start of the run. Local; rank 0.
 
     Every line of the log is flushed to the system before the call returns.
 

@@ -180,7 +180,7 @@ class Confusion(Metric):
     Attributes
     ----------
     counts
-        ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
+        ``(classes, classes)`` int64: rows are true classes, columns are predicted classes.
     calibration
         Counts of probabilities; None if they are not counted.
     """
@@ -256,9 +256,9 @@ class Confusion(Metric):
 def scores(counts: np.ndarray) -> dict[str, float | None]:
     """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
-    With two classes, the scores are those of the second class, and defined if it occurs in the targets. With more
-    classes, they are the mean over the classes that occur or were predicted, class 0 (the background) included;
-    the names of :class:`DiceScore` and :class:`IoU` show what they average.
+    With two classes, the scores are those of the second class; they are defined if this class occurs in the targets.
+    With more classes, they are the mean over the classes that occur or were predicted, class 0 (the background)
+    included; the names of :class:`DiceScore` and :class:`IoU` show what they average.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
@@ -356,9 +356,9 @@ class Errors(Metric):
 class Ensemble(Errors):
     """Errors of the mean of the members of an ensemble, their spread, and their fair CRPS.
 
-    ``spread`` is the root of the mean variance of the members, ``sum (x - mean)^2 / (M - 1)``: a reliable ensemble has
-    a spread of about its error, ``rmse`` times ``sqrt(M / (M + 1))``. ``crps`` is the score of
-    :class:`halograd.layers.CRPS` with ``fair = 1``. Elements count once, as in :class:`Errors`.
+    ``spread`` is the root of the mean variance of the members, ``sum (x - mean)^2 / (M - 1)``: the spread of a reliable
+    ensemble is about ``rmse * sqrt(M / (M + 1))``. ``crps`` is the score of :class:`halograd.layers.CRPS` with
+    ``fair = 1``. Elements count once, as in :class:`Errors`.
 
     Attributes
     ----------
@@ -406,7 +406,7 @@ def ensemble_mean(prediction: Any, members: int) -> np.ndarray:
 
 @dataclass
 class _Overlap(Metric):
-    """Overlap of predicted and true classes: counts as those of :class:`Confusion`, scores of their own."""
+    """Overlap of predicted and true classes: the counts are those of :class:`Confusion`, the scores are different."""
 
     __pydantic_config__ = STRICT
 

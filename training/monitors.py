@@ -41,7 +41,7 @@ class LossWatch:
     first
         Loss of the first step of the run; nan until it is known.
     diverged
-        Text on the divergence in the last epoch; None if it did not diverge.
+        Message about the divergence in the last epoch; None if the loss did not diverge.
     """
 
     def __init__(self, scale: float = 0.0) -> None:
@@ -206,7 +206,7 @@ class Callback:
         Numbers of the samples in the data set whose predictions :meth:`on_predictions` gets; by default none. All ranks
         set the same.
     every
-        Number of epochs from one call of :meth:`on_predictions` to the next; the last epoch has one too.
+        Number of epochs from one call of :meth:`on_predictions` to the next; it is also called after the last epoch.
     """
 
     samples: Sequence[int] = ()

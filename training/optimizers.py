@@ -55,7 +55,8 @@ class OptimizerSettings(Table):
 
 
 class Optimizer:
-    """Base class of optimizers. Local: gradients are summed already, and all ranks update their copies equally.
+    """Base class of optimizers. Local: gradients are summed already, and all ranks make the same updates of their
+    copies.
 
     A step is `begin_step`, then `update` of every bucket, in any order. A subclass of your own defines :meth:`rule` and
     its state, by `state_names` or :meth:`states`. The library cuts the state into shards if updates are sharded, stores

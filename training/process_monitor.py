@@ -1,8 +1,8 @@
 """Process that reports the first rank of a node that is killed or crashes.
 
-When a rank dies, MPICH's ``mpiexec`` kills all others within a millisecond, and prints the process of any of them. No
-rank lives long enough to report the first one. So one rank of each node starts this file as a process in a session of
-its own, which launchers do not kill. It sleeps until a process of a rank ends (``pidfd``, Linux 5.3).
+When a rank dies, MPICH's ``mpiexec`` kills all others within a millisecond, and reports any one of the killed
+processes. No rank lives long enough to report the first one. So one rank of each node starts this file as a process in
+a session of its own, which launchers do not kill. It sleeps until a process of a rank ends (``pidfd``, Linux 5.3).
 
 This file imports no other module of the library, so that the process starts in 10 ms and needs 7 MB.
 """
@@ -74,7 +74,9 @@ def append_line(log: Path, entry: Mapping[str, Any]) -> None:
 
 
 def monitor(job: MonitoredRanks) -> None:
-    """Wait until a rank ends; report it unless it has ended as it should, or another process has reported a cause."""
+    """Wait until a rank ends; report this unless the rank has ended as it should, or another process has reported a
+    cause.
+    """
     rank, out_of_memory = _first_end(job)
     folder = Path(job.ranks[rank][1]).parent
     # A rank that leaves its run, also by an exception, removes its file. Launchers may kill the others after that.
@@ -134,7 +136,7 @@ def _killed_for_memory() -> int:
 
 
 def _is_explained(log: Path) -> bool:
-    """Return whether the log has a line of the end of the latest job."""
+    """Return whether the log has a line about the end of the latest job."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         latest = file.read().rpartition(b'{"event": "begin"')[2]

@@ -1,4 +1,4 @@
-"""Rollouts: a network that was trained on pairs of times (``data.lag``) predicts from its own predictions.
+"""Rollouts: a network that was trained on pairs of time points (``data.lag``) predicts from its own predictions.
 
 ::
 
@@ -36,7 +36,7 @@ __all__ = ["Rollout", "check_rollout", "stepped"]
 
 
 def check_rollout(session: Session, steps: int) -> None:
-    """Raise UserError unless the session's network can predict so many steps of time. Local."""
+    """Raise UserError unless the session's network can predict `steps` time steps. Local."""
     data = session.config.data
     if not data.lag:
         raise UserError("--rollout: expected a network that was trained with data.lag, got data.lag = 0")
@@ -103,7 +103,7 @@ class _Input:
 
 
 class Rollout:
-    """Predictions of several steps of time by a session. Collective over its communicator; `close` is too.
+    """Predictions of several time steps by a session. Collective over its communicator; `close` is too.
 
     Parameters
     ----------

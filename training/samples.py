@@ -227,7 +227,7 @@ class Samples:
 
     @property
     def placed(self) -> str:
-        """Text on the windows that are trained on; empty if samples are read whole. Local."""
+        """Description of the windows that training reads; empty if samples are read whole. Local."""
         windows, table = self.windows, self.windows.foreground
         if not windows.cut:
             return ""
@@ -244,7 +244,7 @@ class Samples:
 
     @property
     def evaluated_part(self) -> str:
-        """Text on the evaluated part of a sample; empty if it is the whole sample. Local."""
+        """Description of the evaluated part of a sample; empty if it is the whole sample. Local."""
         windows = self.windows
         if windows.share == 1:
             return ""
@@ -255,7 +255,7 @@ class Samples:
 
     @cached_property
     def drawn(self) -> str:
-        """Text that identifies the training samples and their files, independent of folders. Local.
+        """String that identifies the training samples and their files, independent of folders. Local.
 
         Samples are numbered over the files in order, so a new or renamed file changes the indices of later samples.
         """
@@ -363,12 +363,13 @@ def _windows(
 
 
 def _multiples(network: Network) -> list[int]:
-    """Return, per axis, how many times coarser predictions are than the first grid; windows begin at multiples of this.
+    """Return, per axis, the least common multiple of the factors by which predictions are coarser than the first grid;
+    windows begin at multiples of it.
 
     Raises
     ------
     UserError
-        If a prediction has no part for each part of the input.
+        If the extents of a prediction do not divide those of the input.
     """
     made_of = [node.shape[:-1] for name, node in network.inputs.items() if name not in network.targets]
     own, loss = next(filter(None, made_of), ()), network.outputs["loss"]

@@ -225,7 +225,8 @@ class _Decay(Schedule):
 
     @abstractmethod
     def share(self, way: float) -> float:
-        """Return the share of ``rate - final`` that is left after this share of the steps, 1 at 0 and 0 at 1."""
+        """Return the fraction of ``rate - final`` that is left after the fraction `way` of the steps: 1 at 0, 0 at 1.
+        """
 
     def __call__(self, step: int, group: str = "") -> float:
         way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))

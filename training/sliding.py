@@ -8,7 +8,7 @@
 
 Every rank holds a slab of the sums of one sample, cut along its longest axis. The sums have the dtype of the outputs
 (float32 for 16 bits), and every element is summed in the order of the windows. So the sums depend neither on the cut
-nor on the batch; only the outputs of a window may, by rounding.
+nor on the batch; only the outputs of a window may depend on them, by rounding.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ class Measured:
     step_seconds
         Time of a whole step without its data [s].
     layers
-        Layer -> forward, backward, and operations of the forward pass that the backward pass repeats [s], including
-        waits in the layer and the redistribution of its inputs.
+        Times of each layer: forward, backward, and operations of the forward pass that the backward pass repeats [s],
+        including waits in the layer and the redistribution of its inputs.
     waits
-        Kind of communication -> waits, inside and outside of layers [s].
+        Waits of each kind of communication, inside and outside of layers [s].
     update
         Time of the optimizer [s].
     data

@@ -1,5 +1,5 @@
-"""Parameters and gradients: flat arrays in the order in which backward finishes them, and buckets, which are ranges of
-these.
+"""Parameters and gradients: flat arrays in the order in which backward finishes the gradients, and buckets, which are
+ranges of these arrays.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class ParameterStore:
     network
         Network of the parameters.
     memory
-        Allocates and counts the arrays.
+        Allocator of the arrays, which counts them.
     dtype
-        Dtype of activations. Parameters and gradients have the same, or float32 where that has 16 bits: then there are
-        copies of the parameters in 16 bits, written with every update.
+        Dtype of activations. Parameters and gradients have the same dtype, or float32 if activations have 16 bits: then
+        there are copies of the parameters in 16 bits, written with every update.
     seed
         Seed of the initial values, which depend on it and on the names only.
     bucket_bytes
@@ -385,7 +385,8 @@ class ParameterStore:
         return self.memory.device.copies(pairs) if pairs else _nothing
 
     def rounded_ranges(self, bucket: Bucket, part: slice) -> tuple[Any, list[tuple[int, int]]]:
-        """Return gradients of a part of a bucket in 16 bits, and their ranges in it, if updates read these; else None.
+        """Return the array of 16-bit gradients of a part of a bucket, and its ranges that updates read; ``(None, [])``
+        if updates do not read it.
         """
         array = self.flats[bucket.flat].rounded
         if array is None or not self.direct:

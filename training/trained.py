@@ -173,10 +173,10 @@ def apply(
         Extents of sliding windows, one per axis, for samples that do not fit as a whole: outputs are means over the
         windows of each sample (:mod:`halograd.training.sliding`). By default samples are computed whole.
     overlap
-        Share of a window that the next one has too, in [0, 1); 0.5 by default.
+        Fraction of a window that overlaps with the next one, in [0, 1); 0.5 by default.
     rollout
         Number of times to predict by a network that was trained with ``data.lag``: predictions become the inputs of
-        the next step (:mod:`halograd.training.rollout`). 0: those of one application.
+        the next step (:mod:`halograd.training.rollout`). 0: the network is applied once.
 
     Returns
     -------
@@ -280,7 +280,7 @@ def _files(session: Session) -> list[Any]:
 
 
 def _settings(session: Session) -> dict[str, Any]:
-    """Return, as plain data, all on which predictions depend in addition to checkpoint and samples. Local."""
+    """Return, as plain data, everything other than checkpoint and samples that predictions depend on. Local."""
     config = session.config
     tables = config.model_dump(
         mode="json",

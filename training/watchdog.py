@@ -1,6 +1,7 @@
 """End of a run that makes no progress, with the position of every rank; report of an interrupt.
 
-The main thread records its position (:class:`Heartbeat`). A thread of each rank compares it with that of a second ago:
+The main thread records its position (:class:`Heartbeat`). A thread of each rank compares this position with the one a
+second ago:
 
 ========================= ==========================================================================================
 progress                  a timer of `faulthandler` is set anew: a C thread that writes all stacks and ends the
@@ -11,8 +12,8 @@ none for the time limit   the first rank that can do so reads these files, print
 ========================= ==========================================================================================
 
 Nothing is sent over a network, and no file is written while ranks make progress. A rank that is stopped, killed or
-locked writes no position: the others, which wait for it, end. The launcher then ends what is left. A rank that is
-killed or crashes is reported at once by a process per node (:mod:`halograd.training.process_monitor`).
+locked writes no position: the others, which wait for it, end. The launcher then ends the remaining processes. A rank
+that is killed or crashes is reported at once by a process per node (:mod:`halograd.training.process_monitor`).
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Position:
     Attributes
     ----------
     host, process
-        Name of its node, and process number there.
+        Name of its node, and process ID there.
     step, phase, layer
         Number of updates; ``"forward"``, ``"backward"``, ``"data"``, ..., empty if the position is not known; name of
         the layer, empty outside of layers.
