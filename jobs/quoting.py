@@ -1,7 +1,7 @@
-"""Quoting of values in scripts, and values of a sweep. Rendering quotes every value, or raises an error of one line.
+"""Quoting of values in scripts, and values of a sweep. Rendering quotes every value, or raises a one-line error.
 
-``{{ value }}`` in a template is one word of the shell; only text of the type `Raw` is not quoted. So no value is left
-unquoted by mistake.
+``{{ value }}`` in a template is one word of the shell; only strings of the type `Raw` are not quoted. So no value is
+left unquoted by mistake.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Raw(str):
 
 
 def checked_line(name: str, value: Any) -> str:
-    """Return the text of a value. Local.
+    """Return a value as a string of one line. Local.
 
     Raises
     ------
     UserError
-        The value has control characters (such as line feeds), which a line of a script cannot contain.
+        The value has control characters (such as line feeds), which a line of a script cannot contain; the message
+        names the option `name`.
     """
     text = str(value)
     bad = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
@@ -106,7 +107,7 @@ MOST = 1000
 
 
 def parse_sweep(options: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every combination; the last key varies fastest.
+    """Return the overrides (``KEY=VALUE``) of every combination of the values; the last key varies fastest.
 
     Values are separated by commas; values that contain commas are given as a TOML list.
 
@@ -116,7 +117,8 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     Raises
     ------
     UserError
-        A key occurs twice or has no value, or there are too many combinations.
+        A key or one of its values occurs twice, a key has no value or is ``output.directory``, or there are too many
+        combinations.
     """
     axes: dict[str, list[str]] = {}
     for option in options:

@@ -50,7 +50,7 @@ class Resources:
     Attributes
     ----------
     nodes, ranks_per_node, cpus_per_rank, gpus_per_node
-        Whole numbers; without GPUs `gpus_per_node` is 0.
+        Numbers of nodes, ranks, cores and GPUs; without GPUs `gpus_per_node` is 0.
     time
         Time limit in Slurm's format: minutes, ``H:MM:SS``, ``D-HH:MM``; None for the partition's default.
     partition, account
@@ -196,9 +196,9 @@ class Software:
     Attributes
     ----------
     folder
-        Working directory of the job, at which relative paths of the configuration start.
+        Working directory of the job; relative paths in the configuration are relative to it.
     python
-        Python interpreter on the nodes; by default ``python3`` in a container.
+        Python interpreter on the nodes; None: ``python3`` in a container, else this Python.
     launcher
         ``"srun"`` or ``"mpirun"``.
     mpi
@@ -213,7 +213,7 @@ class Software:
     container, runtime
         Container image, and the program that runs it.
     binds
-        Absolute paths that the container shows under the same name, in addition to `folder`.
+        Absolute paths that are mounted in the container under the same name, in addition to `folder`.
 
     Raises
     ------
@@ -264,7 +264,9 @@ class Software:
 
     @property
     def wheel(self) -> str | None:
-        """Name of the MPI wheel that the job uses; None if the job uses another MPI, or if its MPI is unknown."""
+        """Name of the MPI wheel that the job uses; None without a wheel, or if the job has another Python, whose MPI is
+        unknown.
+        """
         if self.container is not None or self.interpreter != sys.executable:
             return None
         return next(filter(_installed, _WHEELS), None)
@@ -292,7 +294,7 @@ class Software:
 
     @property
     def mounted(self) -> list[str]:
-        """Paths that the container shows: `folder`, and those of `binds` outside of it."""
+        """Paths that are mounted in the container: `folder`, and those of `binds` outside of it."""
         inside = self.folder.rstrip("/") + "/"
         return [self.folder, *(path for path in dict.fromkeys(self.binds) if not f"{path}/".startswith(inside))]
 

@@ -42,9 +42,9 @@ class Profiling:
     model, options
         Name and options of the model.
     batch
-        Samples of a global batch.
+        Number of samples that are computed at once: the global batch, or a part of it.
     dtype, kernels, transport, autotune
-        Values from the configuration.
+        Values of the configuration: ``training.dtype`` and keys of ``[backend]``.
     planner, memory
         Options of `halograd plan`; None: its defaults.
     budget
@@ -93,9 +93,9 @@ class Job:
         ``"requeue"``: a crashed job continues from its newest checkpoint if it has written one since its start, else it
         stops; ``"stop"``: it stops.
     links
-        Number of jobs of a chain; each continues from the end of the previous one. 1: a single job, which is requeued.
+        Number of jobs of a chain; each continues where the previous one ended. 1: a single job, which may be requeued.
     settings
-        Overrides of every task of a sweep.
+        Overrides of each task of a sweep, one sequence per task.
     at_most
         Tasks of a sweep that run at the same time; None: all.
     profiling
@@ -221,7 +221,7 @@ def _options(profiling: Profiling) -> list[str]:
 
 
 def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
-    """Return the options of sbatch, in readable order; options of the user override the library's."""
+    """Return the options of sbatch, in a readable order; the user's options override those of the library."""
     resources = job.resources
     directives: dict[str, Any] = {"job-name": job.name}
     if array is not None:
@@ -294,7 +294,7 @@ def require_slurm() -> None:
 
 
 def submit_chain(script: Path, links: int = 1) -> list[str]:
-    """Submit a script, or a chain of `links` jobs; return their numbers. Local.
+    """Submit a script, or a chain of `links` jobs of it; return the job IDs. Local.
 
     A job of a chain starts when the previous one has ended with a non-zero exit code. It depends on all previous jobs:
     after a job has ended with 0, the dependencies of later jobs cannot be satisfied, and Slurm removes these jobs.
@@ -302,7 +302,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
     Raises
     ------
     UserError
-        sbatch failed; the message is that of sbatch. Jobs of the chain that were submitted already are canceled.
+        sbatch failed; the message contains that of sbatch. Jobs of the chain that were submitted already are canceled.
     """
     require_slurm()
     jobs: list[str] = []
@@ -319,7 +319,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
 
 
 def start_chain(script: Path) -> list[str]:
-    """Run a script that itself submits jobs and prints their numbers. Local."""
+    """Run a script that itself submits jobs and prints their IDs; return the IDs. Local."""
     require_slurm()
     return _call(["bash", str(script)]).split()
 
