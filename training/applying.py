@@ -131,7 +131,8 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
     described
         Attributes of the targets in the training data, by name.
     steps
-        Number of times of a rollout (:mod:`halograd.training.rollout`), the first axis of a sample; 0: none.
+        Number of time points of a rollout (:mod:`halograd.training.rollout`), the first axis of a sample; 0: no
+        rollout.
 
     Raises
     ------

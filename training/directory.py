@@ -358,7 +358,7 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(pid: int, started: str) -> bool:
-    """Return whether the process with this start time still runs."""
+    """Return whether the process with this start time still runs, or may run because its start time is not visible."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

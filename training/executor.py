@@ -552,8 +552,8 @@ class Gather:
     executor
         Executor of the arrays.
     names
-        Outputs of the network, inputs, and layers whose output is kept. A name of a layer and of an output means the
-        layer.
+        Outputs of the network, inputs, and layers whose output is kept. A name that both a layer and an output have
+        means the layer.
     gradients
         Names of probed inputs (other gradients share memory, and are overwritten before `backward` returns).
 

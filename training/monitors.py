@@ -153,7 +153,9 @@ class BestScore:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `patience` validations were no better than the best one."""
+        """Whether training ends early: `patience` > 0, and the last `patience` validations were no better than the best
+        one.
+        """
         return bool(self.patience) and self.waited >= self.patience
 
     def describe(self) -> str:
@@ -175,7 +177,7 @@ class BestScore:
 
 @dataclass(frozen=True)
 class SamplePredictions:
-    """Predictions of chosen samples, whole arrays ``(n, *spatial, C)``; on other ranks than 0 there are no arrays.
+    """Predictions of chosen samples, whole arrays ``(n, *spatial, C)``; on ranks other than 0 there are no arrays.
 
     Attributes
     ----------

@@ -301,7 +301,8 @@ class Optimizer:
     # -- state --------------------------------------------------------------------------------------
 
     def _offsets(self) -> tuple[dict[int, int], list[int]]:
-        """Return, per bucket, the offset of its first element in the state arrays of its flat, and the arrays' sizes.
+        """Return, per bucket, the offset of its first element in the state arrays of its flat, and the arrays' sizes;
+        the offset may be negative if that element is not in this rank's shard.
 
         A rank has state only for elements that it updates: the shards of buckets are stored one after another.
         """

@@ -48,7 +48,8 @@ def check_rollout(session: Session, steps: int) -> None:
 
 
 def stepped(shape: Sequence[int], boxes: Blocks, name: str, steps: int, at_once: int) -> tuple[tuple[int, ...], Blocks]:
-    """Return shape and boxes with an axis of `steps` times before the others, of an output of `at_once` times. Local.
+    """Add a first axis of `steps` time points to the shape and boxes of an output, which has the channels of `at_once`
+    time points; return both. Local.
 
     Raises
     ------
@@ -78,7 +79,7 @@ class _Input:
     name, source
         Name of the input, and number of the output.
     channels
-        Channels of one time in the output, in the order of the input.
+        Channels of one time point in the output, in the order of the input.
     exchange, received
         Exchange of the output's blocks to this rank's box of the input, and its result.
     box
@@ -86,9 +87,9 @@ class _Input:
     own
         This box in the array of the input.
     state
-        Values of the times of the input, in the units of the data, ``(N, *spatial, history * C)``.
+        Values of all time points of the input, in the units of the data, ``(N, *spatial, history * C)``.
     absent
-        Elements that are absent in the last time.
+        Elements that are absent at the last time point.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Rollout:
     Parameters
     ----------
     steps
-        Number of times to predict, a multiple of ``data.rollout``.
+        Number of time points to predict, a multiple of ``data.rollout``.
     values
         Outputs of the network.
     channel_names

@@ -425,7 +425,7 @@ class Plateau(Schedule):
         return {"score": self.score, "best": self.best, "waited": self.waited, "drops": self.drops}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; if its score is another one, only the rate continues."""
+        """Continue from a checkpoint; if it is for another score, only the rate continues."""
         self.drops = int(state.get("drops", 0))
         if state.get("score") == self.score:
             self.best, self.waited = state["best"], int(state["waited"])

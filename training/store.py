@@ -37,7 +37,7 @@ def _nothing() -> None:
 
 @dataclass
 class Flat:
-    """All parameters that the same ranks share, in the order in which backward finishes them.
+    """All parameters that the same ranks share, in the order in which backward finishes their gradients.
 
     Attributes
     ----------

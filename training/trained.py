@@ -175,8 +175,8 @@ def apply(
     overlap
         Fraction of a window that overlaps with the next one, in [0, 1); 0.5 by default.
     rollout
-        Number of times to predict by a network that was trained with ``data.lag``: predictions become the inputs of
-        the next step (:mod:`halograd.training.rollout`). 0: the network is applied once.
+        Number of time points to predict with a network that was trained with ``data.lag``: predictions become the
+        inputs of the next step (:mod:`halograd.training.rollout`). 0: the network is applied once.
 
     Returns
     -------

@@ -167,7 +167,7 @@ def describe_stall(positions: Mapping[int, Position]) -> tuple[int, str]:
 
 
 def read_positions(folder: Path) -> dict[int, Position]:
-    """Return the ranks that have a file, and the positions that those without progress have written. Local.
+    """Return the position of each rank that has a file; only its process if it has written no position. Local.
 
     A rank has a file while it runs, and keeps it if it is killed.
     """

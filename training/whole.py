@@ -125,7 +125,7 @@ class Sized:
     Raises
     ------
     UserError
-        If no cut fits, or it cuts parameters otherwise than the session.
+        If no cut fits, or if the cut of the parameters differs from that of the session.
     """
 
     def __init__(self, session: Session, config: Config) -> None:
