@@ -119,14 +119,13 @@ class DistTensor:
         margin: Sequence[tuple[int, int]] | None = None,
     ) -> DistTensor:
         """Distribute the array of rank `root`; other ranks may pass None. Collective. Adjoint: gather."""
-        fault = None
-        if comm.rank == root and (array is None or array.shape != layout.shape):
-            got = None if array is None else array.shape
-            fault = ValueError(f"scatter: expected an array of shape {layout.shape} on rank {root}, got {got}")
-        comm.agree(fault)
         whole = DistTensor(comm, Layout.on_rank(layout.shape, root, comm.size), dtype)
-        if comm.rank == root:
-            whole.owned[...] = array
+        with comm.agreement():  # the root alone has an array
+            if comm.rank == root:
+                if array is None or np.shape(array) != layout.shape:
+                    got = None if array is None else np.shape(array)
+                    raise ValueError(f"scatter: expected an array of shape {layout.shape} on rank {root}, got {got}")
+                whole.owned[...] = array
         result = cls(comm, layout, dtype, margin)
         exchange = whole.exchange_to(result)
         exchange.run()

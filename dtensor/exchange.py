@@ -65,7 +65,7 @@ class Exchange:
         no rank owns (outside the global array) are not modified.
     combine
         ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, and the target box is
-        overwritten with their sum, added in rank order.
+        overwritten with their sum. Several targets that hold an element get the same bits.
     kind, name
         Kind in `comm.counters` of the messages and bytes, and name for the recorder.
 
@@ -75,11 +75,6 @@ class Exchange:
     Communication per process: one message per rank with a common box, ``itemsize`` bytes per element. The exchange
     modifies only the target's array. `start` packs the source's array, which may be overwritten after `start` has
     returned (on a device: by work that is enqueued later).
-
-    Attributes
-    ----------
-    communicates
-        Whether this rank sends or receives anything.
     """
 
     def __init__(
@@ -133,6 +128,15 @@ class Exchange:
         at_source, at_target = source.origin_on(rank), target.origin_on(rank)
         pack = self._bind(sends, "target", channel.send_buffer, source.array, at_source)
         unpack = self._bind(recvs, "source", channel.recv_buffer, target.array, at_target)
+        if self._sum and target.blocks.overlapping:
+            # Replicas add up in the order of the ranks, so this rank's own summand waits in an array for its turn.
+            dtype = _dtype(source.array, target.array)
+            own = [(device.empty(piece.box.shape, dtype), piece.box) for piece in local]
+            for slot in (0, 1):
+                pack[slot].extend((kept, _view(source.array, box, at_source)) for kept, box in own)
+                turn = sum(piece.source < rank for piece in recvs)
+                unpack[slot][turn:turn] = [(kept, _view(target.array, box, at_target)) for kept, box in own]
+            local = []
         # A sum adds to its target: zero it before, unless a local piece assigns all of it.
         box = target.blocks[rank]
         covered = not box.size or any(piece.box == box for piece in local)
@@ -146,8 +150,6 @@ class Exchange:
         self._pack = [device.copies(pairs) for pairs in pack]
         self._unpack = [(device.sums if self._sum else device.copies)([(v, m) for m, v in pairs]) for pairs in unpack]
         self._copy = (device.copies if self._clear is None else device.sums)(here)
-        self.communicates = bool(sends or recvs)
-        self._copies = bool(here)
 
     def _bind(self, pieces: Sequence[Piece], peer_of: str, buffer, array, origin) -> tuple[list, list]:
         """Return pairs of (message view, array view) for both slots of the channel."""
@@ -162,11 +164,6 @@ class Exchange:
                 message = buffer(peer, slot)[first : filled[peer]].reshape(piece.box.shape)
                 slots[slot].append((message, view))
         return slots
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has nothing to do, not even a local copy."""
-        return not (self.communicates or self._copies or self._clear is not None)
 
     def start(self) -> None:
         """Pack and send, then copy the local pieces. Does not wait."""

@@ -106,7 +106,10 @@ class Layout:
         """
         shape = tuple(shape)
         if isinstance(parts, Mapping):
-            parts = [parts.get(name, 1) for name in axis_names(len(shape))]
+            names = axis_names(len(shape))
+            if unknown := [name for name, n in parts.items() if name not in names and n != 1]:
+                raise ValueError(f"parts: expected {', '.join(names)} for {shape}, got {unknown[0]!r}")
+            parts = [parts.get(name, 1) for name in names]
         if len(parts) != len(shape):
             raise ValueError(f"expected parts for the {len(shape)} axes of {shape}, got {tuple(parts)}")
         if math.prod(parts) > size:

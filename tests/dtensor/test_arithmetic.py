@@ -144,6 +144,7 @@ def test_layouts_of_different_boundaries_are_different():
 test_layout_errors = refusals(
     (lambda: Layout.blocks((1, 8, 1), (1, 4, 1), 3), "parts need 4 ranks, there are 3"),
     (lambda: Layout.blocks((1, 8, 1), (1, 4), 4), "parts for the 3 axes"),
+    (lambda: Layout.blocks((1, 8, 1), {"heigth": 2}, 2), "expected sample, width, channel for .*, got 'heigth'"),
     (lambda: Layout.blocks((1, 8, 1), (1, 2, 1), 2, {1: (0, 9, 8)}), "3 rising boundaries from 0 to 8"),
     (lambda: Layout((4,), Blocks([((0, 2),)])), r"expected intervals that cover \(4,\), got \(\(\(0, 2\),\),\)"),
     (lambda: Layout((4,), Blocks([((0, 5),)])), "must own every element and nothing else"),

@@ -54,6 +54,24 @@ def test_replicas_and_pending_sums(comm):
     assert np.allclose(total.owned, whole()[total.box.slices()] * comm.size * (comm.size + 1) / 2, rtol=1e-14)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_replicas_of_a_sum_have_equal_bits(comm, in_place):
+    """Every rank adds the summands of all ranks, its own one among them, in the order of the ranks."""
+    blocks = Layout.replicated(SHAPE, comm.size).boxes
+    summands = np.random.default_rng(1).standard_normal((comm.size, *SHAPE)).astype("float32")
+    source = summands[comm.rank].copy()
+    target = source if in_place else np.full(SHAPE, np.nan, "float32")
+    exchange = Exchange(comm, End(blocks, source), End(blocks, target), combine="sum")
+    for _ in range(3):  # both slots of the channel, and again
+        source[...] = summands[comm.rank]
+        exchange.run()
+        expected = np.zeros(SHAPE, "float32")
+        for summand in summands:
+            expected += summand
+        assert np.array_equal(target, expected)
+    exchange.close()
+
+
 def test_gather_and_scatter(comm):
     for layout in layouts(comm.size):
         root = comm.size - 1
@@ -136,6 +154,8 @@ def test_bad_calls_are_refused_on_all_ranks(comm):
         filled(comm, layout).exchange_to(DistTensor(comm, Layout.replicated((2, 2), comm.size)))
     with pytest.raises(Exception, match=r"expected an array of shape \(3, 7, 5, 2\)"):
         DistTensor.scatter(comm, np.zeros((2, 2)), layout)
+    with pytest.raises(Exception, match="could not convert string to float"):
+        DistTensor.scatter(comm, np.full(SHAPE, "text") if comm.rank == 0 else None, layout)
     boxes = Blocks([((0, 1),) * comm.size])
     with pytest.raises(ValueError, match="'assign' or 'sum'"):
         Exchange(comm, End(boxes, np.zeros(1)), End(boxes, np.zeros(1)), combine="mean")
