@@ -190,6 +190,9 @@ class _Placing:
         #: Positions of layers in the forward pass; backward has the opposite order.
         self._positions = {segment.name: i for i, segment in enumerate(program.forward)}
         self._reached = {segment.name for segment in program.backward}
+        # On one rank, a forked gradient may run until the next one begins (`Fork`): it is complete at the end.
+        operations = (o for segment in program.backward for o in segment.operations)
+        self._late = program.target.size == 1 and any(isinstance(o, Run) and o.forked for o in operations)
         #: Sizes of the buckets on this rank [B], and their first layers in the forward pass.
         self._own = [self._size(bucket) for bucket in buckets]
         self._first = [min(bucket.layers, key=self._positions.__getitem__) for bucket in buckets]
@@ -303,8 +306,9 @@ class _Placing:
         return (part.stop - part.start) * itemsize
 
     def _last(self, i: int) -> str | None:
-        """Return the last layer of a bucket in backward; None: backward does not reach all layers of the bucket."""
-        return self._first[i] if self._reached.issuperset(self._buckets[i].layers) else None
+        """Return the last layer of a bucket in backward; None: only after backward are all its gradients complete."""
+        reached = self._reached.issuperset(self._buckets[i].layers)
+        return self._first[i] if reached and not self._late else None
 
 
 def completions(program: Program) -> list[Operation]:

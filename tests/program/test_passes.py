@@ -10,10 +10,11 @@ from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.lowering.operations import Run, Total, Transfer
+from halograd.lowering.operations import ForkEnd, Run, Total, Transfer
 from halograd.perfmodel.cost import NetworkModel, Pricing, Training, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
+from halograd.program.gradients import Accumulate
 from halograd.program.passes import Overlap, apply_passes
 from halograd.program.program import Target, lines_of
 from halograd.testing import grids
@@ -410,6 +411,30 @@ def spans(operations):
             else:
                 found[operation.exchange] = runs - begun[operation.exchange]
     return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", ["per_layer", "bucketed", "frozen"])
+def test_operations_on_gradients_follow_the_ends_of_forked_kernels(case, ranks):
+    """On one rank a gradient may run until the next one begins: its part of a batch is added after that."""
+    y = hg.Input((8, 8, 2), name="x")
+    for i in range(3):
+        y = hg.Conv(2, 3, padding=1, bias=False, name=f"conv{i}")(y)
+    network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((8, 8, 2), name="target"))})
+    network = network.freeze("conv0") if case == "frozen" else network
+    scheme = Scheme() if case == "frozen" else Scheme(case)
+    strategy = Strategy({"height": ranks}, reduction=scheme, bucket_bytes=1 << 20, passes=("fork",))
+    program = program_of(network, strategy, Target(2, ranks, probed=frozenset({"x"})), parts=2)
+    running, added = set(), 0
+    for operation in program:
+        if isinstance(operation, Run) and operation.forked:
+            running.add(operation.kernel)
+        elif isinstance(operation, ForkEnd):
+            running.remove(operation.kernel)
+        elif isinstance(operation, Accumulate):
+            assert not running
+            added += 1
+    assert added == (3 if case == "per_layer" else 1)
 
 
 def test_an_unknown_pass_and_one_that_returns_no_program(tmp_path):
