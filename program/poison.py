@@ -12,7 +12,7 @@ numbers, so a result shows the array from which it was computed. ::
                     restore what was hidden; fill what no later operation of the step uses
 
 Arrays that messages in flight send or receive, and arrays outside the arena (parameters, gradients of parameters), are
-not filled. Integers and booleans are filled with marker bytes, which reveal writes, but not reads.
+not filled. Integers, booleans and numbers of 16 bits are filled with marker bytes, which reveal writes, but not reads.
 """
 
 from __future__ import annotations
@@ -209,9 +209,14 @@ class Poison:
         _poison(self._array(buffer.view), self._number(buffer))
 
 
+def _carries_numbers(array: Any) -> bool:
+    # A NaN of 16 bits has 9 bits for a number, and gives other bits when it is converted.
+    return array.dtype.kind == "f" and array.itemsize in _BITS
+
+
 def _poison(array: Any, number: int) -> None:
-    """Fill an array with NaNs that carry a number, or with marker bytes if its dtype has no NaN."""
-    if array.dtype.kind == "f":
+    """Fill an array with NaNs that carry a number, or with marker bytes if its dtype has no such NaN."""
+    if _carries_numbers(array):
         kind, nan, shift = _BITS[array.itemsize]
         array.view(kind)[...] = nan | number << shift
     else:
@@ -235,7 +240,7 @@ def _numbers_in(arrays: Iterable[Any]) -> dict[int, None]:
     """Return the numbers that NaNs in some arrays carry."""
     numbers: dict[int, None] = {}
     for array in arrays:
-        if array.dtype.kind != "f":
+        if not _carries_numbers(array):
             continue
         wrong = np.isnan(array)
         if wrong.any():

@@ -150,13 +150,13 @@ class Runner:
             if buffer.kept and buffer.fill:
                 self._array(buffer).fill(buffer.fill)
         kernels.take_substitutes()  # drops those of earlier programs
-        self._open(program)
-        self.poison = Poison(program, self.view) if debug else None
         try:
+            self._open(program)
+            self.poison = Poison(program, self.view) if debug else None
             self.forward = [self._bind(segment) for segment in program.forward]
             self.backward = [self._bind(segment) for segment in program.backward]
         except BaseException:
-            self.close()  # a kernel that is refused must not keep the channels
+            self.close()  # a kernel or a sum that is refused must not keep the channels
             raise
 
     def view(self, view: View) -> Any:
@@ -323,9 +323,10 @@ def _nothing() -> None:
 def _placed(operation: str, call: Call) -> object:
     """Call a function; error messages about guard bytes contain `operation`, the name of the operation."""
     outer, GUARDS.operation = GUARDS.operation, operation
-    result = call()
-    GUARDS.operation = outer
-    return result
+    try:
+        return call()
+    finally:
+        GUARDS.operation = outer
 
 
 def _guard(call: Call, guarded: Sequence[Call]) -> None:

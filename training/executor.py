@@ -80,7 +80,8 @@ class Executor:
     trainable
         Whether `backward` is called later (False saves its memory).
     store
-        Parameters to share with another executor (the same network for another batch size).
+        Parameters to share with another executor (the same network for another batch size). A forward pass of either
+        finishes the updates that the other one began.
     seed
         Seed of initial parameters and dropout.
     probed
@@ -538,7 +539,8 @@ class Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if is_shared(value, self.comm.size):  # a fault of one rank only: a collective close would deadlock
+        # After a fault of one rank of several, a collective close would deadlock.
+        if self.comm.size == 1 or is_shared(value, self.comm.size):
             self.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..comm.errors import mark_agreed
+from ..comm.errors import is_shared, mark_agreed
 from ..layers.reduction_scheme import Scheme
 from .auto_reduction import AutoReduction, Tuning
 from .clipping import Clip
@@ -213,8 +213,16 @@ class Trainer:
         executor = self.executor
         executor.mode.step, executor.mode.part = self.optimizer.step, part
         executor.mode.valid = executor.batch
+        losses, self._parts = self._parts, []  # after an error, the next part is the first of another batch
         executor.forward(training=True)
-        executor.backward()
+        try:
+            executor.backward()
+        except BaseException as error:
+            # The sums that have started hold a batch in part: the next forward pass would update parameters by them.
+            if executor.comm.size == 1 or is_shared(error, executor.comm.size):
+                self._reducer.discard()
+            raise
+        self._parts = losses
 
     def _loss_of_pass(self) -> float | PendingLoss:
         """Return the loss of the last pass; on the host, wait for it and check it."""

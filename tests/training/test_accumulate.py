@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -436,6 +437,52 @@ def test_parts_that_are_not_counted_are_refused():
         with pytest.raises(ValueError, match=r"forward\(\): .*2 .*count\(\) .*, got 1"):
             trainer.add()
         executor.forward(training=False)  # an evaluation is of one part
+
+
+@pytest.mark.parametrize("call", ["count", "forward", "backward"])
+def test_a_batch_begins_anew_after_an_error(call):
+    """A batch that an error ended, while parts are counted or computed, does not affect the next one."""
+    results = []
+    with Communicator(MPI.COMM_SELF) as comm:
+        for broken in (False, True):
+            with Executor(divided(), comm, get_backend("numpy"), BATCH // 2, dtype="float64", parts=2) as executor:
+                trainer = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(0.3))
+
+                def step(number, executor=executor, trainer=trainer):
+                    for part in range(2):
+                        unequal(executor, number, part)
+                        executor.count()
+                    unequal(executor, number, 0)
+                    trainer.add()
+                    unequal(executor, number, 1)
+                    return float(trainer.step())
+
+                losses = [step(0)]
+                if broken:
+                    calls = {
+                        "count": executor._counting,
+                        "forward": executor._forward["training"],
+                        "backward": executor._backward,
+                    }[call]
+                    last, calls[-1] = calls[-1], interrupted(calls[-1])
+                    with pytest.raises(KeyboardInterrupt):
+                        step(1)
+                    calls[-1] = last
+                results.append(([*losses, step(2)], copied(executor.store.params)))
+    assert results[0][0] == results[1][0]
+    assert_arrays(results[1][1], results[0][1])
+
+
+def interrupted(call):
+    """Return a call that the user interrupts the second time."""
+    passes = count()
+
+    def interrupt():
+        if next(passes) == 1:
+            raise KeyboardInterrupt
+        return call()
+
+    return interrupt
 
 
 DENSE_STEPS, RATE = 10, 0.01

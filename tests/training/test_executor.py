@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd import layers
-from halograd.comm import Communicator, communicator, maker
+from halograd.comm import CommError, Communicator, communicator, maker
 from halograd.dtensor import Box
 from halograd.errors import UserError
 from halograd.kernels import Kernel, KernelError, get_backend
@@ -18,6 +18,7 @@ from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network, SoftmaxCrossEntropy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
+from halograd.program import runner
 from halograd.testing import random_array
 from halograd.training.executor import Executor, Gather
 from halograd.training.inputs import block_of
@@ -167,6 +168,19 @@ def test_debug_changes_no_number():
         assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_debug_with_16_bits(dtype):
+    with Communicator(MPI.COMM_SELF) as comm, get_backend("numpy") as kernels:
+        kernels.emulate, losses = True, []
+        for debug in (False, True):
+            with Executor(network(), comm, kernels, 2, None, dtype, debug=debug) as executor:
+                for name, node in executor.network.inputs.items():
+                    executor.set_input(name, random_array((2, *node.shape), name))
+                gradients(executor)
+                losses.append(executor.loss_value())
+        assert losses[0] == losses[1]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_debug_names_the_layer_and_kernel_that_writes_outside_of_its_memory(way, monkeypatch):
@@ -266,6 +280,26 @@ def test_an_executor_that_is_refused_keeps_no_channels():
             with pytest.raises(UserError, match="transport by which ranks share memory"):
                 Executor(NETWORKS["mesh"](), comm, get_backend("numpy"), 4, refused)
             assert comm.buffer_bytes == 0
+
+
+@pytest.mark.ranks(2)
+def test_sums_that_are_refused_leave_no_channels(monkeypatch):
+    def refuse(comm, specs):
+        raise CommError("sums: refused")
+
+    monkeypatch.setattr(runner, "reductions_in_groups", refuse)
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        with pytest.raises(CommError, match="sums: refused"):
+            Executor(NETWORKS["mesh"](), comm, get_backend("numpy"), 4, Strategy({"height": comm.size}))
+        assert comm.buffer_bytes == 0
+
+
+def test_an_error_of_a_user_on_one_rank_closes_the_executor():
+    with Communicator(MPI.COMM_SELF) as comm:
+        with pytest.raises(KeyError), executing(comm, debug=True) as executor:
+            executor.forward()
+            raise KeyError("of the user")
+        assert not GUARDS.active and not GUARDS.operation
 
 
 INPUTS_SHAPE = (2, 6, 5, 3)

@@ -69,8 +69,8 @@ def network():
 
 
 def fill(executor, step):
-    executor.set_input("x", random_array((BATCH, 8, 6, 2), "x", step))
-    executor.set_input("target", (random_array((BATCH, 8, 6, 1), "t", step) > 0).astype(float))
+    executor.set_input("x", random_array((executor.batch, 8, 6, 2), "x", step))
+    executor.set_input("target", (random_array((executor.batch, 8, 6, 1), "t", step) > 0).astype(float))
 
 
 def reference(clip):
@@ -114,6 +114,83 @@ def test_steps(comm, clip):
                 assert (trainer.gradient_norm is None) == (clip is None)
                 for name, want in params.items():
                     np.testing.assert_allclose(executor.store.params[name], want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_update_is_made_by_the_optimizer_that_began_it(comm, clip):
+    """Another trainer finishes the updates of the first one, with or without a call of `synchronize`."""
+    found = []
+    with Communicator(comm) as ranks:
+        for synchronized in (True, False):
+            strategy = Strategy({"height": ranks.size}, bucket_bytes=64)
+            with Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64") as executor:
+                for number, rate in enumerate((0.1, 0.5)):
+                    optimizer = SGD(executor.store, momentum=0.9 * (1 - number))
+                    trainer = Trainer(executor, optimizer, Constant(rate), clip if number else None)
+                    fill(executor, number)
+                    trainer.step()
+                    if synchronized:
+                        trainer.synchronize()
+                trainer.synchronize()
+                found.append(copied(executor.store.params))
+    assert_arrays(*found)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+def test_executors_that_share_parameters_finish_the_updates_of_each_other(comm, scheme):
+    """Two trainers with batches of two sizes, and an evaluation, with or without calls of `synchronize`."""
+    found = []
+    with Communicator(comm) as ranks:
+        strategy = Strategy({"height": ranks.size}, bucket_bytes=64, reduction=Scheme(scheme))
+
+        def executor(batch, **options):
+            return Executor(network(), ranks, get_backend("numpy"), batch, strategy, "float64", **options)
+
+        for synchronized in (True, False):
+            with executor(BATCH) as large, executor(2, store=large.store) as small:
+                optimizer = SGD(large.store, momentum=MOMENTUM)
+                trainers = [Trainer(made, optimizer, Constant(RATE)) for made in (large, small)]
+                with executor(BATCH, store=large.store, trainable=False) as evaluated:
+                    losses = []
+                    for number in (0, 1, 1, 0):
+                        fill(trainers[number].executor, number)
+                        losses.append(trainers[number].step())
+                        if synchronized:
+                            trainers[number].synchronize()
+                        fill(evaluated, 7)
+                        evaluated.forward(training=False)
+                        losses.append(evaluated.loss_value())
+                found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_a_backward_pass_that_an_error_ends_updates_nothing():
+    """Sums that it has started are dropped; the next batches train as if there had been none."""
+    found = []
+    with Communicator(MPI.COMM_SELF) as alone:
+        for broken in (False, True):
+            strategy = Strategy({}, bucket_bytes=1)
+            with Executor(network(), alone, get_backend("numpy"), BATCH, strategy, "float64") as executor:
+                trainer = Trainer(executor, SGD(executor.store, momentum=MOMENTUM), Constant(RATE))
+                for number in (0, 1, 2):
+                    fill(executor, number)
+                    if number != 1:
+                        trainer.step()
+                    elif broken:
+                        calls = executor._backward
+                        last, calls[-1] = calls[-1], interrupt
+                        with pytest.raises(KeyboardInterrupt):
+                            trainer.step()
+                        calls[-1] = last
+                trainer.synchronize()
+                found.append(copied(executor.store.params))
+    assert_arrays(*found)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 BAD = {
