@@ -129,13 +129,13 @@ class Exchange:
         pack = self._bind(sends, "target", channel.send_buffer, source.array, at_source)
         unpack = self._bind(recvs, "source", channel.recv_buffer, target.array, at_target)
         if self._sum and target.blocks.overlapping:
-            # Replicas add up in the order of the ranks, so this rank's own summand waits in an array for its turn.
+            # Replicas add up in the order of the ranks, so this rank's own summand waits in an array.
             dtype = _dtype(source.array, target.array)
             own = [(device.empty(piece.box.shape, dtype), piece.box) for piece in local]
             for slot in (0, 1):
                 pack[slot].extend((kept, _view(source.array, box, at_source)) for kept, box in own)
-                turn = sum(piece.source < rank for piece in recvs)
-                unpack[slot][turn:turn] = [(kept, _view(target.array, box, at_target)) for kept, box in own]
+                before = sum(piece.source < rank for piece in recvs)
+                unpack[slot][before:before] = [(kept, _view(target.array, box, at_target)) for kept, box in own]
             local = []
         # A sum adds to its target: zero it before, unless a local piece assigns all of it.
         box = target.blocks[rank]
