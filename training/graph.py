@@ -59,7 +59,7 @@ def check_graph(comm: Communicator, device: Device, graph: Graphs) -> bool:
 class GraphedPass:
     """A pass that runs twice without graphs, captures graphs the third time, and replays them afterwards. Collective.
 
-    The first runs compile kernels and allocate buffers, which a capture must not do. `prepare` is called before the
+    The first two runs compile kernels and allocate buffers, which a capture must not do. `prepare` is called before the
     capture.
 
     If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has

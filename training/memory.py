@@ -62,7 +62,7 @@ def memory_errors(
     predicted: Callable[[], Mapping[str, int]] | None = None,
     held: Callable[[], Mapping[str, int]] | None = None,
 ) -> Iterator[None]:
-    """Convert an allocation that fails in the body to an error of one line. Local.
+    """Convert the error of an allocation that fails in the body to a one-line error. Local.
 
     Parameters
     ----------

@@ -70,8 +70,8 @@ class Optimizer:
         Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); if several match, the
         last one applies.
     average
-        Weight of the old values in the moving averages of all parameters, in [0, 1); 0: no averages. In the first
-        steps the weight is smaller, ``(1 + step) / (10 + step)``, so that initial values lose their influence.
+        Weight of the old values in the moving averages of all parameters, in [0, 1); 0: no averages. In the first steps
+        (`step` = 1, 2, ...) the weight is smaller, ``step / (9 + step)``, so that initial values lose their influence.
     settings
         The keys of `Settings` by name, as in the table ``[optimizer]``.
 

@@ -193,7 +193,8 @@ class Reducer:
             state.bucket.add_part(self._part, self._parts)
 
     def _compensate(self, state: _State) -> None:
-        """Add residuals from a checkpoint, once, to the gradients of a bucket on one rank, which are not rounded."""
+        """Add residuals from a checkpoint, once, to the gradients of a bucket whose sum does not round, as on one rank.
+        """
         bucket, total = state.bucket, state.total
         if total is not None and total.encoding is None and bucket.errors is not None and bucket.errors.any():
             bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
@@ -275,11 +276,11 @@ class _State:
     total, gather
         The sum, and the gather of parameters if ranks update shards; None without a sum or gather on this rank.
     computed
-        Whether the gradient of the whole batch was computed in this call.
+        Whether a gradient of the whole batch was computed and is still to be added to those of earlier parts.
     pending, updated
-        Whether an update is due, and whether it was made in this call.
+        Whether an update is due, and whether it was made but the gather has not started.
     gathered
-        Whether the parameters were gathered in this call, and their copies in 16 bits are not rounded yet.
+        Whether the parameters were gathered, and their copies in 16 bits are not rounded yet.
     """
 
     bucket: Bucket

@@ -413,7 +413,7 @@ def _find_foreground(
 
 
 def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Mapping[str, TargetReduction]) -> None:
-    """Set the values of targets outside of samples that are smaller than their window: those that the loss ignores.
+    """Set the values of targets outside of samples that are smaller than their window to values that the loss ignores.
 
     Raises
     ------

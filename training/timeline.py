@@ -317,7 +317,8 @@ def _common_origin(comm: Communicator, rounds: int = 5) -> float:
     """Return this rank's `perf_counter` at a common instant of all ranks [s]. Collective.
 
     Ranks of one node read the same clock. For ranks of other nodes, the clocks are compared at the end of a barrier,
-    which is accurate to some microseconds; this offset is used if it is too large for ranks with one clock.
+    which is accurate to some microseconds; an offset of at most 50 ms counts as 0, because the ranks may have one
+    clock.
     """
     ends = []
     for _ in range(rounds):
