@@ -148,9 +148,9 @@ class DataConfig(Table):
     `majority` (more than half) of the cells; their mean (`fraction`) or maximum (`max`); the cell in the middle
     (`center`)."""
     validation: Below1 | Annotated[list[Text], Field(min_length=1)] = 0.1
-    """Fraction of the samples that is held out; or names, ``["2018", "patient07"]``: of files (with or without suffix,
-    or patterns with ``*``), of samples of several files, values of the dataset ``simulation``, or years of the
-    coordinate of time."""
+    """Fraction of the samples that is held out; or names, ``["2018", "patient07"]``: names of files (with or without
+    suffix, or patterns with ``*``), names of samples in several files, values of the dataset ``simulation``, or years
+    of the time coordinate."""
     normalize: bool | list[Text] = True
     """Whether to normalize inputs to mean 0 and standard deviation 1 per channel over the training samples; or the
     names of the inputs to normalize."""
@@ -166,7 +166,7 @@ class DataConfig(Table):
     ``"log"`` (``sign(x) log(1 + |x|)``), ``"asinh"``, ``"metric"`` (as ``"log"``, of at most 1e6: quality metrics of
     meshes); ``"clip"`` bounds what normalization gives."""
     shuffle: bool = True
-    """Whether to read training samples in another order in every epoch."""
+    """Whether to read training samples in a new random order in every epoch."""
     prefetch: Annotated[Count, Field(le=64)] = 1
     """Number of batches to read ahead."""
     allow_external: bool = False
@@ -188,13 +188,13 @@ class DataConfig(Table):
     the same way, and sets the weights of the loss to 0 where a target is invalid; weights need no dataset then."""
     augment: Annotated[AugmentationSettings, Chosen(AUGMENTATIONS, "standard")] | None = None
     lag: Whole = 0
-    """Samples are successive times: targets are those of `lag` samples later, in the same simulation (dataset
+    """Samples are successive time points: targets are those of `lag` samples later, in the same simulation (dataset
     ``simulation``) and file, without copies. 0: targets of the sample itself."""
     history: Count = 1
-    """Number of times of the inputs, at intervals of `lag` samples, the last one that of the sample; their channels are
-    concatenated, oldest first."""
+    """Number of time points of the inputs, at intervals of `lag` samples, the last one that of the sample; their
+    channels are concatenated, oldest first."""
     rollout: Count = 1
-    """Number of times of the targets, at intervals of `lag` samples; their channels are concatenated."""
+    """Number of time points of the targets, at intervals of `lag` samples; their channels are concatenated."""
     evaluate: Literal["whole", "middle"] | None = None
     """Part of the samples that validations and `halograd evaluate` compute for a network that is trained on windows:
     whole samples, cut over the ranks, or their middle windows. By default whole samples if their sizes differ, or with
@@ -203,11 +203,12 @@ class DataConfig(Table):
     """Spatial extents of the samples, if the network is to take samples of another size than it is built for. What the
     network cannot divide is padded with zeros, and cut off its predictions. `halograd apply` and `evaluate` set it."""
     patches: Whole = 0
-    """Number of windows of the network's size that an epoch has of every sample, in random places; samples may be
-    larger or smaller, and of different size. `evaluate` sets what is evaluated. 0: samples have the network's size,
+    """Number of windows of the network's size that an epoch takes from every sample, at random positions; samples may
+    be larger or smaller, and differ in size. `evaluate` sets what is evaluated. 0: samples have the network's size,
     unless ``augment.crop`` is set."""
     foreground: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the windows that are placed around a random element of foreground, as far as the sample goes."""
+    """Fraction of the windows that are placed around a random foreground element, as far as the edges of the sample
+    allow."""
     foreground_classes: list[Count] = Field(default_factory=list)
     """Classes that are foreground: one of those in the sample is chosen, then one of its elements. By default all
     elements with a target above 0."""
@@ -265,7 +266,7 @@ class StrategyConfig(Table):
     one block; by default the setting of each layer."""
     recompute: Literal["none", "auto", "pointwise", "block"] | None = None
     """Outputs that are not kept for the backward pass, but computed again in it, with the same results: none; if the
-    memory does not suffice, those for which the step takes least longer (``"auto"``, the default of a plan); those of
+    memory does not suffice, those that make the step the least slower (``"auto"``, the default of a plan); those of
     norms, activations, sums and other pointwise layers (``"pointwise"``: about half of the memory for a few percent of
     the time); or all but a few (``"block"``: the least memory, for one more forward pass). A plan computes again what
     it has to, and with ``"pointwise"`` only such layers."""
@@ -291,8 +292,8 @@ class StrategyConfig(Table):
     """Name or file of the machine to plan for. Without it, this machine is measured, and steps of the plan and of
     baselines close to it are tried."""
     robust: bool | None = None
-    """Whether the plan is the one that loses least if latency, launch time or compute rate of the machine is off by
-    3 x; by default for a `machine`, whose numbers are not measured, and networks whose search takes seconds."""
+    """Whether to choose the plan that loses the least time if latency, launch time or compute rate of the machine is
+    off by 3 x; by default for a `machine`, whose numbers are not measured, and networks whose search takes seconds."""
     budget: NotNegative | None = None
     """Time to measure layers [s]; by default as long as necessary. 0: measure nothing, try nothing."""
 
@@ -329,7 +330,7 @@ class ReductionConfig(Table):
     error_feedback: bool = True
     deterministic: bool = False
     interval: Annotated[Count, Field(ge=2)] = 10
-    """Number of steps of every tried scheme."""
+    """Number of steps for which each scheme is tried."""
     step: Whole = 10
     """Size of the jumps of the search for a chunk size (Le et al. 2018, Algorithm 1) [layers]; 0: no search."""
     range: Count = 5
@@ -370,7 +371,7 @@ class TrainingConfig(Table):
     """Number of updates of an epoch, whatever the number of samples: for a few large images in patches. 0: those of all
     samples, or of all their patches."""
     validate_every: Whole = 0
-    """Number of updates between two validations; the last update is validated too. 0: each epoch is."""
+    """Number of updates between two validations; a validation also follows the last update. 0: one per epoch."""
     accumulate: Count = 1
     """Number of parts in which every batch is computed, one after another. Their gradients are added up: this is the
     step of the whole batch with the memory of a part, divided by the weights of the whole batch. The statistics of
@@ -458,7 +459,7 @@ class OutputConfig(Table):
     checkpoint_minutes: Minutes = 0.0
     """Age of the last checkpoint at which the next one is written [min]."""
     keep: Count = 3
-    """Number of the last checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     best: Text | None = None
     """Score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``: no
     such checkpoint. The default is the loss, if every epoch has a checkpoint and the held-out targets have several
@@ -466,8 +467,8 @@ class OutputConfig(Table):
     metrics: list[Text] = Field(default_factory=list)
     """Metrics of the first prediction, in addition to those of the loss: ``"dice"`` and ``"iou"`` (means over the
     foreground and over all classes; ``"dice:each=true"`` also each class), ``"errors"`` (``mae`` and ``rmse``),
-    ``"weighted"`` (these with weights, and the correlation of anomalies), or one of your own, ``"FILE.py:CLASS"``, with
-    settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
+    ``"weighted"`` (the same errors with weights, and the correlation of anomalies), or one of your own,
+    ``"FILE.py:CLASS"``, with settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
     timeline: bool = False
     """Whether to measure every step of every rank: ``timeline.json``, and the hidden share of the communication."""
     rank_logs: bool = False

@@ -134,7 +134,7 @@ class Evaluation:
 
     @property
     def blind(self) -> bool:
-        """Whether the counts cannot distinguish good from bad predictions (:meth:`Metric.lacking`)."""
+        """Whether the counts of no prediction can distinguish good from bad predictions (:meth:`Metric.lacking`)."""
         return all(pair.metric.lacking() for pair in self._pairs)
 
     @property

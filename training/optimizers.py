@@ -51,7 +51,7 @@ class OptimizerSettings(Table):
     """``[optimizer]``: settings of an optimizer; base class of the settings of your own optimizers."""
 
     kind: Text
-    """Which optimizer."""
+    """Name of the optimizer."""
 
 
 class Optimizer:
