@@ -102,7 +102,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     Parameters
     ----------
     training
-        Whether the run trains. An evaluation (False) uses an existing plan of that directory unchanged, and measures no
+        Whether the run trains. An evaluation (False) uses the plan saved in that directory, if it fits, and measures no
         layers.
 
     Raises
@@ -127,7 +127,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """Time steps of the plan of `plan_run`, of baselines with about its predicted time, and of the grid. Collective."""
+    """Time steps of the plan, of near baselines, and of the best cut that is the same for all layers. Collective."""
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
@@ -151,6 +151,7 @@ def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> l
     schemes_ranked: list[Scheme] = []
     with comm.agreement():
         if comm.rank == 0:
+            # Only rank 0 holds measured times.
             schemes = candidate_schemes(network, strategy, planner.batch)
             arguments = (network, strategy, planner.batch, planner.machine, times, schemes, planner.training, comm.size)
             schemes_ranked = list(rank_schemes(*arguments))
@@ -204,6 +205,7 @@ class _Planner:
         self._left = budget  # remaining budget [s]
         self.batch = config.training.at_once
         accumulates, clips = config.training.accumulate > 1, config.training.clip_norm is not None
+        # The batches that are prefetched, and the one that the step uses.
         ahead = config.data.prefetch + 1
         self.training = Training(config.training.dtype, state_slots(config), False, accumulates, clips, ahead)
         self.measuring = _measuring(config, comm, network, kernels)
@@ -330,6 +332,7 @@ class _Planner:
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
         """Yield a function that runs one training step under a strategy, on random inputs with learning rate 0."""
+        # `class_weights = "balanced"` needs class counts; times do not depend on them.
         self.network.balance()
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
@@ -350,6 +353,7 @@ class _Planner:
 
     def _plan(self, times: KernelTimes, planner: str) -> Plan:
         table, model = self.config.strategy, self.config.model
+        # Only a size that the user has set binds the planner, which else compares several.
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory, "strategy.memory")
         planning = Planning(
@@ -370,7 +374,7 @@ class _Planner:
         return replace(plan, strategy=replace(plan.strategy, options=options))
 
     def _is_robust(self, planner: str) -> bool:
-        """Return whether to choose the plan that loses least on other machines; not for baselines."""
+        """Return whether to choose the plan with the least regret on other machines; never for baselines of a trial."""
         table = self.config.strategy
         if planner != table.planner or table.robust is False:
             return False
@@ -406,8 +410,10 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 def _without(config: Config) -> frozenset[str]:
     """Return the schemes of gradient reduction that this run cannot use: they need shared memory or whole gradients."""
+    # Hierarchical schemes add up in the shared memory of a node.
     by_nodes = () if TRANSPORTS.make(config.backend.transport).shares else BY_NODES
     whole = OPTIMIZERS[config.optimizer.kind].whole_parameters
+    # Sharded schemes leave a rank only parts of parameters, from which these optimizers cannot compute an update.
     shards = [name for name, kind in KINDS.items() if kind.shards and whole]
     return frozenset((*by_nodes, *shards))
 
@@ -418,7 +424,7 @@ def _without(config: Config) -> frozenset[str]:
 def rests_on(
     plan: Plan, network: Network, machine: Machine, times: KernelTimes, training: Training
 ) -> dict[str, LayerWork]:
-    """Return, by key, the layers on local blocks on whose times a plan and the baselines depend. Local.
+    """Return, by key, the layers (on local blocks) whose times determine a plan and the baselines. Local.
 
     A second measurement of these layers, averaged with the first, reduces errors that favor the plan.
 

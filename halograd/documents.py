@@ -246,6 +246,7 @@ def _parsed(loads: Any, text: str, source: str, kind: str) -> Any:
     try:
         data = loads(text)
     except RecursionError:
+        # The parser's own recursion failed, before `_check_plain` could count the levels.
         reason = f"tables or lists within one another more than {DEEPEST} deep"
     except ValueError as error:
         reason = f"an error: {' '.join(str(error).split())[:200]}"
@@ -306,6 +307,7 @@ def _fault(value: Any) -> str:
     if isinstance(value, float):
         return "" if abs(value) < float("inf") else f"a finite number, got {value}"
     if isinstance(value, int):
+        # One bit is the sign.
         return "" if value.bit_length() < BITS else f"a whole number of at most {BITS} bits, got one of more"
     if isinstance(value, str):
         return "text of Unicode characters, got half a surrogate pair" if re.search("[\ud800-\udfff]", value) else ""
@@ -468,7 +470,7 @@ def os_reason(error: OSError) -> str | None:
 
 @contextlib.contextmanager
 def writing(what: str, remedy: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
-    """Turn an OSError within the context into an error of this kind. Local.
+    """Convert an OSError within the context to an error of class `kind`. Local.
 
     Parameters
     ----------
@@ -481,6 +483,7 @@ def writing(what: str, remedy: str = "", kind: type[UserError] = UserError) -> I
         yield
     except OSError as error:
         name = error.filename  # a number for an error of a descriptor
+        # A .partial file is ours; a path that `what` has already is not repeated.
         named = isinstance(name, str | os.PathLike) and Path(name).suffix != ".partial" and os.fspath(name) not in what
         reason = f"{error.strerror or one_line(error)}{f' at {shown_path(name)}' if named else ''}"
         remedy = remedy or _REMEDIES.get(error.errno or 0, "choose another")

@@ -16,4 +16,4 @@ class UserError(ValueError):
 
 
 class OutOfMemory(UserError, MemoryError):
-    """An allocation that failed, with the memory that is held and predicted, and remedies in one line."""
+    """A failed allocation; the message has the held and the predicted memory, and remedies, in one line."""

@@ -67,7 +67,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     Returns
     -------
     int
-        Number of updates of the checkpoint.
+        Number of updates until the checkpoint.
     """
     if kind not in KINDS:
         raise UserError(f"--to: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -75,6 +75,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     if normalize and not chosen.normalizes:
         others = " or ".join(name for name, other in KINDS.items() if other.normalizes)
         raise UserError(f"--normalize: expected --to {others} with it, got {kind}, which holds weights alone")
+    # Before the checkpoint is read, which may take long.
     chosen.check(out)
     network, arrays, config, progress = trained_arrays(target, overrides)
     statistics = []
@@ -95,6 +96,7 @@ def trained_arrays(
     config, checkpoint, progress, _ = find_trained(target, overrides)
     network = make_network(config)
     with CheckpointReader(checkpoint) as reader:
+        # With training.average, the moving averages replace the parameters, as in evaluation.
         return network, reader.arrays(network, averaged=config.training.average > 0), config, progress
 
 
@@ -102,5 +104,6 @@ def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[
     """Return statistics by input. A checkpoint of an earlier version has statistics of its single input only."""
     if not known:
         return {}
+    # "mean" is a key of the statistics themselves, so there is no level of input names.
     known = {inputs[0]: known} if "mean" in known else known
     return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}

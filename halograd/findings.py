@@ -34,6 +34,7 @@ class Finding:
 def probe_mpi() -> Iterator[Finding]:
     """Report the MPI library, its version and thread level. Local."""
     try:
+        # The import of MPI loads the library and initializes MPI, so both errors occur here.
         import mpi4py
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

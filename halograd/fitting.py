@@ -110,7 +110,7 @@ def fit(
 
 
 def _schedule(schedule: Any) -> Any:
-    """Return the table ``[schedule]`` of an object, a function or a table."""
+    """Return the table ``[schedule]`` for an object, a function or a table."""
     if isinstance(schedule, Mapping):
         return _with_kind(schedule, SCHEDULES)
     if not callable(schedule) or isinstance(schedule, type):
@@ -122,14 +122,14 @@ def _schedule(schedule: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any:
-    """Return the table ``[optimizer]`` of a class, of settings or of a table."""
+    """Return the table ``[optimizer]`` for a class, settings or a table."""
     if isinstance(optimizer, OptimizerSettings):
         return optimizer.model_dump(exclude_unset=True)
     return _with_kind(optimizer if isinstance(optimizer, Mapping) else {"kind": optimizer}, OPTIMIZERS)
 
 
 def _with_kind(table: Mapping[str, Any], registry: Registry[Any]) -> dict[str, Any]:
-    """Return a table whose `kind`, if it is a class, is its name."""
+    """Return `table`, in which a class as `kind` is replaced by its registered name."""
     kind = table.get("kind", "")
     if isinstance(kind, str):
         return dict(table)
@@ -177,6 +177,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
         key: dict(setting) if isinstance(setting, Mapping) else setting for key, setting in others.items()
     }
     source = give(network, network.name) if isinstance(network, Network) else network
+    # A colon marks a location, in a file or in this script; other texts are names of models.
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
     tables["data"] = {**own_keys, **_data(data, "fit()")}
     tables["training"] = {**training, **tables.get("training", {})}
@@ -194,6 +195,7 @@ def _data(data: Any, call: str) -> dict[str, Any]:
         return {"path": str(data)}
     if isinstance(data, Sequence) and all(isinstance(path, str | Path) for path in data):
         return {"path": [str(path) for path in data]}
+    # By its attributes: a data set of the user need not derive from a class of the library.
     if all(hasattr(data, name) for name in ("path", "fields", "read")):
         return {"path": str(data.path), "file": give(data, "data")}
     raise UserError(f"{call}: data: expected {_EXPECTED[call]}".format(_kind(data)))
@@ -210,7 +212,7 @@ def _kind(data: object) -> str:
 
 
 def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
-    """Return the data set of an array, or of arrays by input name, of several samples or of one.
+    """Return a data set of one or several samples, from an array or from arrays by the name of the input.
 
     Raises UserError if they do not match the network's inputs. Local.
     """
@@ -236,6 +238,7 @@ def _samples_of(name: str, samples: Any, shape: tuple[int, ...]) -> np.ndarray:
     array = np.asarray(samples)
     if array.dtype.kind not in "biuf":
         raise UserError(f"apply(): data: {name!r}: expected an array of real numbers, got one of {array.dtype}")
+    # One sample. An array of one axis for inputs of shape (1,) has a number for each of N samples.
     if array.ndim == len(shape) and shape != (1,):
         array = array[None]
     fits = array.ndim == len(shape) + 1 and array.shape[-1] == shape[-1]
@@ -284,7 +287,7 @@ class TrainedRun:
 
     @property
     def best(self) -> dict[str, Any]:
-        """Score, value and step of the best validation. Local."""
+        """Name and value of the score of the best validation, and its step. Local."""
         return dict(self.result["best"])
 
     def checkpoint(self, which: str = "latest") -> Path:
@@ -336,6 +339,7 @@ class TrainedRun:
         checkpoint = self.given(which)
         table = self._agreed_table(data, checkpoint, overrides)
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
+        # The run's configuration may have a data set of its own, which that of this script replaces.
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
         return apply(checkpoint, paths, out, sets, what, self._comm, format=format, **options)
 
@@ -356,6 +360,7 @@ class TrainedRun:
             result = make()
             mark = mark_of(result)
         except Exception as error:
+            # Not raised yet: the other ranks wait in the agreement below.
             fault, mark = error, 0
         # The first agreement shares faults and checksums; the second raises the error of a rank that differs
         # from rank 0 on all ranks, because the others see no difference.
@@ -376,7 +381,7 @@ class TrainedRun:
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 
     def given(self, which: str = "latest") -> Path:
-        """Return the file of a checkpoint, and let its network be found by its name. Local."""
+        """Return the file of a checkpoint, and register its network under its name. Local."""
         if self._network is not None:
             give(self._network, self._network.name)  # another run of this name may have been trained meanwhile
         return self.checkpoint(which)

@@ -132,6 +132,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     mounted = root / "sys/fs/cgroup"
     # In a container, the mounted root may be the container's own group, whatever path the process reports.
     groups = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
+    # Lines `ID:CONTROLLERS:PATH`; `0::PATH` is the group of version 2.
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -111,7 +111,7 @@ class CoreSplit:
     by
         Name of the fastest strategy: a planner or baseline.
     uniform
-        Measured time with all layers cut in the same way over all ranks [s]; for one rank equal to `seconds`.
+        Measured time with all layers cut in the same way over all ranks [s]; `seconds` if no such cut fits.
     """
 
     ranks: int
@@ -165,6 +165,7 @@ def try_splits(
                 run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)
                 tried_splits.append(CoreSplit(**json.loads(result.read_text())))
             except UserError as error:
+                # The job's own message; `error` only reports its exit code.
                 refused = next(
                     (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
                 )
@@ -180,6 +181,7 @@ def open_communicator(transport: str) -> Iterator[Communicator]:
     from .comm import Communicator
     from .comm.transport import TRANSPORTS
 
+    # Raises the error of a wrong name here, with the option's name, on all ranks.
     TRANSPORTS.make(transport, "--transport")
     with Communicator.launched(transport) as comm:
         yield comm
@@ -202,6 +204,7 @@ def try_split(job: Path, result: Path) -> None:
         trial = try_run(config, comm)
         if comm.rank == 0:
             seconds, threads = trial.seconds[trial.name], config.backend.threads
+            # The grid is missing if no such cut fits into memory or is valid.
             uniform = trial.seconds.get(GRID, seconds)
             split = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, uniform)
             result.write_text(json.dumps(asdict(split)))

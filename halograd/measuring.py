@@ -186,6 +186,7 @@ def measure_overheads(
         Time of SGD with momentum per byte of parameters [s/B]; additional time of a layer's forward or backward in a
         step, compared with the layer alone [s].
     """
+    # All ranks measure at once, as in a run, but none waits for messages of another.
     alone = comm.split(comm.rank)
     assert alone is not None
     oversubscription = Oversubscription.of(comm, backend)
@@ -194,6 +195,7 @@ def measure_overheads(
     layers = _sum_of_layers(network, comm, backend, machine, dtype)
     step = _step(network, alone, backend, dtype, oversubscription)
     alone.close()
+    # Forward and backward of each layer.
     passes = 2 * len(network.layers)
     return float(comm.allreduce_scalar(update, "max")), float(
         comm.allreduce_scalar(max(0.0, step - layers) / passes, "max")
@@ -202,6 +204,7 @@ def measure_overheads(
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription: Oversubscription) -> float:
     """Return the time of SGD with momentum per byte of parameters, which are read from main memory [s/B]."""
+    # 4 MiB of weights in float32.
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     # Changing this array before an update removes the parameters from the cache.
@@ -209,6 +212,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription
     with Executor(network, alone, backend, 1, dtype=dtype) as executor:
         optimizer = SGD(executor.store, momentum=0.9)
         optimizer.begin_step(1e-3)
+        # One parameter without bias, so one bucket.
         (bucket,) = executor.store.buckets
 
         nbytes = features * features * executor.dtype.itemsize
@@ -218,6 +222,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, oversubscription
 
 def _small_network() -> Network:
     """Return a network of small layers with different numbers of channels."""
+    # Each unit has other channels: layers of equal shapes have one key, and would count once in the sum of times.
     y: Any = Input((12, 12, 8))
     for i in range(UNITS):
         y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
@@ -271,6 +276,7 @@ NEAR = 0.25
 WORTH = 0.02
 #: Number of rounds in which steps of each strategy are timed, and seconds per round; the fastest round counts.
 TRIALS, SECONDS = 2, 0.5
+#: Smallest and largest number of steps in a round.
 LEAST, MOST = 3, 50
 
 Opened = AbstractContextManager[Callable[[], object]]
@@ -306,6 +312,7 @@ class StepTrial:
         if self.alone is not None:
             together, ranks = self.seconds[self.name], self.plan.ranks
             text = f"1 rank x {ranks * threads} threads would take {1e3 * self.alone:.2f} ms"
+            # A smaller gain may be noise.
             if self.alone < (1 - WORTH) * together:
                 text += f", {together / self.alone:.2f} x as fast: start one, with --threads {ranks * threads}"
             lines.append(f"cores: {split_text(ranks, threads)} take {1e3 * together:.2f} ms; {text}")

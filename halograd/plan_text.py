@@ -34,6 +34,7 @@ def robust_text(robust: RobustPlan) -> list[str]:
         f"time or compute rate is off by {robust.factor:g} x (the fastest plan: {fastest:.1%}); {known:.1%} here"
     ]
     worst = robust.worst
+    # "" is the machine as described, for which there is no variation to name.
     if robust.regrets[worst] >= NOTICED and worst:
         strategy = robust.others[worst]
         largest = max(robust.plan.prediction.layers, key=lambda record: record.output).name
@@ -68,6 +69,7 @@ _TERMS = {
 
 
 def _layers(plan: Plan) -> list[str]:
+    # Columns of [ms] stay narrow for long steps.
     digits = 3 if plan.step_seconds < 1 else 1
     p, terms = plan.prediction, dict(_TERMS)
     if not p.total("again"):
@@ -84,6 +86,7 @@ def _layers(plan: Plan) -> list[str]:
 
 def _totals(plan: Plan) -> list[str]:
     p = plan.prediction
+    # The exposed part of a halo exchange is waited for; the rest overlaps with kernels.
     hidden = p.total("halo") - p.total("halo_exposed")
     again = f", of which {time_text(p.total('again'))} repeat the forward pass" if p.total("again") else ""
     lines = [
@@ -114,6 +117,7 @@ def _compared(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     for a in others:
         faster = f"{a.step_seconds / plan.step_seconds:.2f} x" if plan.step_seconds else ""
         note = "" if a.fits else "does not fit"
+        # Equal to the byte: the search chose the cuts of this baseline.
         if (a.step_seconds, a.memory_bytes) == (plan.step_seconds, plan.prediction.memory_bytes):
             note = "the plan"
         rows.append([a.name, milliseconds(a.step_seconds), faster, mebibytes(a.memory_bytes), note])

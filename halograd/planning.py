@@ -122,7 +122,7 @@ class PlanRequest:
         return self._quick if times is self._quick.times else None
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
-        """Return the cost model of a step of `batch` samples on `ranks` ranks; it takes the faster halo algorithms."""
+        """Return the cost model of a step of `batch` samples on `ranks` ranks, with the faster halo algorithms."""
         return Pricing(NetworkModel(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 
@@ -147,6 +147,7 @@ def _measured(plan_request: PlanRequest, batch: int, ranks: int) -> KernelTimes 
     except (KernelError, UserError):
         return None
     with backend:
+        # Measured on another machine: its times are not in the cache here.
         if device_name(backend) != match["device"]:
             return None
         record = Profile.load(plan_request.machine_file)
@@ -186,7 +187,7 @@ def training_of(dtype: str, optimizer: str) -> Training:
 
 
 def planned_settings(optimizer: str) -> OptimizerSettings:
-    """Return the settings of an optimizer for which plans count its state, by its name or location."""
+    """Return the settings with which plans count the state of an optimizer, which is given by name or location."""
     table = {"kind": optimizer, **OPTIMIZERS[optimizer].planned}
     settings: OptimizerSettings = OPTIMIZERS.settings(optimizer, table, "optimizer")
     return settings
@@ -261,7 +262,9 @@ def baselines_of(plan_request: PlanRequest, plan: Plan) -> list[Alternative]:
     """Return the predicted step under each baseline, and under the best grid if the plan searched for it."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
+    # Opens the backend and the cache of measured times, so only if it is needed.
     pricing = plan_request.pricing(plan.batch, plan.ranks) if left else None
+    # A plan without request does not name its optimizer: one array of state, as for SGD with momentum.
     slots = 1 if plan.request is None else plan.request.slots
     training = Training(plan.dtype, slots, ahead=AHEAD)
     for name in left:

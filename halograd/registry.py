@@ -158,6 +158,7 @@ class Registry(Generic[Kind]):
         """
         at = at or self.key
         if text in self._objects and not isinstance(self._objects[text], type):
+            # A copy, because objects such as metrics have state, and a run may make several.
             return copy.deepcopy(self._objects[text])
         name, values = _split(text)
         # A string such as `mpi:4` would otherwise be searched as `4` in a module `mpi`.
@@ -201,6 +202,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
+    # In this order: `int` refuses 1e-3, and `float` would turn 4 into 4.0.
     for read in (int, float, {"true": True, "false": False}.__getitem__):
         try:
             return read(text)

@@ -156,13 +156,15 @@ def check_fields(record: Any, at: str, source: str = "") -> None:
 def table_of(*callables: Callable[..., Any]) -> type[Table]:
     """Return the table of the parameters of functions, or of a dataclass. All keys are optional.
 
-    A parameter of several functions is that of the first, as for ``unet2d(resolution, **options)`` and ``unet``.
+    If several functions have a parameter, the first one's annotation counts, as for ``unet2d(resolution, **options)``
+    and ``unet``.
     """
     fields: dict[str, Any] = {}
     for call in callables:
         hints = typing.get_type_hints(call, include_extras=True)
         for name, parameter in inspect.signature(call).parameters.items():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                # The default only makes the key optional: `model_fields_set` has the keys that were given.
                 fields.setdefault(name, (hints.get(name, Any), None))
     return make_table(callables[0].__name__, __base__=Table, **fields)
 
@@ -240,6 +242,7 @@ def _of_validator(error: Exception, path: str) -> str:
     text = str(error)
     if isinstance(error, UserError) or not path:
         return text
+    # Other messages begin with the name of a field, which continues the path.
     return f"{path}: {text}" if text.startswith("expected") else f"{path}.{text}"
 
 
@@ -288,6 +291,7 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
             kinds = tagged
         elif inner:
             kinds, steps = inner, [*steps, step]
+        # The last step is a key that no table has.
         elif i + 1 == len(where) and any(map(_is_table, kinds)):
             steps.append(step)
     return kinds, steps
@@ -297,7 +301,7 @@ def _is_called(kind: Any, step: int | str) -> bool:
     """Return whether a step of a path names this alternative, as in ``labels.mask.int``."""
     if typing.get_origin(kind) is dict:
         return isinstance(step, str) and step.startswith("dict[")
-    # A number with bounds is called so by pydantic.
+    # In its paths, pydantic names a number with bounds `constrained-int` or `constrained-float`.
     return not _is_table(kind) and isinstance(kind, type) and step in (kind.__name__, f"constrained-{kind.__name__}")
 
 
@@ -318,12 +322,14 @@ def _inside(kind: Any, step: int | str) -> list[Any]:
         fields = _fields(kind)
         return _alternatives(fields[step]) if step in fields else []
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    # "[key]" is the path of pydantic for a fault in the key itself, not in its value.
     if not isinstance(origin, type) or not parts or step == "[key]":
         return []
     if issubclass(origin, Mapping):
         return _alternatives(parts[1])
     if not isinstance(step, int):
         return []
+    # list[T] and tuple[T, ...] have one type for all entries, tuple[A, B] one for each.
     return _alternatives(parts[0] if len(parts) < 2 or parts[1] is ... else parts[min(step, len(parts) - 1)])
 
 

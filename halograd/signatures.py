@@ -31,7 +31,8 @@ def check_methods(
     optional
         Names of arguments with defaults that the library passes.
     base
-        Class of the library, or protocol, with the methods; None: the base class of the object's class in the library.
+        Class of the library, or protocol, with the methods; None: the first class of the library among
+        the bases of the object's class.
 
     Raises
     ------
@@ -42,6 +43,7 @@ def check_methods(
         return
     base = base or next((kind for kind in type(instance).__mro__ if is_ours(kind)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
+        # Static, so that a descriptor of the user is not called.
         own = inspect.getattr_static(type(instance), name, None)
         if own is method or name.startswith("_") or is_ours(own):
             continue
@@ -60,10 +62,12 @@ def _call_of(
 ) -> tuple[list[str], dict[str, None]] | None:
     """Return the arguments that the library passes to a method, positional and named; None if any are allowed."""
     fixed, named = list[str](), dict[str, None]()
+    # Without self; arguments with defaults are passed only if they are `optional`.
     for parameter in list(inspect.signature(method).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             return None
         if parameter.kind is parameter.VAR_POSITIONAL:
+            # Names for the message only: ``*shapes`` of two inputs is shown as shape0, shape1.
             stem = parameter.name.removesuffix("s")
             fixed += [f"{stem}{k}" if several > 1 else stem for k in range(several)]
         elif parameter.default is parameter.empty:

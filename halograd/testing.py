@@ -131,6 +131,7 @@ def _stepped(
         for key, array in executor.store.params.items():
             whole = random_array(executor.store.shapes[key], key, seed) + moved.get(labels[key], 0.0)
             executor.device.assign(array, whole[executor.store.box(key).slices()])
+        # Kernels in 16 bits read rounded copies of the parameters.
         executor.store.refresh()
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
@@ -140,6 +141,7 @@ def _stepped(
             loss = executor.loss_value()
             executor.backward()
             assert executor.reducer is not None
+            # Gradients are complete only when the sums over ranks, which start during backward, have finished.
             executor.reducer.finish()
         yield executor, loss
 
@@ -202,7 +204,7 @@ def check_layer(
     comm
         Ranks to use, by default all.
     tolerance
-        Allowed difference in units of ``eps * sqrt(elements summed) * max|reference|``.
+        Allowed difference in units of ``eps * sqrt(size) * max(1, max|reference|)``, with the size of the whole array.
     gradient
         Compare gradients with central differences too (float64 only).
     axes
@@ -228,6 +230,7 @@ def check_layer(
         reference, debug = None, kernels.device.is_host
         with ranks.agreement():
             if ranks.rank == 0:
+                # On rank 0 only: the other ranks would compute the same arrays.
                 reference = run_layer(make, shapes, alone, {}, backend=kernels, debug=debug, **common)
         reference = cast(LayerResult, ranks.bcast(reference))
         if gradient and dtype == "float64":
@@ -272,6 +275,7 @@ def _difference(
         want = whole[slices]
         if have.shape != want.shape:
             return AssertionError(f"{where}: {key} has shape {have.shape}, one process {want.shape}")
+        # Of the whole array, so that all ranks have the same bound, also for blocks of small values.
         scale = max(1.0, float(np.max(np.abs(whole), initial=0.0)))
         bound = tolerance * float(np.finfo(dtype).eps) * math.sqrt(max(whole.size, 1)) * scale
         error = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
@@ -294,6 +298,7 @@ def _check_gradients(make, shapes, comm, gradients, batch, backend) -> None:
             assert result is not None
             values.append(float(result["loss"][0]))
         numeric = (values[0] - values[1]) / (2 * eps)
+        # Directional derivative: d loss(x + eps * v) / d eps = <gradient, v>.
         exact = float(np.sum(gradient * direction))
         scale = max(1.0, abs(exact), float(np.linalg.norm(gradient)))
         if not abs(numeric - exact) <= 1e-5 * scale:

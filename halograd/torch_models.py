@@ -20,7 +20,7 @@ __all__ = ["from_torch", "to_torch"]
 def from_torch(
     model: Any, example_inputs: Any, shapes: Mapping[str, Sequence[int]] | None = None, comm: Any = None
 ) -> Network:
-    """Build a network from a module of torch, whose parameters are its initial values.
+    """Build a network from a torch module; the parameters of the module become its initial values.
 
     ::
 
@@ -69,7 +69,7 @@ def _sendable(exported: Any) -> Any:
 def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "latest", strict: bool = True) -> Any:
     """Put trained parameters and running statistics into a module of torch.
 
-    Local; collective for an executor, whose ranks without a module give None. Moving averages of a run replace its
+    Local; collective for an executor, where ranks without a module pass None. Moving averages of a run replace its
     parameters, as in evaluation.
 
     Parameters
@@ -97,6 +97,7 @@ def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "
         if run.reducer is not None:
             # The updates of the last step, which otherwise wait for the next forward pass.
             run.reducer.finish()
+        # Whole arrays, on rank 0 only.
         gathered = run.store.gather(run.comm, {**run.store.params, **run.store.state})
         if model is None or gathered is None:
             return model
@@ -114,5 +115,6 @@ def _trained(run: TrainedRun | str | Path, which: str) -> tuple[Network, dict[st
     path = Path(run)
     if which not in ("latest", "best"):
         raise UserError(f"to_torch(): which: expected 'latest' or 'best', got {which!r}")
+    # A directory alone means its latest checkpoint.
     best = path / "checkpoints" / f"{which}.h5"
     return trained_arrays(best if path.is_dir() and which == "best" else path)[:2]

@@ -91,6 +91,7 @@ def load(where: str, key: str, kind: str = "function") -> Any:
     module = _module_of_file(Path(location), key) if location.endswith(".py") else _module(location, key)
     member = getattr(module, name, None)
     if not callable(member) or isinstance(member, type) != (kind == "class"):
+        # Only what the file itself defines, not the names that it imports.
         own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and callable(v)]
         there = [k for k in own if not k.startswith("_") and isinstance(getattr(module, k), type) == (kind == "class")]
         raise UserError(
