@@ -150,7 +150,7 @@ def at_size(config: Config, extents: Sequence[int], samples: int, ranks: int) ->
 
 
 def extents_of(network: Network) -> tuple[int, ...]:
-    """Return the spatial extents of the input :func:`grid_of`. Local."""
+    """Return the spatial extents of the input that :func:`grid_of` names. Local."""
     return network.inputs[grid_of(network)].shape[:-1]
 
 
@@ -169,7 +169,7 @@ def _changed(config: Config, section: str, values: dict[str, Any], without: Coll
 
 @dataclass(frozen=True)
 class _Looked:
-    """Number of samples (at most that of a batch is counted), and settings of the data that differ from the
+    """Number of samples (counted until it suffices for a batch), and settings of the data that differ from the
     configuration.
     """
 

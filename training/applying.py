@@ -169,6 +169,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
             description = described.get(network.names[loss.inputs[spec.target]], {})
             output = replace(output, attributes=_attributes(description, spec, what, output.shape[-1]))
             statistics = session.samples.statistics.get(network.names[loss.inputs[spec.target]])
+            # A rollout restores the units itself, since it also feeds predictions back as inputs.
             if statistics is not None and not steps:
                 first = output.boxes[session.comm.rank].start[-1]
                 output = replace(output, of_block=partial(statistics.restored, first_channel=first))
@@ -180,6 +181,7 @@ def _attributes(description: Mapping[str, Any], spec: MetricSpec, what: str, cha
     """Return the attributes of a target that apply to its prediction; for logits and probabilities, only names."""
     if spec.classes is not None and what != "classes":
         description = {key: description[key] for key in ("long_name", "description") if key in description}
+    # Predicted classes have one channel, whatever the channels of the target are.
     fits = len(description.get("channel_names", ())) == channels
     return {key: value for key, value in description.items() if key != "channel_names" or fits}
 
@@ -237,6 +239,7 @@ def write_outputs(
         If a file cannot be written; on all ranks.
     """
     comm = session.comm
+    # Parts of another job do not fit: the key covers all that decides their contents.
     shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
     whole = {**job, "samples": len(session.samples.dataset), "ranks": comm.size, "outputs": shapes}
     key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
@@ -290,6 +293,7 @@ def _compute(
             more = f"; nor are {len(faults) - 1} more" if len(faults) > 1 else ""
             path = part_path(folder, rank)
             _log.warning("%s is not continued: %s%s; all samples are computed again", path, text, more)
+        # Every rank continues after the last batch that all ranks have written.
         part.go_back(int(comm.allreduce_scalar(part.done, "min")))
         left = list(Sampler(np.arange(count), size, shuffle="never", remainder="fill").rest_of_epoch())[part.done :]
         fault: Exception | None = None
@@ -299,11 +303,13 @@ def _compute(
                 for number, (batch, predictions) in enumerate(compute(left), part.done):
                     blocks = [predictions[k] for k in kept]
                     if pending is not None:
+                        # Wait for the batch before: at most two batches are in memory.
                         fault = fault or pending.result()
                     if fault is None:
                         pending = thread.submit(_fault_of, partial(write, blocks))
                     report(number * size + batch.valid, count)
         finally:
+            # Also after an error: the next job continues after the batches that are written.
             unrecorded = _fault_of(part.record)
         comm.agree(fault or (pending and pending.result()) or unrecorded)
     return sum(batch.valid for batch in left)
@@ -328,12 +334,14 @@ def _finish(session: Session, outputs: Sequence[Output], out: Path, folder: Path
                 if comm.size > 1:
                     stack.callback(joined.unlink, missing_ok=True)
                     _join(session, outputs, folder, joined)
+                # A temporary path; it replaces `out` when `stack` closes, after all ranks have written.
                 result = stack.enter_context(replacing(out))
         result = comm.bcast(result)
         with comm.agreement(), writing(str(out), kind=DataError):
             if comm.rank == 0:
                 with _opened(joined, outputs, writer) as predictions:
                     writer.begin(predictions, result)
+        # In units of 1 / size of the samples: one unit per rank, or all of them on rank 0.
         first, stop = (comm.rank, comm.rank + 1) if writer.parallel else (0, comm.size if comm.rank == 0 else 0)
         samples = range(count * first // comm.size, count * stop // comm.size)
         with comm.agreement(), writing(str(out), kind=DataError):
@@ -350,6 +358,7 @@ def _clean(folder: Path, used: bool) -> None:
         with suppress(OSError):
             path.unlink()
     for other in folder.parent.iterdir():
+        # Only folders of jobs, which are named by eight digits of a key: others may be the user's.
         if re.fullmatch("[0-9a-f]{8}", other.name) and not (used and other == folder):
             shutil.rmtree(other, ignore_errors=True)
     if not used:
@@ -480,6 +489,7 @@ def write_each(
         )
     names, grid = _names([part.path for part in dataset.parts], WRITERS.make(format).suffix), grid_of(session.network)
     slides = isinstance(session.samples.windows, SlidingWindows)  # a network of one size
+    # Files whose fields have equal extents are computed by one executor.
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, part in enumerate(dataset.parts):
         shapes = [sample_shape(part, name, 0)[:-1] for name in (grid, *part.fields)]
@@ -513,9 +523,11 @@ def write_each(
                     shown = _shown(report, ready, len(dataset))
                     of_file = {**job, "files": _files(job, part)}
                     computed += write_outputs(each, outputs, path, WRITERS.make(format), of_file, shown, flips)
+                # A folder may have more files than a process may have open.
                 part.close()
                 ready += len(part)
                 known[names[number]] = {"source": str(part.path), "samples": len(part), "job": jobs[number]}
+                # After the file itself: a file that is not in the table is computed again, or continued.
                 with comm.agreement(), writing(str(out / TABLE), kind=DataError):
                     if comm.rank == 0:
                         _write(out, {name: known[name] for name in names if name in known})
@@ -546,6 +558,7 @@ def _complete(path: Path, entry: Any, mark: str) -> bool:
     """Return whether this job has completed a file, with all parts that it refers to. Local."""
     if not isinstance(entry, dict) or entry.get("job") != mark or not path.exists():
         return False
+    # Results in other formats contain all predictions, and refer to no parts.
     if not h5py.is_hdf5(path):
         return True
     try:

@@ -81,6 +81,7 @@ class ChunkSearch:
             self.chunk += 1 if self.chunk < self.step else self.step
             if self.chunk <= self.layers:
                 return
+        # The paper's rule ends the search, or no larger chunk exists.
         self.chunk, self.done = self.best, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class Tuner:
     def __init__(self, candidates: Sequence[Scheme], search: ChunkSearch | None = None) -> None:
         if not candidates:
             raise ValueError("candidates: expected at least one scheme, got none")
+        # Each scheme is timed once.
         self.candidates = list(dict.fromkeys(candidates))
         self.search = search
         self.trials: list[Trial] = []
@@ -162,6 +164,7 @@ class Tuner:
         """Record the time of a step with `scheme` [s]; it must be the same on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a tuner in progress, got one that is done")
+        # The scheme that was timed: `self.scheme` is another one as soon as the search has observed the time.
         scheme = self.scheme
         if len(self.trials) >= len(self.candidates):
             assert self.search is not None
@@ -183,6 +186,7 @@ class Tuner:
         """Continue from a checkpoint, with its candidates."""
         self.candidates = [Scheme.of(scheme) for scheme in state["candidates"]]
         self.trials = [Trial(Scheme.of(t["scheme"]), float(t["seconds"])) for t in state["trials"]]
+        # If only the checkpoint has a search (`step` is 0 now), its trials still count.
         if state["search"] is None:
             self.search = None
         elif self.search is not None:
@@ -213,6 +217,7 @@ class Tuning:
     candidates: int = 4
 
     def __post_init__(self) -> None:
+        # At least one step of an interval is timed.
         for name, least in (("interval", FIRST + 1), ("step", 0), ("range", 1), ("candidates", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
@@ -291,6 +296,7 @@ class AutoReduction:
 
     def before_step(self) -> None:
         """Apply the first scheme, before the first step. Collective."""
+        # Not in the constructor: a checkpoint that is loaded after it may replace the first scheme.
         if not self._begun:
             self._begun = True
             self._apply(self.tuner.scheme)

@@ -34,6 +34,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
         On all ranks, if a rank does not have the backend, the device or the precision.
     """
     with comm.agreement():
+        # A file of the user may be missing on one node.
         kind = BACKENDS[config.kernels]
     local_rank = comm.nodes[: comm.rank].count(comm.nodes[comm.rank]) if kind.on_device else 0
     if comm.rank == 0:

@@ -162,6 +162,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     weights = weights_of(network)
     labels = [name for name in network.targets if name not in weights]
     tables: dict[str, Any] = dict(data.labels)
+    # One table of numbers, not a table per target.
     if any(isinstance(value, int) for value in tables.values()):
         if len(labels) != 1:
             raise UserError(
@@ -223,6 +224,7 @@ def make_strategy(
             if network is not None:
                 plan.check(network, size, batch)
         except UserError as error:
+            # A new plan helps only if the number of ranks has changed.
             if plan.ranks == size:
                 raise
             raise UserError(f"{error}, or plan it when the run starts: `--set strategy=auto`") from error
@@ -297,6 +299,7 @@ def fitting_cuts(network: Network, size: int, batch: int, target: Mapping[str, i
     """
     products = (dict(zip(AXES, parts)) for parts in _products(size, len(AXES)))
     cuts = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
+    # Distance of two cuts: the factors between their parts, on all axes, multiplied.
     return sorted(cuts, key=lambda parts: sum(abs(math.log(parts[a] / target.get(a, 1))) for a in AXES))
 
 
@@ -461,6 +464,7 @@ def fit_memory(
     dtype, rank = as_dtype(config.training.dtype), ranks.index(max(ranks))
     target = Target(config.training.at_once, comm.size, rank, dtype, rounds=_rounds(config))
     keeping = Keeping(network, strategy, target)
+    # Only the arena of activations depends on what is recomputed, so it has to save all of the excess.
     capacity: float = keeping.most - excess
     while (smaller := keeping.within(capacity)) is not None:
         over = max(needed(smaller)) - limit  # another rank may need the most now

@@ -202,6 +202,7 @@ def write_checkpoint(
             "states": sorted(snapshot.optimizer),
             "arrays": locations,
         }
+        # After HDF5 has closed its file: until then it writes metadata.
         raw.finish(json.dumps(index).encode())
 
 
@@ -394,6 +395,7 @@ class CheckpointReader:
         assert self._raw is not None
         offset, stored_shape, kind = self._index["arrays"][path]
         if tuple(stored_shape) != shape or np.dtype(kind) != dtype:
+            # `_explained` makes a UserError of it.
             raise KeyError(f"{path} of shape {stored_shape} and type {kind}")
         return self._raw.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
@@ -407,6 +409,7 @@ class CheckpointReader:
         node = self._comm.split(self._comm.nodes[self._comm.rank])
         assert node is not None
         with closing(node):
+            # The reader broadcasts views of the file; the other ranks receive each array in the same memory.
             scratch = np.empty(0 if self._reads else max(map(math.prod, shapes.values()), default=0), dtype)
             for path, shape in shapes.items():
                 flat = arrays[path].reshape(-1) if self._reads else scratch[: math.prod(shape)]
@@ -422,6 +425,7 @@ class CheckpointReader:
                 yield
             except Exception as raised:
                 error = self._explained(raised)
+                # A fault of rank 0 is that of the file, not of one rank: its message names no rank.
                 if self._comm is None or self._comm.rank == 0:
                     mark_agreed(error, True, 0, needs_no_rank=True)
                 if error is raised:

@@ -146,6 +146,7 @@ class CheckpointFolder:
         for name, target in {**self._unnamed, "latest": path.name, **({"best": path.name} if best else {})}.items():
             self._write_name(name, target)
         chosen = self._named("best")
+        # Also files that best.h5 is yet to name.
         kept = {*self._unnamed.values(), *([] if chosen is None else [chosen.name])}
         # Newer files belong to a run that was set back to an earlier step; it will write them again.
         old = [f for f in self._files() if f.name <= path.name][: -self.keep]
@@ -184,6 +185,7 @@ class CheckpointFolder:
         """Return the file that ``latest.h5`` or ``best.h5`` names, None if there is none."""
         path = self.path / f"{name}.h5"
         checkpoint = checkpoint_of(path)
+        # Without a name in it, `checkpoint_of` returns the path itself.
         return checkpoint if os.path.isfile(checkpoint) and checkpoint.name != path.name else None
 
     def _files(self) -> list[Path]:

@@ -31,6 +31,7 @@ FORMAT = 2
 HEADER = 4096
 #: Bytes of the body under one checksum [B].
 CHUNK = 1 << 20
+#: As in PNG: a byte above 127, line ends and Ctrl-Z, which transfers of text would change.
 _SIGNATURE = b"\x89halograd\r\n\x1a\n\0\0\0"
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _FIELDS = struct.Struct("<16sIIQQI")  # signature, format, CHUNK, begin and end of the index, CRC-32 of the table
@@ -83,6 +84,7 @@ class ChunkWriter(io.RawIOBase):
 
     def _write_all(self, view: memoryview) -> int:
         start, done = self._file.tell(), 0
+        # An unbuffered file may write fewer bytes than requested.
         while done < len(view):
             done += self._file.write(view[done:])
         self._note(start, view)
@@ -102,6 +104,7 @@ class ChunkWriter(io.RawIOBase):
         self._try(lambda: self._finish(index), None)
 
     def _finish(self, index: bytes) -> None:
+        # `max`: without an HDF5 file, the index begins after the space of the header.
         begin = self._file.seek(max(HEADER, self._file.seek(0, os.SEEK_END)))
         end = begin + self._write_all(memoryview(index))
         table = b"".join(_SUM.pack(self._sum(chunk, end)) for chunk in range(_chunks(end, CHUNK)))
@@ -172,6 +175,7 @@ class VerifiedFile:
     """
 
     def __init__(self, path: Path) -> None:
+        # Before `open`, which waits for a writer if the path is a pipe.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OtherFile("a folder, a pipe or a device; name a file")
         self._file = path.open("rb", buffering=0)

@@ -41,6 +41,7 @@ class Clip:
         self._store = store
         self._square, self._norm, self.factor = (device.zeros((1,), np.float64) for _ in range(3))
         self._fetched = FetchedNumber(device)
+        # If so, every rank has the sums of all gradients.
         local = store.whole and not store.scheme.kind.shards
         self._sum = None if local else comm.reduction(self._square, kind="norm")
         inverse = None if store.loss_scale is None else store.loss_scale.inverse

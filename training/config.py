@@ -93,6 +93,7 @@ class ModelConfig(Table):
         sources = [key for key in _SOURCES if getattr(self, key) is not None]
         if not sources:
             raise ValueError('name: expected a model, or file = "net.py:build", got neither')
+        # A run of `torch` keeps its graph, and `kept_model` sets `onnx` in addition.
         if len(sources) > 1 and sources != ["torch", "onnx"]:
             raise ValueError(f"{sources[1]}: expected no {sources[0]} with it, got one; remove one of them")
         for key in ("file", "torch"):
@@ -116,6 +117,7 @@ class ModelConfig(Table):
     def options(self) -> dict[str, Any]:
         """All other keys: options of the model."""
         extra = self.model_extra or {}
+        # The graph was made with the other options.
         return dict(extra) if self.onnx is None else {"loss": extra["loss"]}
 
 
@@ -341,6 +343,7 @@ class ReductionConfig(Table):
         others = sorted(self.model_fields_set & _TUNING)
         if others and not KINDS[self.name].searches:
             raise ValueError(f'{others[0]}: expected name = "auto" with it, got "{self.name}"; remove one of them')
+        # A `Scheme` checks its fields together.
         self.scheme()
         return self
 

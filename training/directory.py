@@ -118,6 +118,7 @@ class Owner:
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls()
         typed = all(type(getattr(owner, field.name)) is type(field.default) for field in fields(cls))
+        # `os.kill` takes 0 and negative numbers for groups of processes.
         return owner if typed and 0 < owner.process < 1 << 31 else cls()
 
     def here(self, other: Owner) -> bool:
@@ -193,6 +194,7 @@ class RunLock:
         if owner.here(self._me):
             if waited >= ENDING:
                 raise self._in_use(owner)
+        # Its owner has touched it since the first reading, or another run has replaced it.
         elif seen != first:
             raise self._in_use(owner)
         elif time.time() - seen[1] >= OLD or waited >= SILENCE:
@@ -251,6 +253,7 @@ class RunLock:
             with open(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(self._me), file)
         except OSError:
+            # A lock without text names no owner, so no run could find out that its owner is gone.
             path.unlink(missing_ok=True)
             raise
         return True
@@ -318,6 +321,7 @@ class RunLock:
         if self._held:
             self._held = False
             self._ended.set()
+            # With a limit: the thread may hang in a call of the file system.
             self._thread.join(BEAT)
             with contextlib.suppress(OSError):
                 if self._is_mine():
@@ -360,6 +364,7 @@ def _started(pid: int) -> str | None:
 def _alive(pid: int, started: str) -> bool:
     """Return whether the process with this start time still runs, or may run because its start time is not visible."""
     try:
+        # Signal 0 is not delivered: only the existence of the process is checked.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

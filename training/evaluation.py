@@ -47,7 +47,8 @@ class Evaluation:
         result = evaluation.finish()
 
     The prediction and the target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements
-    of weight 0 are ignored. Elements of any other weight count once, so counts are whole numbers.
+    of weight 0 are ignored. Elements of any other weight count once, except in :class:`Weighted
+    <halograd.training.metrics.Weighted>`.
     Communication: one sum of the loss per batch, and one sum of the counts.
 
     Parameters
@@ -156,6 +157,7 @@ class Evaluation:
         self._loss.add(loss, valid)
         for number, pair in enumerate(self._counted):
             box = pair.prediction.box
+            # The last batch is filled up: this rank's block may have fewer valid samples, or none.
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
                 # The host counts, so that the counts are the same for every device.
@@ -317,6 +319,7 @@ class MeanLoss:
             self._sum.run()
         if not self._samples or (self._only_divided and not self._divisors.any()):
             return None
+        # Divided terms are quotients of sums over all batches; what is left of the loss is a mean over samples.
         quotients = [total / divisor for (_, total), divisor in zip(self._own, self._divisors) if divisor > 0]
         return (self._total - float(self._own[:, 0].sum())) / self._samples + float(sum(quotients))
 
@@ -388,10 +391,12 @@ def gather_samples(
     with closing(Gather(executor, list(names.values()))) as way:
         for batch in session.feed(batches):
             executor.forward(training=False)
+            # This finishes the loss reduction, with the votes of this pass.
             executor.loss_value()
             for (key, node), whole in zip(names.items(), way.run()):
                 if whole is not None:
                     valid, known = whole[: batch.valid], units.get(node)
+                    # A copy: the next run overwrites the array.
                     valid = valid.astype(np.float32) if is_low(valid.dtype) else valid.copy()
                     parts[key].append(valid if known is None else known.restored(valid))
             samples += batch.indices[: batch.valid]

@@ -177,6 +177,7 @@ class Executor:
             self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch, parts=parts if trainable else 1)
             self.store = store or self._make_store(seed)
             if store is None and self.store.loss_scale is not None:
+                # The loss scale of a shared store is closed by the executor that made it.
                 opened.callback(self.store.loss_scale.close)
             if trainable and self.store.parts != parts:
                 raise ValueError(f"store: expected one for {parts} parts of a batch, got one for {self.store.parts}")
@@ -226,6 +227,7 @@ class Executor:
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
         opened.callback(self.pass_loss.close)
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
+        # Not `self.reducer.close`: another reducer, or a check, may replace this one later.
         opened.callback(self._close_reducer)
         self._make_calls()
 
@@ -315,6 +317,7 @@ class Executor:
         items = [item for item in items if item.when in (None, kind)]
         calls = list[Call]()
         key = attrgetter("layer", "again", "on_gradients")
+        # Consecutive calls of a layer are timed together.
         for (layer, again, on_gradients), group in groupby(items, key):
             own = [item.call for item in group]
             calls.append(partial(self.heartbeat.at, phase, layer))
@@ -392,9 +395,9 @@ class Executor:
         """Compute all layers of the batch in the input arrays. Collective.
 
         `training` switches batch statistics and dropout on or off; None: no change. The loss becomes known with
-        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs, and with `debug`
-        on all ranks GuardError if a kernel of one of them wrote outside of its memory, and AccessError if one read or
-        wrote arrays that it does not declare, as `backward` does.
+        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs. With `debug`,
+        this method and `backward` raise on all ranks GuardError if a kernel of one rank wrote outside of its memory,
+        and AccessError if it read or wrote arrays that it does not declare.
         """
         if training is not None:
             self.mode.training = training
@@ -404,6 +407,7 @@ class Executor:
                     f"forward(): expected {self.parts} calls of count() before the first part, because a loss is "
                     f"divided by its weights in the whole batch, got {self._counts}"
                 )
+            # The next batch must be counted anew.
             if self.mode.part + 1 == self.parts:
                 self._counts = 0
         other = self.store.reducer
@@ -463,6 +467,7 @@ class Executor:
         self._require_loss("backward()")
         self.heartbeat.count += 1
         self.store.reducer = self.reducer
+        # Before any kernel of the pass: updates that are still due read the gradients that it overwrites.
         self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
         for call in self._backward:

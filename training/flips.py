@@ -68,6 +68,7 @@ class Mirrored(DatasetView):
             ranges = [(own[a] - high, own[a] - low) if a in axes else (low, high)
                       for a, (low, high) in enumerate(part.ranges[1:])]  # fmt: skip
             at: Any = (k - box.start[0], *filled[1:])
+            # A view with reversed axes: what is read into it is mirrored in `out`.
             view = out[at][tuple(slice(None, None, -1 if a in axes else 1) for a in range(len(shape)))]
             self.dataset.read(name, [sample], Box.of_ranges([(0, 1), *ranges]), view[None])
         return filled
@@ -101,6 +102,7 @@ class Flips:
         if getattr(session.config.data.augment, "vectors", ()):
             raise UserError("--flips: expected data without data.augment.vectors, which change sign, got some")
         numbers = sorted(names.index(axis) for axis in axes)
+        # All subsets of the axes; the first one is empty, and its image is the sample itself.
         self._images: Images = tuple(
             itertools.chain.from_iterable(itertools.combinations(numbers, n) for n in range(len(numbers) + 1))
         )
@@ -116,6 +118,7 @@ class Flips:
         for v, value in enumerate(self._values):
             (shape, boxes), dtype = placed(session, value), dtype_of(value)
             for i, axes_ in enumerate(self._images[1:], 1):
+                # A block of the mirrored output, mirrored back, lies in the mirrored box: often that of another rank.
                 sources = _mirrored(boxes, (1, *shape), axes_)
                 self._sent[v, i] = np.empty(boxes[comm.rank].shape, dtype)
                 self._received[v, i] = np.empty(boxes[comm.rank].shape, dtype)

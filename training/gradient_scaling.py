@@ -1,4 +1,4 @@
-"""Factors on gradients that are decided on the device, without a wait: dynamic loss scaling, clipping by the norm."""
+"""Dynamic scaling of the loss, decided on the device without a wait, and the protocol of checks of gradients."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LossScale:
         self.known, self.skipped, self._row = INITIAL, 0, 0
 
     def adapt(self) -> None:
-        """Change the factor for the next step, after the updates of this step have read it. Enqueued."""
+        """Change the factor for the next step, after `Optimizer.begin_step` has read that of this step. Enqueued."""
         self.observe()
         self._adapt()
         self._device.download(self.state, self._pinned)

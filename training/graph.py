@@ -63,8 +63,8 @@ class GraphedPass:
     capture.
 
     If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has
-    long reached the end of the second then, so that nothing waits. A fault of the capture of a section without messages
-    is then a warning, and the rank goes on without that graph.
+    long reached the end of the second by then, so that nothing waits. A fault of the capture of a section without
+    messages is then a warning, and the rank goes on without that graph.
 
     Parameters
     ----------
@@ -117,6 +117,7 @@ class GraphedPass:
             self._enter(section.items[0].layer)
             launches.append(self._recorded(section) if recording else section.run)
             begin = time.perf_counter()
+            # A capture records kernels without running them, so the pass itself runs by this launch.
             launches[-1]()
             if section.graph:  # other calls may wait for messages, with graphs too
                 enqueuing += time.perf_counter() - begin
@@ -170,6 +171,7 @@ def _each_of(*calls: Callable[[], object]) -> None:
 def _separate_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
     """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
     comm.agree(None)  # a rank with a fault in the set-up does not come here
+    # What is separate on one rank may separate more on another: repeat until no rank changes.
     separate = separate_pairs(items)
     while True:
         everyone = set().union(*comm.allgather_objects(sorted(separate)))
@@ -193,6 +195,7 @@ def graphed_pass(
     A single rank sends nothing: these operations then come before forward or after backward, and the pass is one graph.
     """
     if comm.size == 1:
+        # A stable sort: the order within operations on gradients, and within the others, stays.
         items = sorted(items, key=lambda item: item.on_gradients != (phase == "forward"))
     prepare = getattr(kernels, "before_capture", None)
     return GraphedPass(comm, kernels.device, items, partial(enter, phase), prepare, measures)

@@ -80,6 +80,7 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
     if np.ma.is_masked(array):
         raise UserError(f"input {name!r}: expected an array without masked elements, got some; fill them first")
     values = np.asarray(array)
+    # NumPy's kind of bfloat16 (ml_dtypes) is "V", as of structures.
     if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
         raise UserError(f"input {name!r}: expected an array of real numbers, got one of {values.dtype}")
     if values.shape != shape:
@@ -88,6 +89,7 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
             f"{values.shape}"
         )
     block = values[box.slices()]
+    # NaN and infinity have no integer: the comparison finds them, and the warning of NumPy is redundant.
     with np.errstate(invalid="ignore"):
         if dtype.kind in "iu" and not np.array_equal(block.astype(dtype), block):
             raise UserError(f"input {name!r}: expected whole numbers that {dtype} holds, got others in {values.dtype}")
@@ -140,6 +142,7 @@ class DeviceFeed:
     # -- the loader's thread --------------------------------------------------------------------
     def before_fill(self, slot: int) -> None:
         """Wait until the buffers of a slot may be written."""
+        # The current device is a setting of each thread.
         self._device.use()
         event = self._uploaded[slot]
         if event is not None:

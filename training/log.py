@@ -138,6 +138,7 @@ class RunLog:
             if os.path.samestat(current, mine) or not stat.S_ISREG(current.st_mode):
                 return file
         new = self.path.open("ab+", buffering=0)
+        # A file that has lines already is continued: it may be a copy of the log.
         if os.fstat(new.fileno()).st_size == 0:
             file.seek(0)
             self._waiting[:0] = file.readall()
@@ -158,6 +159,7 @@ class RunLog:
         """Print a line for the user. What cannot be printed (into a file on a full disk) does not end a run."""
         if self._prints:
             with contextlib.suppress(OSError):
+                # Brackets in a text are no markup.
                 self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def move(self, done: int, total: int, text: str) -> None:
@@ -371,7 +373,7 @@ _TAGS = {
 
 
 def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a log line by tag; none for lines that are not plotted.
+    """Return the numbers of a log line by tag; empty for lines that are not plotted.
 
     >>> scalars_of({"event": "validation", "epoch": 0, "step": 9, "loss": 0.5, "iou": None})
     {'validation/loss': 0.5}
@@ -419,6 +421,7 @@ class TensorBoard:
         self._event, self._summary, self._checksum = Event, Summary, masked_crc32c
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
+        # TensorBoard reads files with "tfevents" in their name.
         path = folder / f"events.out.tfevents.{int(now):010d}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = path.open("xb", buffering=0)
         self._write(wall_time=now, file_version="brain.Event:2")
@@ -439,6 +442,7 @@ class TensorBoard:
 
     def _write(self, **event: Any) -> None:
         data: bytes = self._event(**event).SerializeToString()
+        # A TFRecord: length, its checksum, data, their checksum.
         length = struct.pack("<Q", len(data))
         record = b"".join(part + struct.pack("<I", self._checksum(part)) for part in (length, data))
         if self._file.write(record) != len(record):  # an incomplete record: readers stop at it

@@ -1,7 +1,7 @@
 """Counts of right and wrong predictions, their scores, and the file that holds both.
 
-Counts are integers, so scores do not depend on the decomposition in any bit. A metric of your own is a subclass of
-:class:`Metric`.
+Counts of classes are integers, so their scores do not depend on the decomposition in any bit; errors of numbers are
+summed in float64. A metric of your own is a subclass of :class:`Metric`.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...
         got = f"an array of {counts.dtype}" if isinstance(counts, np.ndarray) else type(counts).__name__
         raise UserError(f"{kind}: expected `counts` to be a contiguous array of int64 or float64, got {got}")
     try:
+        # The names of the scores are needed before anything is counted.
         with np.errstate(all="ignore"):
             scores = dict(metric.scores())
     except Exception as error:
@@ -207,6 +208,7 @@ class Confusion(Metric):
             guess, truth = self._classes(prediction, target)
         mask = np.ones(truth.shape, np.bool_)
         if self.ignored is not None:
+            # With a threshold, `truth` is 0 or 1: the ignored value is one of the target.
             mask = (truth if self.threshold is None else target) != self.ignored
         if weights is not None:
             own = counted(weights, prediction.shape)
@@ -379,9 +381,11 @@ class Ensemble(Errors):
         """Add a block of all members without the elements of weight 0. Local."""
         mean = ensemble_mean(prediction, self.members)
         mask = np.ones(target.shape, np.bool_) if weights is None else counted(weights, target.shape)
+        # ``(elements, M)``
         x = prediction.reshape(*target.shape[:-1], self.members, -1).swapaxes(-1, -2)[mask].astype(np.float64)
         t, mean = target[mask].astype(np.float64), mean[mask]
         variance = np.square(x - mean[:, None]).sum(axis=1) / (self.members - 1)
+        # Each pair of members once, one member against all earlier ones: no array of M x M.
         pairs = sum(np.abs(x[:, :k] - x[:, k : k + 1]).sum(axis=1) for k in range(1, self.members))
         score = np.abs(x - t[:, None]).mean(axis=1) - pairs / (self.members * (self.members - 1))
         difference = mean - t
@@ -511,7 +515,9 @@ class Weighted(Metric):
         each = self.counts[self.counts[:, 0] > 0]
         w, x, t, xx, tt, xt = each[:, [0, 3, 4, 5, 6, 7]].T
         if self.center == "mean":
+            # Sums about the weighted means: sum w (x - mean)^2 = sum w x^2 - (sum w x)^2 / sum w.
             xx, tt, xt = xx - x * x / w, tt - t * t / w, xt - x * t / w
+        # A constant channel has no correlation; by rounding, its sum of squares may even be negative.
         varying = (xx > 0) & (tt > 0)
         scores["anomaly_correlation"] = _mean((xt[varying] / np.sqrt(xx[varying] * tt[varying])).tolist())
         return scores
@@ -566,6 +572,7 @@ class Calibration:
             probability, frequency = (units * _UNIT / count, true / count) if count else (None, None)
             row = {"from": k / BINS, "to": (k + 1) / BINS, "count": count}
             bins.append({**row, "probability": probability, "frequency": frequency})
+            # Equation 3: ``count / total * |true / count - probability|``, in which `count` cancels.
             error += abs(units * _UNIT - true)
         return {"error": error / total if total else None, "bins": bins}
 
@@ -580,6 +587,7 @@ def sigmoid(block: np.ndarray) -> np.ndarray:
 
 def softmax(block: np.ndarray) -> np.ndarray:
     """Compute the probabilities of logits ``(N, ..., K)`` over the last axis."""
+    # Exponentials of at most 1 do not overflow.
     y = block - block.max(axis=-1, keepdims=True)
     np.exp(y, out=y)
     y /= y.sum(axis=-1, keepdims=True)

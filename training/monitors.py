@@ -58,6 +58,7 @@ class LossWatch:
 
     def _count(self) -> None:
         loss, self._last = float(self._last), math.nan
+        # Nothing to add yet, or a loss that ends the run (`Diverged`).
         if not math.isfinite(loss):
             return
         if math.isnan(self.first):

@@ -138,6 +138,7 @@ class Optimizer:
         # Learning rate, scale of the gradients, the two bias corrections of Adam, and the weight of averages.
         shape = len(self._factors), 5
         self._scalars = self._device.zeros(shape, np.float64)
+        # Two, so that the host may write one while the other is still being uploaded.
         self._pinned = [self._device.pinned(shape, np.float64) for _ in range(2)]
         self._sent: list[Event | None] = [None, None]
         self._shards = self._owned_ranges()
@@ -187,6 +188,7 @@ class Optimizer:
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, int]]:
         """Return consecutive ranges of a bucket, each with the number of the group of its layers."""
+        # Names of layers may contain slashes: only the last one separates the parameter.
         names = groupby(bucket.slices, lambda name: self._group_of.get(name.rpartition("/")[0], ""))
         starts = [(bucket.slices[next(members)].start, self.groups.index(group)) for group, members in names]
         stops = [start for start, _ in starts[1:]] + [bucket.params.size]
@@ -415,6 +417,7 @@ class _Moments(Optimizer):
         """Decay of the mean of squared gradients."""
 
     def corrections(self) -> tuple[float, float]:
+        # Algorithm 1 of Adam; the second one divides sqrt(v), not v.
         return 1 - self.settings.beta1**self.step, math.sqrt(1 - self.settings.beta2**self.step)
 
 
@@ -473,6 +476,7 @@ class Lion(Optimizer):
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         own, (m,), (_, b) = self.settings, piece.state, piece.scratch
         g = piece.gradient(numbers.scale)
+        # beta1 * m + (1 - beta1) * g, as g + beta1 * (m - g).
         np.subtract(m, g, out=b)
         np.multiply(b, own.beta1, out=b)
         np.add(b, g, out=b)
@@ -509,6 +513,7 @@ class LAMB(_Moments):
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         own, p, (m, v), (a, b) = self.settings, piece.p, piece.state, piece.scratch
         g = piece.gradient(numbers.scale)
+        # m += (1 - beta1) * (g - m), then the same for v and g^2.
         np.subtract(g, m, out=b)
         np.multiply(b, 1 - own.beta1, out=b)
         np.add(m, b, out=m)

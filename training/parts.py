@@ -167,6 +167,7 @@ class PartFile:
             record = self._progress()
             if record is None:
                 return False
+            # Neither follows a link nor waits for the other end of a pipe.
             self._file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             self._verify(record)
             return True
@@ -221,6 +222,7 @@ class PartFile:
                 raise DataError(f"cannot write {path}: expected a file, got a folder; remove it, or give another path")
         self._record.unlink(missing_ok=True)  # this record would belong to another file
         placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        # Offsets exist before any data, and HDF5 writes no fill values: the batches cover all elements.
         placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         placed.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         with atomic_path(self.path) as partial:
@@ -301,6 +303,7 @@ class PartFile:
         if self.done == self._recorded:
             return
         with writing(str(self.path), kind=DataError):
+            # Before the record: after a power failure it must not count batches that are not on the disk.
             os.fsync(self._file)
             if not os.path.samestat(os.fstat(self._file), os.lstat(self.path)):
                 raise DataError(

@@ -126,6 +126,7 @@ class PassLoss:
         if self._part is None:
             return
         self.finish()
+        # A copy: the sum is computed in place, and `votes` stay until they are changed.
         self._votes_summed[...] = self.votes
         if self._fetched is None:
             self._sum[0] = self._part[0]

@@ -56,6 +56,7 @@ def start_monitor(monitored: MonitoredRanks) -> subprocess.Popen[bytes] | None:
         return None
     with contextlib.suppress(OSError):
         return subprocess.Popen(
+            # Without the site packages and variables of the user: a fast start, and nothing of theirs runs.
             [sys.executable, "-I", "-S", __file__, json.dumps(asdict(monitored))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # stderr is that of the job

@@ -100,6 +100,7 @@ class Reducer:
 
     def _open(self) -> dict[Sum, Reduction | None]:
         """Open the reductions of buckets; None for buckets without elements on this rank."""
+        # Those with a layer gather activations or their gradients; the runner has opened them.
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         sums = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
         specs = [
@@ -124,6 +125,7 @@ class Reducer:
         """Return the call of an operation of the program. Local."""
         if operation not in self._calls:
             call = self._bound(operation)
+            # Gradients of the parts of a batch are added on each rank first, and summed over the ranks once.
             self._calls[operation] = partial(self._in_last_pass, call) if operation.when == "step" else call
         return self._calls[operation]
 
@@ -178,6 +180,7 @@ class Reducer:
             for call in gradient:
                 call()
             for state in self._replicated(layer):
+                # No sum makes the update of a replicated bucket due.
                 state.computed, state.pending = True, self._part + 1 == self._parts
 
     def _replicated(self, layer: str) -> list[_State]:
@@ -188,6 +191,7 @@ class Reducer:
             state.bucket.widen()
 
     def _accumulate(self, state: _State) -> None:
+        # After `finish` this call comes again in the next forward pass: a replicated gradient is added only once.
         if state.computed or not state.bucket.replicated:
             state.computed = False
             state.bucket.add_part(self._part, self._parts)
@@ -205,6 +209,7 @@ class Reducer:
             state.pending = False
             if self.update is not None:
                 self.update(state.bucket)
+                # The rank has updated its shard only; the others are gathered next.
                 state.updated = state.gather is not None
 
     # -- a step --------------------------------------------------------------------------------
@@ -257,6 +262,7 @@ class Reducer:
                 state.total.encoding.forget_faults()
         self._due.clear()
         self.finish()
+        # A forward pass or a backward pass that was cut short leaves gathers of dense layers in progress.
         for kernel in self.program.exposed.values():
             self._runner.instance(kernel).abandon()
 
@@ -319,6 +325,7 @@ class _State:
         """Finish the gather if it is in progress."""
         if self.gather is not None and self.gather.under_way:
             self.gather.finish()
+            # Fused updates write the copies of this rank's shard only.
             self.gathered = self.bucket.copies is not None
 
     def refresh(self) -> None:

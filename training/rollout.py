@@ -133,6 +133,7 @@ class Rollout:
         #: By number of the output: the target that it is compared with.
         self._targets: dict[int, str] = {}
         with comm.agreement():
+            # Reversed, so that the first comparison of an output wins.
             for comparison in reversed(loss.layer.comparisons(*(n.shape for n in loss.inputs))):
                 number = numbers.get(network.names[loss.inputs[comparison.prediction]])
                 if number is not None and comparison.classes is None and comparison.members == 1:
@@ -146,7 +147,9 @@ class Rollout:
         for name, source, channels in chosen:
             value, stored = values[source], session.executor.program.values[name].stored
             shape, input_ = value.layout.shape, session.executor.input(name)
+            # Within the sample: padding beyond its edges keeps the zeros of the loader.
             axes = [tuple((max(0, low), min(n, high)) for low, high in parts) for n, parts in zip(shape, stored.axes)]
+            # All channels of the output: those of the input may have another order in it.
             whole = [*axes[:-1], tuple((0, shape[-1]) for _ in stored.axes[-1])]
             target = Blocks(whole, stored.size)
             received = np.zeros(target[rank].shape, self._sent[source].dtype)
@@ -209,6 +212,7 @@ class Rollout:
     def _begin(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """Fill the inputs of a batch; return copies of them. The loader reads nothing when this returns."""
         session, executor = self._session, self._session.executor
+        # The feed copies the batch to the inputs before it yields.
         for _ in session.feed([batch]):
             pass
         arrays = {}
@@ -227,6 +231,7 @@ class Rollout:
         session, executor = self._session, self._session.executor
         for source in self._inputs:
             source.exchange.run()
+            # ``(N, *spatial, times, channels)``
             times = source.received.reshape(*source.received.shape[:-1], self._at_once, -1)
             new = times[..., source.channels].astype(source.state.dtype)
             new[np.broadcast_to(source.absent[..., None, :], new.shape)] = np.nan
@@ -238,6 +243,7 @@ class Rollout:
                 session.samples.statistics[source.name].apply(values)
             if absent is not None:
                 values[absent] = 0
+            # Of `values`, which have all channels, the input may hold some: this rank's block of a cut.
             low, high = executor.input(source.name).box.ranges[-1]
             arrays[source.name][source.own] = values[..., max(0, low) : high]
         for name, array in arrays.items():

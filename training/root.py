@@ -44,11 +44,13 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
         except Exception as error:
             mark_agreed(error, True, world.size, needs_no_rank=True)
             fault = error
+    # Before the broadcast: without a result there is none.
     agree(world, range(world.size), fault)
     try:
         result = world.bcast(result)  # a configuration loads the files of the user that it names when it is unpickled
     except Exception as error:
         fault = error
+    # Again, because only some ranks may be unable to unpickle the result.
     agree(world, range(world.size), fault)
     return result
 

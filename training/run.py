@@ -106,6 +106,7 @@ def train(
     with StopSignals() as signals, ExitStack() as stack:
         TRANSPORTS.make(config.backend.transport)  # its error names the key
         ranks = stack.enter_context(Communicator(world, config.backend.transport))
+        # Before anything is written: another run may use the directory.
         lock = stack.enter_context(RunLock(directory))
         on_root(ranks.mpi, writing(f"output.directory {directory}")(lock.acquire))
         folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
@@ -258,9 +259,11 @@ class TrainingRun:
             self.session.samples.check_drawn(progress.drawn, "start anew")
             self.session.warn_of_changes(progress.source)
             entries = read_log(self.log.path) if comm.rank == 0 else []
+            # The watch compares later losses with the first one of the run, not of this job.
             first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
             diverged = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
             self.trainer.schedule.load_state_dict(progress.schedule)
+            # With another batch, the numbers of steps are not comparable.
             if before == self.sampler.batch:
                 self._warn_of_schedule(entries, progress.schedule)
         self.watch.first, self.watch.diverged = comm.bcast((first, diverged.get(self.optimizer.step)))
@@ -403,6 +406,7 @@ class TrainingRun:
         parts = (part for batch in batches for part in self._parts_of(batch))
         for loaded in self.session.feed(parts):
             executor.heartbeat.step = self.optimizer.step
+            # Only targets and weights of a part are loaded, to be counted before the first part.
             if loaded.only is not None:
                 executor.count()
                 continue
@@ -428,12 +432,14 @@ class TrainingRun:
             begin = requested = end
             ended = self.sampler.epoch != epoch
             validates = self._validates(ended)
+            # After the last step of the run nothing is left to continue: it ends as usual.
             through = ended and self.sampler.epoch == self.epochs and not validates
             if self._is_interrupted and not through:
                 self._stop(ended or validates)
                 return float(loss)
             if self.checkpoints.due and not (ended or validates):  # otherwise, it is written after the validation
                 self._checkpoint()
+                # The time of the checkpoint belongs to no step.
                 begin = requested = time.perf_counter()
         ended = self.sampler.epoch != epoch
         if ended or self._validates(ended):
@@ -530,6 +536,7 @@ class TrainingRun:
             self.trainer.schedule.validated(scores)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += f"{',' if ended else ':'} validation {describe(self.validation)}"
+            # The first of all validations is the best without comparison.
             text += " (best)" if better and (epoch or not ended) else ""
         self.log.print(text)
         if ended:
@@ -540,6 +547,7 @@ class TrainingRun:
             self._log_phases()
         last = self.sampler.epoch == self.epochs or self.best.exhausted
         due = due or (ended and self.checkpoints.due_after(epoch))
+        # `_unvalidated`: the checkpoint of this step records that its validation is missing, and is replaced.
         if self._unvalidated or last or due or better:
             written = self._checkpoint(needed=last, best=better)
             if better and not written:  # full disk: later validations must beat what best.h5 names, to replace it

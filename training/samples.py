@@ -261,6 +261,7 @@ class Samples:
         """
         names = _of_files(self.dataset, "names", [])
         files = f" in {len(names)} files" if names else ""
+        # Names without folders, so data may be moved or be mounted elsewhere.
         mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
 
@@ -458,6 +459,7 @@ def _open_dataset(
             for number in range(comm.rank, len(paths), comm.size):
                 opened[number] = open_(number)
                 if len(paths) > 1:
+                    # A `FileSet` opens files again when it reads them, at most `data.open_files` at a time.
                     opened[number].close()
         except DataError as error:
             vars(error)["needs_no_rank"] = True  # the text names the file
@@ -669,6 +671,7 @@ def _statistics(
     data, count = config.data, config.data.statistics
     if count is not None and count < len(training):
         drawn = np.random.default_rng([config.training.seed, _STATISTICS]).permutation(len(training))[:count]
+        # Sorted, to read the files in order.
         training = training[np.sort(drawn)]
 
     def total(array: np.ndarray) -> np.ndarray:
@@ -707,6 +710,7 @@ def _statistics(
         for name in names
         if name not in statistics
     }
+    # Only rank 0 has the store.
     if store is not None and computed:
         store.write(computed)
     return statistics | computed

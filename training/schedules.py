@@ -155,6 +155,7 @@ class DecaySettings(ScheduleSettings):
             raise ValueError("milestones: expected the epochs at which the rate drops, got none")
         if self.milestones != sorted(set(self.milestones)):
             raise ValueError(f"milestones: expected rising epochs, got {self.milestones}")
+        # In logarithms, because the power itself may overflow.
         if math.log10(self.learning_rate) + len(self.milestones) * math.log10(self.factor) > math.log10(LARGEST):
             raise ValueError(f"factor: expected rates of at most {LARGEST:g} at all milestones, got {self.factor:g}")
         return self
@@ -202,6 +203,7 @@ class StepDecay(Schedule):
 
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> StepDecay:
+        # Milestones that round to one step count once: `milestones` must increase.
         milestones = sorted({span.steps(m) for m in settings.milestones})
         return cls(settings.learning_rate, tuple(milestones), settings.factor)
 
@@ -353,6 +355,7 @@ class OneCycle(Schedule):
         return cls(settings.learning_rate, steps, settings.rise, settings.start, settings.final)
 
     def __call__(self, step: int, group: str = "") -> float:
+        # As in PyTorch, the rise ends one step early: steps count from 0.
         top, last = self.rise * self.steps - 1, self.steps - 1
         if step < top:
             low, way = self.start * self.rate, 1 - step / top
@@ -400,6 +403,7 @@ class Plateau(Schedule):
         return cls(settings.learning_rate, settings.factor, settings.patience, settings.score, settings.least)
 
     def __call__(self, step: int, group: str = "") -> float:
+        # `min`: a `least` above the rate does not raise it.
         return max(min(self.rate, self.least), self.rate * self.factor**self.drops)
 
     def follow(self, names: Mapping[str, str | None]) -> None:
@@ -448,6 +452,7 @@ def schedule_of(function: Callable[[int], float] | Schedule) -> type[Schedule]:
 
         @classmethod
         def of(cls, settings: Any, span: TrainingSpan) -> Schedule:
+            # A copy, because its state belongs to one run.
             return copy.deepcopy(function) if isinstance(function, Schedule) else cls()
 
         def __call__(self, step: int, group: str = "") -> float:

@@ -116,6 +116,7 @@ class Session:
             kernels = stack.enter_context(open_kernels(config.backend, comm))
             if trainable and not planned and config.strategy.recompute == "auto":
                 strategy = fit_memory(config, comm, network, strategy, kernels.device)
+            # Linux grants more memory than there is, and kills a process when it is used.
             if kernels.device.is_host:
                 check_memory(config, comm, network, strategy, trainable)
             connect_device(kernels, comm, config.backend.device_transport)
@@ -193,6 +194,7 @@ class Session:
                     self.ahead.copy_to_inputs(item)
                 else:
                     for name in inputs.keys() if item.batch.only is None else item.batch.only:
+                        # The loader converts to the dtype of the parameters; inputs may have 16 bits.
                         np.copyto(inputs[name], item.arrays[name], casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
@@ -255,6 +257,7 @@ def _check_given(network: Network, comm: Communicator) -> None:
     """Raise an error if files of initial values differ between ranks, as on local disks of nodes. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
     mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
+    # A rank without a network raises its error here, on all ranks, and takes no part in the broadcast.
     comm.agree(None)
     first = comm.bcast(mine)
     if first != mine:

@@ -95,6 +95,7 @@ class _Sums:
             for shape in (value.layout.shape[1:-1] for value in values)
         ]
         self._weights = [[weights_along(n) for n in value.layout.shape[1:-1]] for value in values]
+        # Exchanges are made for fixed arrays on the host, into which the outputs are copied and converted.
         self._sent = [np.empty(value.layout.boxes[self._rank].shape, dtype_of(value)) for value in values]
         self._exchanges: list[dict[Blocks, tuple[Exchange, NDArray]]] = [{} for _ in values]
 
@@ -166,11 +167,13 @@ class _Sums:
         axes[0] = ((rows[0], rows[-1] + 1),)
         extent = value.layout.shape[self._cut + 1]
         slabs = placed(self._session, value)[1].axes[self._cut + 1]
+        # Slabs in coordinates of the window: each rank receives the part of the window in its slab.
         moved = [(low - along, high - along) for low, high in slabs]
         axes[self._cut + 1] = tuple((_within(low, extent), _within(high, extent)) for low, high in moved)
         target, kept = Blocks(axes, comm.size), self._exchanges[v]
         if target not in kept:
             if len(kept) >= _KEPT:
+                # All ranks have the same keys, so they close the same exchanges.
                 self._close(kept)
             received = np.empty(target[self._rank].shape, self._sent[v].dtype)
             ends = {"source": End(value.layout.boxes, self._sent[v]), "target": End(target, received)}

@@ -48,6 +48,7 @@ def suited(config: Config, comm: Communicator, network: Network, strategy: Strat
         return None
     machine = _machine(config, comm)
     reduced = with_reduction(strategy, config)
+    # Here, because `_changed` suppresses a UserError.
     reduced.validate(network, comm.size)
     reduced.refuse_empty_blocks(network)
     arguments = reduced, config.training.at_once, comm.size, machine, _training(config)
@@ -72,10 +73,12 @@ def _machine(config: Config, comm: Communicator) -> Machine:
     """Return the assumed machine, with the nodes of the ranks and their threads. Collective."""
     transport, threads = TRANSPORTS.make(config.backend.transport), config.backend.threads
     most, assumed = max(Counter(comm.nodes).values()), Machine.load(MACHINE)
+    # The assumed rates are those of one core.
     peaks = {dtype: threads * peak for dtype, peak in assumed.peak_flops.items()}
     machine = replace(assumed, peak_flops=peaks, memory_bandwidth=threads * assumed.memory_bandwidth)
     if transport.network is not None:
         return machine.emulated(transport.network.alpha, transport.network.beta, node=transport.network.node)
+    # Without shared memory, ranks of one node exchange messages as ranks of different nodes do.
     return replace(machine, devices_per_node=most if transport.shares else 1)
 
 

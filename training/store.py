@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Flat", "ParameterStore"]
 
+#: Alignment of parameters and buckets [B]: a cache line, and a vector of AVX-512.
 _ALIGN = 64
 
 
@@ -203,6 +204,7 @@ class ParameterStore:
     rounded: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The argument `dtype` is that of activations; from here on it is that of parameters.
         self.low = self.dtype if is_low(self.dtype) else None
         self.dtype = wide(self.dtype)
         self.loss_scale = LossScale(self.memory) if self.low is not None and self.low.name == "float16" else None
@@ -221,6 +223,7 @@ class ParameterStore:
         trained = {name for names in together for name in names}
         self.untrained = [name for name in specs if name not in trained]
         for names in filter(None, [*together, self.untrained]):
+            # Gradients of untrained parameters are zero in every part, and need no sum.
             self._allocate(names, specs, self.parts > 1 and names is not self.untrained)
         self.buckets = self._chunked(self.scheme)
         for name, spec in states.items():
@@ -274,6 +277,7 @@ class ParameterStore:
         group = group_of(comm, bucket.holders)
         if group is None:
             return self.memory.device.empty((0,), self.dtype)
+        # Gathers run in place: each rank fills its shard of the whole array first.
         whole = self.memory.device.zeros((bucket.params.size,), self.dtype)
         whole[self.owned(bucket)] = shard
         with closing(group.reduction(whole, kind="gather", method="all_gather")) as gather:
@@ -318,6 +322,7 @@ class ParameterStore:
         for name in names:
             size = self.box(name).size
             slices[name] = slice(end, end + size)
+            # Rounded up, so that the next parameter is aligned too.
             end += -(-size // step) * step
         params = self.memory.keep((end,), self.dtype, "parameter")
         grads = self.memory.keep((end,), self.dtype, "parameter gradient")
@@ -334,7 +339,9 @@ class ParameterStore:
             if rounded is not None and specs[name].rounded:
                 self.rounded[name] = rounded[slices[name]].reshape(box.shape)
             if box.size:
+                # The block is cut from the whole initial array, so values do not depend on the strategy.
                 self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
+        # Each part overwrites `grads`; sums over the parts need an array of their own.
         added = self.memory.keep((end,), self.dtype, "gradient sum") if sums else None
         self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies, rounded, added))
 
@@ -361,6 +368,7 @@ class ParameterStore:
         for name in names:
             begin, end = flat.slices[name].start - start, flat.slices[name].stop - start
             slices[name] = slice(begin, end)
+            # With the gap of zeros: adjacent parameters of one kind become one range.
             decays.append((begin, begin + -(-(end - begin) // step) * step, self._decays[name]))
         return Bucket(
             names,

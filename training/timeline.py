@@ -238,6 +238,7 @@ class Spans:
 
     def _record_complete(self, recorder: Recorder) -> None:
         """Record the spans that are complete. Does not wait."""
+        # Events of one stream complete in the order in which they were enqueued.
         while self._waiting and self._waiting[0][3].done():
             name, category, first, second = self._waiting.popleft()
             times = (self._began + self._device.seconds(self._origin, timestamp) for timestamp in (first, second))
@@ -273,6 +274,7 @@ def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
             "cat": category,
             "pid": pid,
             "tid": _ROWS[_row(name, category)],
+            # Times of the format are in microseconds.
             "ts": round(1e6 * (t0 - origin), 3),
             "dur": round(1e6 * (t1 - t0), 3),
         }
@@ -324,5 +326,6 @@ def _common_origin(comm: Communicator, rounds: int = 5) -> float:
     for _ in range(rounds):
         comm.barrier()
         ends.append(comm.allgather_objects(time.perf_counter()))
+    # The median: some rounds end late, when a rank is interrupted after the barrier.
     offset = statistics.median(row[comm.rank] - row[0] for row in ends)
     return float(ends[0][0]) + (offset if abs(offset) > 0.05 else 0.0)

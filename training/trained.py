@@ -113,6 +113,7 @@ def evaluate(
             if evaluation.lacking_text:
                 _log.warning("%s samples: %s", samples, evaluation.lacking_text)
             if predictions is not None:
+                # The evaluation has consumed the first iterator.
                 parts = iter([(session, session.in_order(chosen))]) if whole is None else whole.parts()
                 write_predictions(*next(parts), Path(predictions))
             part = session.samples.evaluated_part if whole is None else whole.text
@@ -158,7 +159,7 @@ def apply(
         File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
         File or folder to write, see :mod:`halograd.training.applying`. The result of an earlier job is replaced. If
-        samples differ in size, a folder with a file for each of their files: :mod:`halograd.training.applying`.
+        samples differ in size, `out` is a folder with one result per file of samples.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     report
@@ -306,6 +307,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
     trained = json.loads(text or "{}")
+    # The folder of the run: checkpoints are in a folder within it.
     config = kept_model(config, checkpoint.parent.parent, trained.get("model", {}))
     requested = json.loads(config.model_dump_json(exclude_unset=True))
     return config, checkpoint, progress, _drawn_by(requested) == _drawn_by(trained)

@@ -110,6 +110,7 @@ class Trainer:
             self._clip = checks["norm"] = Clip(executor.store, executor.comm, self.clip_norm)
         executor.check_gradients(checks)
         store, alone = executor.store, executor.comm.size == 1 and executor.parts == 1
+        # An update reads gradients in 16 bits directly only if no sum, check or residual needs them in `grads`.
         reads = executor.kernels.reads_rounded and not checks and not store.scheme.keeps_errors
         # An earlier trainer of this executor may have chosen otherwise: then its gradients in `grads` are old values.
         before, store.direct = store.direct, bool(store.rounded) and alone and reads
@@ -212,6 +213,7 @@ class Trainer:
         """Run forward and backward on the samples in the inputs; `part` is the number of the part of the batch."""
         executor = self.executor
         executor.mode.step, executor.mode.part = self.optimizer.step, part
+        # An evaluation may have left the count of its short last batch.
         executor.mode.valid = executor.batch
         losses, self._parts = self._parts, []  # after an error, the next part is the first of another batch
         executor.forward(training=True)
@@ -241,6 +243,7 @@ class Trainer:
                 f"step(): expected {executor.parts - 1} calls of add() before it, for the executor's {executor.parts} "
                 f"parts, got {done}; call it for every part of the batch except the last"
             )
+        # Before the pass, which replaces it by a norm that a device may still compute.
         before = None if clip is None else clip.norm
         self._pass(done)
         losses, self._parts = [*self._parts, self._loss_of_pass()], []
@@ -253,6 +256,7 @@ class Trainer:
         self.gradient_norm = norm if norm is None or norm.value is None else norm.value
         if known is not None and scaling is None and not math.isfinite(known):  # a loss scale skips such steps
             raise self._diverged(f"the norm of the gradients is {known}; lower schedule.learning_rate")
+        # The first group has `learning_rate`; a schedule may give the others another rate.
         rates = [self.schedule(self.optimizer.step + self.ahead, group) for group in self.optimizer.groups[1:]]
         self.optimizer.begin_step([self.learning_rate, *rates], 1.0 if clip is None else clip.factor)
         if scaling is not None:
@@ -319,5 +323,6 @@ class Trainer:
         self._reducer.discard()
         self._parts = []
         error = Diverged(f"step {self.optimizer.step}: {what}")
+        # All ranks raise it: an enclosing `agreement` does not exchange it again, and objects are closed collectively.
         mark_agreed(error, self.executor.comm.rank == 0, self.executor.comm.size)
         return error

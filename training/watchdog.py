@@ -261,6 +261,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._heartbeat: Heartbeat | None = None
         self._thread: threading.Thread | None = None
+        # A lock that one thread may take twice: the handler of SIGTSTP interrupts the main thread, perhaps in `_arm`.
         self._closing, self._arming, self._quiet_until = threading.Event(), threading.RLock(), 0.0
         self._handler: Any = None  # handler of SIGTSTP before
         self._monitor: subprocess.Popen[bytes] | None = None
@@ -361,6 +362,7 @@ class Watchdog:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _run(self) -> None:
+        # A short limit needs shorter intervals.
         interval, before, idle, since = min(INTERVAL, self._patience / 8), None, 0.0, time.time()
         ticked = time.monotonic()
         while not self._closing.wait(interval):
@@ -381,6 +383,7 @@ class Watchdog:
 
     def _end(self, since: float) -> None:
         """Report the rank that blocks the others, unless another rank does, and end this process. Does not return."""
+        # What follows may hang on a file system: the process ends nevertheless.
         self._arm(LAST)
         faulthandler.dump_traceback(self._file.descriptor)
         # One rank after the other, so that later ranks see in the log that an earlier one has reported.
@@ -426,6 +429,7 @@ class Watchdog:
         try:
             if not _latest(self._log, event):
                 append_line(self._log, {"event": event, **values, "at_step": step, "by": by})
+            # Several ranks may have appended a line: the first line decides.
             return bool(_latest(self._log, event)[0]["by"] == by)
         except (OSError, LookupError):  # no log yet, or no disk: messages from two ranks are better than none
             return True

@@ -116,6 +116,7 @@ class WholeSamples:
         if raised[0] is None:
             self.close()
         else:
+            # The executor in it decides by the error whether all ranks can close it.
             self._stack.__exit__(*raised)  # type: ignore[arg-type]
 
 
@@ -189,6 +190,7 @@ def open_sized(session: Session, sized: Sized, dataset: Dataset, stack: ExitStac
             heartbeat=executor.heartbeat,
         )
     )
+    # A signal, or a checkpoint that is due, is noticed during passes of this executor, too.
     whole.pass_loss.votes, whole.pass_loss.counted = executor.pass_loss.votes, executor.pass_loss.counted
     loader, ahead = open_loader(config, whole, samples, stack)
     return Session(config, comm, sized.network, whole, samples, loader, session.timeline, ahead)
