@@ -126,6 +126,7 @@ def join(
     from ..data.writers import join as copy
 
     for path in [file for own in out for file in (sorted(own.rglob("*.h5")) if own.is_dir() else [own])]:
+        # A folder also has the parts themselves, in folders NAME.parts, which `join` reads and removes.
         if not any(parent.name.endswith(".parts") for parent in path.parents):
             print(f"{path}: {'joined' if copy(path) else 'has no parts'}", flush=True)
 
@@ -207,6 +208,7 @@ def train(
 
     overrides = _overrides(sets, threads)
     if init is not None:
+        # In quotes: a path such as 1e3 would be read as a number.
         overrides.append(f"training.init={json.dumps(str(init))}")
     if init_from is not None:
         overrides.append(f"training.init_from={json.dumps(str(init_from))}")
@@ -369,6 +371,7 @@ def status(
         try:
             run_status = status_of(read_record(run, TAIL))
         except UserError as error:
+            # Of several runs, the others are still printed.
             if len(runs) == 1:
                 raise
             print(f"halograd: error: {error}", file=sys.stderr)

@@ -95,6 +95,7 @@ def probe_onednn() -> Iterator[Finding]:
             yield Finding(f"oneDNN refused {number}", "note", fault)
         implementation, difference = convolve(backend, reference)
         # The same sums of 144 products in another order, in float32.
+        # `ref` is oneDNN's slow reference implementation.
         right = difference < 1e-4 and "ref" not in implementation
         value = f"{implementation}, differs from NumPy by {difference:.0e}"
         remedy = "" if right else "use another oneDNN 3, or train with backend numpy"
@@ -108,6 +109,7 @@ def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((0, 0), (0, 0)))
     draw = np.random.default_rng(0)
     data, weights = draw.standard_normal((1, 18, 18, 16)), draw.standard_normal((32, 3, 3, 16))
+    # Shapes: data (N, H, W, C), weights (F, 3, 3, C), y (N, H - 2, W - 2, F) without padding.
     results, implementation = [], ""
     for library in (reference, backend):
         x, w = (library.xp.asarray(host.astype(np.float32)) for host in (data, weights))
@@ -149,6 +151,7 @@ def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
     from mpi4py import MPI
 
     launched = launched_size()
+    # With the launcher of another MPI, each process is a job of one rank.
     if launched not in (None, world.size):
         remedy = "start with the mpiexec of the same MPI, or srun --mpi=pmi2 (MPICH) or pmix (Open MPI)"
         yield Finding("ranks", "fail", f"the launcher started {launched}, MPI sees {world.size}", remedy)
@@ -300,6 +303,7 @@ def examine() -> int:
     findings += careful("h5py", probe_hdf5)
     findings += careful("formats", probe_formats, "note")
     findings += careful("cupy", probe_gpu, "note")
+    # Nodes may differ, so the report has the worst of all ranks.
     everyone = [findings] if world is None else world.allgather(findings)
     merged = merge(everyone)
     if world is None or world.rank == 0:

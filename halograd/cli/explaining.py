@@ -28,7 +28,7 @@ __all__ = ["explain"]
 FEW = 5
 #: Number of other cuts of one layer that are simulated.
 OTHER_CUTS = 5
-#: Fields of a record, by the names in the table.
+#: Fields of a `LayerRecord`, by the term of the step time that they add up to.
 TERMS = {
     "kernels": ("forward", "backward"),
     "computed again": ("again",),
@@ -146,7 +146,7 @@ class OtherCut:
     Attributes
     ----------
     parts
-        Parts of the layer.
+        Parts of the layer by axis.
     prediction
         Prediction of the step.
     """
@@ -183,12 +183,13 @@ class Explainer:
         arguments = (plan_request.network, plan.batch, plan.ranks, quick, self.training)
         self.costs = network_costs(*arguments, plan.request.full, plan.strategy.bucket_bytes)
         p = plan.prediction
+        # The part of the sums that this plan waits for; candidates are compared as if it were the same for all cuts.
         self.exposed = p.allreduce_exposed / p.allreduce_seconds if p.allreduce_seconds else 0.0
         self.problem = self.costs.problem(self.exposed, plan.limit)
         self.chosen = self._simulate(plan.strategy)
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
-        """Check names of layers; return them, or without any the layers that take longest."""
+        """Check names of layers and return them; without any, return the layers that take longest."""
         for name in layers:
             _check_layer(self.plan, name)
         if layers:
@@ -196,6 +197,7 @@ class Explainer:
         slowest: dict[object, str] = {}  # the first one of equal layers
         for record in sorted(self.chosen.layers, key=lambda r: -r.seconds):
             slowest.setdefault(_likeness(record), record.name)
+        # In the order of the network again.
         few = set(list(slowest.values())[:FEW])
         return [name for name in self.plan.layers if name in few]
 
@@ -215,11 +217,13 @@ class Explainer:
             if c == own or not np.isfinite(ranking[c]):
                 continue
             kept = [np.arange(size) for size in self.problem.sizes]
+            # This layer has the cut `c`; all other layers are planned again.
             kept[v] = np.array([c])
             try:
                 indices = list(Elimination().plan(self.problem.restricted(kept)).indices)
             except NoneFits:
                 continue
+            # The restricted problem has one candidate for this layer, with index 0.
             indices[v] = int(c)
             strategy = self._with_plan_options(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
             other_cuts.append(OtherCut(strategy.parts_of(layer), self._simulate(strategy)))
@@ -232,9 +236,9 @@ class Explainer:
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _with_plan_options(self, strategy: Strategy) -> Strategy:
-        """Return the cuts and halo algorithms of a strategy with the plan's other options and reduction scheme.
+        """Return the cuts and halo algorithms of `strategy`, with the plan's other options and reduction scheme.
 
-        It replicates only layers that its cuts permit.
+        Dense layers are replicated only as far as these cuts permit.
         """
         from ..layers.reduction_chunks import replicable_layers
         from ..layers.strategy import AXES
@@ -268,6 +272,7 @@ class Explainer:
             *idle_text(plan),
         ]
         now = self.chosen.step_seconds
+        # Layers may have been measured since the plan was made.
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
             source = source_of(self.pricing.times, self.plan_request.machine)
             lines.append(f"by current kernel times ({source}) it takes {time_text(now)}; the following uses these")
@@ -297,7 +302,7 @@ class Explainer:
         )
 
     def _recomputation(self, rank: int, layers: Collection[str]) -> Iterator[str]:
-        """Yield lines with what these layers keep and compute again on a rank, and with the totals of its step."""
+        """Yield lines on what these layers keep and compute again on a rank, and on the totals of the rank's step."""
         from ..perfmodel.cost.kept import Kept, kept_by_layers
 
         plan, strategy = self.plan, self.plan.strategy
@@ -371,6 +376,7 @@ class Explainer:
         }
         differences["update"] = other.update_seconds - self.chosen.update_seconds
         largest = sorted(differences.items(), key=lambda item: -abs(item[1]))
+        # Without terms that are printed as 0.000, or are less than 2 % of the largest.
         named = [f"{term} {1e3 * d:+.3f}" for term, d in largest if abs(d) >= 0.0005e-3 + 0.02 * abs(largest[0][1])]
         return ", ".join(named[:4]) or "no difference"
 
@@ -380,7 +386,7 @@ def _change(value: float, base: float) -> str:
 
 
 def _likeness(record: LayerRecord) -> object:
-    """Return a key that is equal for layers of equal time under the same cut, without sums of gradients."""
+    """Return a key that is equal for layers of equal kind, cut, size and times, apart from sums of gradients."""
     times = record.forward, record.backward, record.again, record.halo
     return record.kind, tuple(record.parts.items()), *times, record.output
 

@@ -77,6 +77,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
         if name in groups:
             parameters += _parameters(groups[name])
         else:
+            # Keyword-only, because options with defaults may precede those without.
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
@@ -107,7 +108,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """Options on the form of predictions."""
+    """Options for the form of predictions."""
 
     what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits"
     format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5"
@@ -262,7 +263,7 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
-    """Return the strategy with one cut for all layers; samples use the remaining ranks if `grid` has no parts of them.
+    """Return the strategy with one cut for all layers; if `grid` omits samples, they are cut among the remaining ranks.
 
     Raises
     ------

@@ -45,10 +45,13 @@ def draw_strip(plan: Plan, path: Path) -> None:
     """
     records = plan.prediction.layers
     rows = math.ceil(len(records) / ROW)
+    # Rows of equal length, instead of a short last one.
     per_row = math.ceil(len(records) / rows)
     cuts = Counter(cut_text(r.parts) for r in records)
+    # The most frequent cuts have plain colors; hatches distinguish further ones.
     styles = dict(zip((cut for cut, _ in cuts.most_common()), itertools.product(HATCHES, CUTS)))
     longest = max(len(_short(r.name)) for r in records)
+    # Sizes in inches; names are vertical, so long ones need a higher row.
     height = 1.55 + 0.062 * longest
     top = max(r.seconds for r in records) * 1.18 or 1.0
     columns = 4 if len(cuts) > 3 else len(cuts)
@@ -69,6 +72,7 @@ def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> N
         values = [1e3 * _value(r, term) for r in records]
         ax.bar(range(len(records)), values, 0.72, bottoms, color=color)
         bottoms = [a + b for a, b in zip(bottoms, values)]
+    # Values of the highest bars only; those of low bars would cover each other.
     for i in sorted(range(len(records)), key=lambda i: -bottoms[i])[:8]:
         if 1e-3 * bottoms[i] > 0.12 * top:
             ax.text(i, bottoms[i], f"{bottoms[i]:.3g}", ha="center", va="bottom", fontsize=6, color=DARK)
@@ -178,6 +182,7 @@ def _panel(ax: Axes, series: Series) -> None:
     label = "plan" if any(p.baselines for p in points) else "this grid"
     ax.plot([p.ranks for p in points], [1e3 * (p.seconds or 0) for p in points], color=BLUE, marker="o", label=label)
     if first is not None and first.seconds is not None:
+        # Weak scaling: the work per rank is constant. Strong scaling: it falls with 1 / ranks.
         scale = [1.0 if series.kind == "weak" else first.ranks / p.ranks for p in points]
         ideal = [1e3 * first.seconds * s for s in scale]
         ax.plot([p.ranks for p in points], ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")

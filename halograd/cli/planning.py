@@ -103,6 +103,7 @@ def plan(
         raise UserError("--plot: expected --frontier with it, whose curve it draws; add it, or remove --plot")
     if (ranks is None) == (tried.cores is None):
         raise UserError("plan: expected --ranks with a --machine, or --cores of this one, got both or neither")
+    # Then --cores is set, because exactly one of the two is.
     if ranks is None:
         unused = {"--out": out, "--cache": what.cache, "--full": how.full, "--frontier": how.frontier}
         for option, given in unused.items():
@@ -110,6 +111,7 @@ def plan(
                 raise UserError(f"--cores: expected no {option} with it, which is for a --machine; remove either")
         _try_cores(what, batch, how, tried, as_json)
         return
+    # The attributes of the class are the defaults.
     for option, changed in vars(tried).items():
         if changed != getattr(CoreOptions, option):
             raise UserError(f"--{option}: expected --cores with it, as nothing is measured for a --machine; remove it")
@@ -201,6 +203,7 @@ def _point(plan_request: PlanRequest, plan: Plan) -> FrontierPoint:
     recomputed = [
         plan.strategy.options_of(name).get("recompute", "none") != "none" for name in plan_request.network.layers
     ]
+    # One cut stands for the plan: that of the layer with the largest output.
     cut = max(plan.prediction.layers, key=lambda record: record.output)
     return FrontierPoint(
         plan.prediction.memory_bytes,
@@ -236,6 +239,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
         "data": {"path": "none.h5"},  # no data are read: steps are timed on noise
         "strategy": strategy,
         "optimizer": optimizer,
+        # A required key; steps are timed with a learning rate of 0.
         "schedule": {"learning_rate": 1e-3},
         "training": {"epochs": 1, "batch": batch, "dtype": what.dtype},
         "backend": {"kernels": tried.kernels, "transport": tried.transport},
@@ -264,6 +268,7 @@ def _cores_text(model: str, batch: int, splits: Sequence[CoreSplit]) -> list[str
     lines += ["", f"best: {split_text(best.ranks, best.threads)}, {time_text(best.seconds)} a step"]
     cut = [split for split in splits if split.ranks > 1]
     if best.ranks == 1 and cut:
+        # One rank is fastest: show what it would cost to cut every layer.
         least = min(cut, key=lambda split: split.uniform)
         more = least.uniform / best.seconds - 1
         lines.append(f"cutting every layer over {least.ranks} ranks would take {more:.0%} longer")

@@ -86,6 +86,7 @@ def profile(
         cut = ranks or comm.size
         measuring = Measuring(comm, backend, network, batch, cut, how.dtype, how.autotune, how.cache)
         machine_profile = measuring.machine()
+        # The budget is that of the whole command, messages and device included.
         left = None if how.budget is None else max(0.0, how.budget - (time.perf_counter() - begin))
         # First the cuts that the planner needs, then the others.
         quick, every = (
@@ -261,6 +262,7 @@ def _chosen(methods: Sequence[str] | None, codecs: Sequence[str] | None) -> list
             raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {name!r}")
     chosen = []
     for codec in [CODECS.make(name, "--codec") for name in codecs or (["float32"] if methods else CODECS.names)]:
+        # Only ordered sums encode what they send.
         names = methods or (METHODS if codec.identity else ["ordered"])
         chosen += [carrying(name, codec) for name in names if codec.identity or METHODS[name].encodes]
     return list(dict.fromkeys(chosen))

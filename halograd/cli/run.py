@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] not in (["plan"], ["predict"]):  # they keep what they make, and scanning it takes long
+        # The entry point has disabled it for the imports.
         gc.enable()
     world = _world(arguments)
     end_on_interrupt(world)
@@ -64,6 +65,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     """Run one command and return the exit code. Collective over `comm`; None: this process alone."""
     prints = comm is None or comm.rank == 0
     who = "" if prints or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
+    # The host name becomes part of a format, in which % has a meaning.
     form = f"halograd: {who.replace('%', '%%')}%(message)s"
     logging.basicConfig(level=logging.WARNING if prints else logging.ERROR, format=form)
     try:

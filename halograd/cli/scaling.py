@@ -47,7 +47,7 @@ class Point:
 
     @property
     def seconds(self) -> float | None:
-        """Time of a step [s]; None if there is none."""
+        """Time of a step [s]; None without a prediction."""
         return None if self.prediction is None else self.prediction.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,6 +106,7 @@ class Predictor:
 
     def point(self, ranks: int, batch: int) -> Point:
         """Return the prediction for this number of ranks and this batch; its time is None if nothing fits."""
+        # Strong and weak scaling have the first point in common.
         key = (ranks, batch)
         if key not in self._known:
             self.report(f"predicting {ranks} ranks, batch {batch}")
@@ -133,6 +134,7 @@ class Predictor:
         try:
             plan = make_plan(self.plan_request, batch, ranks, planning)
         except UserError as error:
+            # A series goes on: the plan may fit on more ranks.
             return Point(ranks, batch, None, fits=False, fault=str(error))
         self.source = plan.kernel_times
         rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.plan_request, plan)}
@@ -156,12 +158,13 @@ class Series:
 
     @classmethod
     def run(cls, kind: str, predictor: Predictor, ranks: Sequence[int], batch: int) -> Series:
-        """Predict for each number of ranks; `batch` is that of the first number.
+        """Predict for each number of ranks; `batch` is the batch on the first of these numbers.
 
         Raises
         ------
         UserError
-            Nothing fits for any number of ranks, or the samples per rank are not a whole number.
+            Strong scaling: nothing fits on any number of ranks. Weak scaling: the samples per rank would not be a whole
+            number.
         """
         points = [predictor.point(p, _batch(kind, batch, ranks[0], p)) for p in ranks]
         if kind == "strong" and all(point.prediction is None for point in points):
@@ -178,6 +181,7 @@ class Series:
         if first is None or first.prediction is None or point.prediction is None:
             return None
         speed_up = point.prediction.samples_per_second / first.prediction.samples_per_second
+        # The ideal speed-up is the ratio of ranks, for strong and weak scaling.
         return speed_up, speed_up * first.ranks / point.ranks
 
     def as_list(self) -> list[dict[str, Any]]:

@@ -238,6 +238,7 @@ def _check(
             continue
         checked.add(what)
         network = make_network(loaded)
+        # A profile has no cut, and plan-then-train makes its own.
         if kind in ("profile", "plan-then-train"):
             continue
         if loaded.strategy.auto:  # the job makes the plan
@@ -307,10 +308,11 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
         job.profile_nodes,
     )
     path = loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0]
-    if software.container is not None:  # what lies outside of its folder, it shows as well
+    if software.container is not None:  # data and output outside of the job's folder must be mounted too
         every = [loaded.data.path] if isinstance(loaded.data.path, str) else loaded.data.path
         shown = [*software.binds, *map(_folder_of, every), str(Path(software.folder, loaded.output.directory))]
         software = replace(software, binds=tuple(os.path.normpath(Path(software.folder, bind)) for bind in shown))
+    # The default names script and log, so unusual characters of the file's name are replaced.
     named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if job.job_name is None else job.job_name
     return Job(
         named,
@@ -328,7 +330,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
 
 
 def _folder_of(path: str) -> str:
-    """Return the folder of the data of a path, which may be a pattern."""
+    """Return the folder that contains the data at `path`, which may be a pattern."""
     while any(sign in path for sign in "*?["):
         path = os.path.dirname(path)
     return path if os.path.isdir(path) else os.path.dirname(path)
@@ -358,9 +360,11 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
         print(f"halograd: note: data.path {job.data} does not exist here; it must exist on the nodes", file=sys.stderr)
     path = _write(Path(job.run) / f"{job.name}{Path(KINDS[kind]).suffix}", script)
     if kind == "local":
+        # The new program replaces this one, and with it what Python has buffered.
         sys.stdout.flush()
         sys.stderr.flush()
         os.execvp("bash", ["bash", str(path)])  # signals (such as Ctrl-C) go to the script
+    # The script of plan-then-train runs here: it submits three jobs, each after the one before.
     jobs = start_chain(path) if kind == "plan-then-train" else submit_chain(path, job.links)
     ranks, nodes = job.resources.ranks, job.resources.nodes
     several = f"jobs {', then '.join(jobs)}" if len(jobs) > 1 else f"job {jobs[0]}"
@@ -373,6 +377,7 @@ def _write(path: Path, script: str) -> Path:
     """Write the script; return its path. An existing, edited script is renamed."""
     with writing(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # The user may have edited it.
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script:
             number = 1
             while (kept := path.with_name(f"{path.name}.old{number}")).exists():
