@@ -135,7 +135,7 @@ class Augmentation(ABC):
             Name of the field; ``self.fields[name].is_target`` is whether it is a target.
         box
             Box of the batch that this rank reads, ``(samples, *spatial, channels)``; it may reach beyond the samples.
-            It contains :meth:`margin` more elements than this rank needs, of which any values may be left.
+            On each spatial side it has :meth:`margin` elements more than this rank needs, where any values may remain.
         part
             Values of the box that lie within the samples; for inputs, after normalization.
         """
@@ -243,7 +243,7 @@ class Rules(AugmentationSettings):
 
     @property
     def smooth(self) -> list[str]:
-        """Names of the changes that move elements by parts of an element."""
+        """Names of the changes that move elements by fractions of an element."""
         return [change for change in _CHANGES[:5] if self.probability_of(change)]
 
 
@@ -390,7 +390,7 @@ class StandardAugmentation(Augmentation):
             if name in weights:
                 self._ways[name] = "weight", 0.0
             elif self.fields[name].is_target:
-                # Between classes, or probabilities of classes, there is nothing.
+                # Interpolated class indices or probabilities would be values that no element has.
                 self._ways[name] = "nearest" if limits.whole or limits.bounded else "linear", limits.ignored
                 if self._warps and "zero" in self._borders and limits.ignored is None and not weighted.get(name):
                     raise DataError(
@@ -424,10 +424,10 @@ class StandardAugmentation(Augmentation):
     # -- smooth maps ---------------------------------------------------------------------------------
 
     def map(self, batch: Batch, k: int, positions: Sequence[NDArray[np.float64]]) -> Sequence[NDArray[np.float64]]:
-        """Return the positions from which elements of sample `k` of a batch take their values: a map of your own.
+        """Return the positions from which elements of sample `k` of a batch take their values; here unchanged ones.
 
         A subclass overrides it. The changes of the settings come before (rotation, ...) and after (turns, crops, ...).
-        To be independent of the cut, a result depends on its own position only. Local.
+        To be independent of the cut, each result may depend only on the position that it replaces. Local.
 
         Parameters
         ----------
@@ -453,6 +453,7 @@ class StandardAugmentation(Augmentation):
         """Return the smooth map of a sample; None if it moves nothing."""
         if not self._warps or not batch.augmented:
             return None
+        # If this rank reads one sample of a batch, all fields share the map, whose displacement is costly to draw.
         key = tuple(batch.key(k))
         if self._drawn is None or self._drawn[0] != key:
             drawn = self._draw(batch, k)
@@ -515,6 +516,7 @@ class StandardAugmentation(Augmentation):
             return filled
         for k in range(*part.ranges[0]):
             at: Any = (k - box.start[0], *filled[1:])
+            # A field with one element per sample has nothing to interpolate.
             smooth = self._smooth(batch, k) if max(self.fields[name].shape[:-1]) > 1 else None
             if smooth is None:
                 self._read_sample(name, batch, k, part.ranges[1:], out[at])
@@ -535,6 +537,7 @@ class StandardAugmentation(Augmentation):
             # A turn exchanges axes, and so the components along them.
             if source != channel:
                 self._copy(name, batch, k, placement, [*ranges[:-1], (source, source + 1)], own)
+            # A mirrored axis reverses the component along it.
             if placement.mirrored[axis]:
                 np.negative(own, out=own)
 
@@ -549,6 +552,7 @@ class StandardAugmentation(Augmentation):
     ) -> None:
         """Copy a box ``(*spatial, channels)`` of a sample to `out`, which has its shape."""
         extents = self.fields[name].shape
+        # Along a mirrored axis of extent n, element i is element n - 1 - i of the window that is read.
         own = [
             (extents[axis] - high, extents[axis] - low) if back else (low, high)
             for axis, ((low, high), back) in enumerate(zip(ranges, placement.mirrored))
@@ -640,22 +644,23 @@ def _radius(deviation: float) -> int:
 
 
 def _blur(sample: NDArray[Any], deviation: float) -> None:
-    """Filter a box ``(*spatial, C)`` of a sample in place; the elements at its ends stand for those beyond."""
+    """Filter a box ``(*spatial, C)`` of a sample in place; beyond its ends, the nearest elements are used."""
     radius = _radius(deviation)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / deviation) ** 2)
     weights = (weights / weights.sum()).astype(sample.dtype)
     for axis in range(sample.ndim - 1):
         source, n = sample.copy(), sample.shape[axis]
         sample[...] = 0
-        # The sum has one order, whatever the box.
+        # Summed by weight, so that the order, and with it the rounding, does not depend on the box.
         for shift, weight in zip(range(-radius, radius + 1), weights):
             sample += weight * source.take(np.arange(shift, shift + n), axis, mode="clip")
 
 
 def _apply_gamma(sample: NDArray[Any], exponents: NDArray[np.float64], limits: tuple[float, float]) -> None:
-    """Raise the channels of ``(*spatial, C)`` to powers in place, as shares of the range between the limits."""
+    """Raise each channel of ``(*spatial, C)`` to a power, in place, after a map of the limits to 0 and 1, and back."""
     low, high = limits
     for k, exponent in enumerate(exponents):
         share = (sample[..., k] - low) / (high - low)
+        # A negative number has no real power: below the lower limit, its distance is raised and keeps its sign.
         power = np.power(np.abs(share), sample.dtype.type(exponent))
         sample[..., k] = np.copysign(power, share) * (high - low) + low

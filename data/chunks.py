@@ -17,10 +17,10 @@ from h5py import h5d, h5p
 __all__ = ["CACHE", "SLOW", "Chunks", "chunks_of", "open_cached"]
 
 CACHE = 256 << 20
-"""Memory of a rank for chunks of several samples, of all open files [B]. A dataset may need more for one sample."""
+"""Cache of a rank, over all open files, for chunks that hold several samples [B]. One sample may need more."""
 SLOW = 4.0
 """Limit of numbers read per number used, above which reading counts as slow."""
-_LEAST = 8 << 20  # for chunks of a sample [B]
+_LEAST = 8 << 20  # cache for chunks that hold one sample each, if the sample has so many [B]
 _LARGEST = 256 << 10  # size of a suggested chunk [B]
 _SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: the slot of a chunk is its number modulo one of these
 
@@ -38,7 +38,8 @@ class Chunks:
     itemsize : int
         Size of an element [B].
     remedy : str
-        What to do if reading is slow, with ``{dataset}``, ``{path}`` and ``{better}``, a better shape.
+        Remedy for slow reading: a format string with the fields ``{dataset}``, ``{path}`` and ``{better}`` (a better
+        shape).
     """
 
     shape: tuple[int, ...]
@@ -55,10 +56,11 @@ class Chunks:
     def cache(self, share: int) -> int:
         """Return the memory for cached chunks [B].
 
-        A sample is read by rows. With chunks of one sample, a row of chunks is needed at a time, and 8 MiB (HDF5's
-        default) if some chunks are read again. Chunks of several samples are used again by other samples: `share`
-        limits their number, but at least the chunks of one sample are kept.
+        A sample is read by rows. If chunks hold one sample each, the cache has one row of chunks, or up to 8 MiB (the
+        default of HDF5 2.0) of the sample, because some chunks are read again. Chunks of several samples are used again
+        by other samples: they have `share` [B], but at least the chunks of one sample are kept.
         """
+        # Chunks at the ends of the dataset are stored whole.
         padded = [-(-n // c) * c for n, c in zip(self.whole, self.shape)]
         padded[0] = self.shape[0]
         sample = math.prod(padded) * self.itemsize
@@ -79,10 +81,12 @@ class Chunks:
         shuffled
             Whether samples are read in a random order; else the samples of a chunk follow one another.
         """
+        # Elements per sample of all chunks that overlap the ranges.
         touched = math.prod((-(-high // c) - low // c) * c for (low, high), c in zip(ranges, self.shape[1:]))
         used = math.prod(high - low for low, high in ranges)
         several = min(self.shape[0], self.whole[0])
         if shuffled:
+            # Each of the samples of a chunk reads it again, unless it is still cached: with probability cache / chunks.
             chunks = -(-self.whole[0] // self.shape[0]) * self.shape[0] * touched * self.itemsize
             again = several * (1 - min(1.0, cache / chunks))
         else:
@@ -92,6 +96,7 @@ class Chunks:
     def better(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return a chunk shape for which these ranges of every sample need few chunks."""
         shape = [1, *(high - low for low, high in ranges)]
+        # Halving the longest axis keeps chunks compact, so that few overlap a box.
         while math.prod(shape) * self.itemsize > _LARGEST and max(shape) > 1:
             longest = shape.index(max(shape))
             shape[longest] = -(-shape[longest] // 2)
@@ -104,6 +109,7 @@ def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
         return None
     chunks = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    # Of an unfiltered chunk that is larger than the cache, HDF5 reads only the elements that are needed.
     fits = math.prod(chunks.shape) * chunks.itemsize <= dataset.file.id.get_access_plist().get_cache()[2]
     return chunks if filtered or fits else None
 
@@ -114,5 +120,5 @@ def open_cached(file: h5py.File, name: str, nbytes: int, chunks: Chunks) -> h5py
     # HDF5 evicts a chunk whose slot another one needs, however much memory is left: ten slots per chunk make that rare.
     slots = next((prime for prime in _SLOTS if prime >= 10 * count), _SLOTS[-1])
     access = h5p.create(h5p.DATASET_ACCESS)
-    access.set_chunk_cache(slots, nbytes, 0.75)
+    access.set_chunk_cache(slots, nbytes, 0.75)  # 0.75: HDF5's default preference for evicting chunks that were read
     return h5py.Dataset(h5d.open(file.id, name.encode("utf-8", "surrogateescape"), access))

@@ -174,6 +174,7 @@ class _JoinedVariables:
         self.dimensions, self.has_scales, self.mapping = first.dimensions, first.has_scales, first.mapping
         for name, variable in list(self.variables.items()):
             self._paths[name] = [variable.path]
+            # Arrays per sample may be large: they are not kept here, but copied file by file when they are written.
             if variable.axes == (SAMPLE,) or not (variable.is_of_samples or variable.mapping):
                 value = self.read(name, 0, file)
                 if value is not None:
@@ -210,7 +211,7 @@ class _JoinedVariables:
             del self.values[name]  # it differs, so it is written per sample
 
     def read(self, name: str, number: int, opened: StoredFile | None = None) -> NDArray[Any] | None:
-        """Read a variable from the file of this number. If it cannot be read, leave it out and return None."""
+        """Read a variable from file `number`. If it cannot be read, leave it out and return None."""
         path = self._parts[number].path
         try:
             with self._parts[number].open() if opened is None else nullcontext(opened) as file:
@@ -256,6 +257,7 @@ def _difference(mine: Variable, theirs: Variable) -> str:
 
 
 def _equal(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    # Only for floats: `equal_nan` raises TypeError for strings.
     return bool(np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f" == theirs.dtype.kind))
 
 
@@ -329,6 +331,7 @@ class _CoordinateWriter:
                 dataset[()] = variable.value
             else:
                 self._fill(dataset, name)
+        # Left out by `_fill`, because a file could not be read; or bounds of such a variable.
         for name in set(written) - joined.variables.keys():
             if name in self._file:
                 del self._file[name]
@@ -355,6 +358,7 @@ class _CoordinateWriter:
             return []
         shape = (self._joined.samples if axis == SAMPLE else self._joined.spatial[axis],)
         names = [name for name in self._joined.scales.get(axis, ()) if name in self._joined.variables]
+        # A scale that differs between files was written per sample, with two axes, and cannot be attached.
         return [name for name in names if self._file[name].shape == shape]
 
     @property
@@ -362,7 +366,7 @@ class _CoordinateWriter:
         return {name for axis in self._joined.scales for name in self._scales_of(axis)}
 
     def _name_in_attributes(self, output: str) -> None:
-        """Write CF's attributes for coordinates that are not dimensions, and for the grid mapping."""
+        """Write the CF attributes that name the grid mapping, and the coordinates that are not dimension scales."""
         joined, attributes = self._joined, self._file[output].attrs
         has = [name for name, variable in joined.variables.items() if self._has(output, variable)]
         variables = [joined.variables[name] for name in has if name not in self._scales]
@@ -370,6 +374,7 @@ class _CoordinateWriter:
         if others:
             attributes["coordinates"] = " ".join(others)
         mappings = mappings_of(joined.mapping)
+        # Names without folders: the variables of all groups are written to the root group.
         if mappings and all(_base(path) in has for path in mappings):
             attributes["grid_mapping"] = " ".join(map(posixpath.basename, joined.mapping.split()))
 
@@ -480,7 +485,7 @@ class Variable:
 
 @dataclass
 class Surroundings:
-    """The variables around an input of one open file. Local.
+    """The variables that describe an input of one open file: coordinates, bounds, grid mapping. Local.
 
     Attributes
     ----------
@@ -510,8 +515,8 @@ class Surroundings:
 def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surroundings:
     """Return the coordinates of the array of a field. Local.
 
-    They are the scales of its axes, the arrays in its attribute ``coordinates`` (if their scales are among these), and
-    the arrays that the file has for each sample.
+    They are the scales of its axes, the arrays that its attribute ``coordinates`` names (if their scales are among
+    those of the axes), and the arrays of the file that describe samples (`StoredFile.of_samples`).
 
     `allow_external` is that of :class:`Hdf5Dataset`.
     """
@@ -550,7 +555,7 @@ def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surro
 
 
 class Hdf5Surroundings(Surroundings):
-    """The variables around an input of an open HDF5 file. Local."""
+    """The variables that describe an input of an open HDF5 file. Local."""
 
     def __init__(self, file: h5py.File, source: Path, own: Field, allow_external: bool) -> None:
         super().__init__()
@@ -681,6 +686,7 @@ def _has_link(file: h5py.File, path: str) -> bool:
     group: Any = file["/"]
     *folders, name = path.strip("/").split("/")
     for folder in folders:
+        # Soft and external links are not followed: they may lead into another file.
         group = group[folder] if isinstance(group.get(folder, getlink=True), h5py.HardLink) else None
         if not isinstance(group, h5py.Group):
             return False
@@ -697,6 +703,7 @@ def _axes_of(own: Field, ndim: int) -> Axes:
     spatial = tuple(range(len(own.shape) - 1))
     if own.kind == "channels first":
         return (SAMPLE, None, *spatial)
+    # Without an axis of channels, the last one is cut off.
     return (SAMPLE, *spatial, None)[:ndim]
 
 
@@ -745,6 +752,7 @@ def _text(item: h5py.HLObject, name: str) -> str:
 def mark(value: Any) -> Any:
     """Return a value that is equal for equal attributes or arrays; NaN equals NaN."""
     if isinstance(value, np.ndarray | np.generic):
+        # Bytes, because NaN differs from itself; those of an object array are only addresses.
         plain = value.tolist() if value.dtype.kind == "O" else value.tobytes()
         return value.dtype.str, value.shape, plain
     return value

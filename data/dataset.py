@@ -72,7 +72,8 @@ class Hdf5Dataset:
         Order of axes on disk, for any number of spatial axes; ``"NHW"`` has no channels. Default: the attribute
         ``layout`` of the first input, or ``"NHW"`` if its coordinates are time, latitude and longitude.
     ranges : mapping of TargetRange, optional
-        Ranges by name. Reading raises an error for targets outside, and for fractions in place of class indices.
+        Valid ranges of targets, by name. Reading raises an error for values outside, and for fractions in place of
+        class indices.
     structure : Structure, optional
         Structure that another rank found in this file (:attr:`structure`). The file is then opened at the first read,
         and `inputs`, `targets` and `layout` are ignored.
@@ -171,8 +172,9 @@ class Hdf5Dataset:
         self.close()
 
     def open(self, checked: bool = True) -> StoredFile:
-        """Return the file, opened once more. `checked`: the storage of its data needs no check."""
-        # Packings of several datasets are not in the structure; that of a virtual dataset may be that of its sources.
+        """Return the file, opened once more. `checked`: the sources of its data were checked before."""
+        # Joined datasets are not in the structure with their packings: these are read again, and those of virtual
+        # datasets may be those of their sources, which only an unchecked file looks up.
         checked &= not any(AND in field.dataset for field in self.fields.values())
         return open_stored(self._location, self._format, self._allow_external, checked)
 
@@ -192,10 +194,11 @@ class Hdf5Dataset:
         indices : sequence of int
             Samples of the whole (global) batch, in order.
         box : Box
-            In the batch's coordinates ``(N, *spatial, C)``, of a label per sample ``(N, 1)``. May reach outside the
-            array, where `out` is not changed (margins that hold padding).
+            In the batch's coordinates ``(N, *spatial, C)``; for a label per sample, ``(N, 1)``. It may reach outside
+            the batch, where `out` is not changed (margins that hold padding).
         out : array of shape ``box.shape``, host
-            Filled inside the array; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
+            Filled inside the batch; float32 or float64 (the file's dtype is converted), any strides; C-contiguous is
+            fastest.
 
         Returns
         -------
@@ -346,6 +349,7 @@ class Hdf5Dataset:
             where = tuple(slice(*ranges[order.index(axis)]) for axis in axes)
             stored = np.empty([part.stop - part.start for part in where], source.dtype)
             self._read_stored(source, where, stored)
+            # From the order of the file to that of halograd; `reshape` adds the axes that the file lacks.
             last = stored.transpose(sorted(range(len(axes)), key=lambda k: order.index(axes[k])))
             self._shared[name] = box, np.empty(box.shape, dtype)
             self._convert(self.fields[name], last.reshape(box.shape), self._shared[name][1], kept)
@@ -361,6 +365,7 @@ class Hdf5Dataset:
     ) -> None:
         """Read a part of a sample to `out` ``(*spatial, C)``."""
         dtype, extent = source.dtype, tuple(s.stop - s.start for s in where if isinstance(s, slice))
+        # Without a conversion the file is read straight into `out`.
         direct = field.kind in ("channels last", "vector") and field.packing is None
         direct &= dtype == out.dtype and bool(out.flags.c_contiguous)
         # Read in the type of the file, because HDF5 converts numbers 2 to 180 times slower than NumPy.

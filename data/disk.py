@@ -224,7 +224,7 @@ def _new_folder(folder: Path, keep: bool = True) -> Iterator[None]:
         keep = False
         raise
     finally:
-        for path in new if not keep else ():
+        for path in new if not keep else ():  # the innermost comes first: only empty folders can be removed
             with contextlib.suppress(OSError):  # it is not empty, or does not exist
                 path.rmdir()
 
@@ -296,6 +296,7 @@ def _check_location(final: Path, needed: int = 0, remedy: str = "") -> None:
     free = shutil.disk_usage(final.parent).free
     if needed > free:
         texts = bytes_text(needed), bytes_text(free)
+        # Rounded sizes that are equal would explain nothing.
         expected, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
         raise DataError(
             f"cannot write {final}: expected {expected} of free disk, got {there}; free some space, or {remedy}"

@@ -56,7 +56,7 @@ def find_files(
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
     seen: dict[Path, Path] = {}
     for path in paths:
-        file = Path(os.path.realpath(path))  # its samples would be in both training and validation
+        file = Path(os.path.realpath(path))  # samples of a file named twice could be in both training and validation
         if file in seen:
             same = "twice" if path == seen[file] else f"and {seen[file]}, which are one"
             raise DataError(f"data.path: expected every file once, got {path} {same}; name it once")
@@ -95,7 +95,7 @@ def _expanded(text: str, kind: str | None) -> list[Path]:
 
 
 def _is_plain_folder(path: str, kind: str | None) -> bool:
-    """Return whether a path is a folder that contains files, and not one that is a file of its format."""
+    """Return whether a path is a folder with files, and not a file in a format whose files are folders (Zarr)."""
     own = format_of(path, None)
     name = kind or own
     if not os.path.isdir(path):
@@ -105,7 +105,7 @@ def _is_plain_folder(path: str, kind: str | None) -> bool:
 
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
-    """Return the files of a format in a folder, and a string about what was expected."""
+    """Return the files of a format in a folder; without any, also a string that describes the expected ones."""
     # Hidden files, as macOS adds them to archives (._a.nii), are not samples; patterns do not match them either.
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
@@ -168,6 +168,7 @@ def _shapes_text(
         factors_agree = mine == theirs
     else:
         grids = zip(mine[:-1], theirs[:-1], my_reference[:-1], reference[:-1])
+        # n / own == m / base as whole numbers; an axis of extent 1 in both is constant along the reference's.
         factors_agree = all(n == m == 1 or n * base == m * own for n, m, own, base in grids)
     if factors_agree:
         return "", "", ""
@@ -278,7 +279,7 @@ class FileSet:
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
         """Return :meth:`Hdf5Dataset.slow_chunks` of the first file with a warning, with the number of other such files.
 
-        If no file needs to be closed, chunks that stay in memory are read once in a run.
+        If all files stay open, fields whose chunks all stay in memory need no warning: they are read once in a run.
         """
         closed = len(self.parts) > self._most_open
         slow = [part for part in self.parts if closed or not part.keeps(name)]
@@ -335,7 +336,7 @@ class FileSet:
         return file, index - int(self._starts[file])
 
     def _opened(self, file: int) -> Hdf5Dataset:
-        self._open[file] = None
+        self._open[file] = None  # an ordered set: least recently read first
         self._open.move_to_end(file)
         while len(self._open) > self._most_open:
             self.parts[self._open.popitem(last=False)[0]].close()
@@ -397,7 +398,7 @@ class SampleFiles(FileGroup):
         return list(dict.fromkeys(path for parts in self.parts.values() for path, _, _ in parts))
 
     def open(self, kind: str | None, allow_external: bool, checked: bool) -> StoredFile:
-        """Open all files, each with a check where its data are stored."""
+        """Open all files, each with a check of the sources of its data, also if they are `checked`."""
         with ExitStack() as stack:
             files = {path: stack.enter_context(open_stored(path, kind, allow_external)) for path in self.paths}
             opened = _SampleFile(self, files)
@@ -419,9 +420,9 @@ def locate(
     given, format
         As for :func:`find_files`; with ``{sample}``, a folder or several.
     datasets
-        Names of the datasets, by the name of the network's input. With ``{sample}`` each is a file name, below the
-        folder, as ``"{sample}_t1.nii.gz"``, with ``":NAME"`` for one of several arrays; several are joined by
-        :data:`AND`.
+        Names of the datasets, by the name of the network's input. With ``{sample}`` each is a file name relative to the
+        folder, such as ``"{sample}_t1.nii.gz"``, followed by ``":NAME"`` for one of several arrays; several file names
+        are joined by :data:`AND`.
     others
         Datasets that are not read: their files belong to a sample, but may be missing.
 
@@ -480,7 +481,8 @@ def _samples(folder: Path, datasets: Mapping[str, str], others: Mapping[str, str
         raise DataError(f"data.path: expected a folder with the files of the samples, got {folder}; correct it")
     needed = dict.fromkeys(pattern for name in datasets.values() for pattern in name.split(AND))
     optional = [pattern for name in others.values() if SAMPLE in name for pattern in name.split(AND)]
-    # A file belongs to the pattern that leaves the shortest name: p1_seg.nii is the mask of p1, no image of p1_seg.
+    # A file belongs to the pattern that leaves the shortest name: with "{sample}.nii" and "{sample}_seg.nii",
+    # p1_seg.nii is the mask of p1, not the image of a sample p1_seg.
     best: dict[str, str] = {}
     own = set[str]()
     for pattern in (*needed, *optional):

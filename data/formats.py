@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 AND = " + "
-"""Separator of the names of several arrays, whose channels are those of one."""
+"""Separator of the names of several arrays whose channels are joined into one array."""
 LISTED = 20  # number of arrays that a message lists if one is missing
 
 Where = tuple[int | slice, ...]
@@ -121,7 +121,7 @@ class StoredFile(ABC):
     main : str
         Name of the array that is meant where none is named; empty: the only one.
     of_samples : tuple of str
-        Names of arrays ``(N, ...)`` that describe each sample, which files of predictions have too.
+        Names of arrays ``(N, ...)`` that describe the samples, and are copied to files of predictions.
     """
 
     path: Path
@@ -215,6 +215,7 @@ class Channels(StoredArray):
         ends = list(accumulate(counts, initial=0))
         self._ranges = list(pairwise(ends))
         self.shape = (*grids[0], ends[-1])
+        # Arrays may have different packings, so `read` returns values, and `attrs` have no packing.
         self._packings = [array.packing(f"{path}: {array.name!r}") for array in arrays]
         dtypes = [np.dtype(np.float64) if packing else array.dtype for packing, array in zip(self._packings, arrays)]
         self.dtype = np.result_type(*dtypes)
@@ -306,7 +307,7 @@ FORMATS.register_later("tiff", lambda: import_module(".formats_tiff", __package_
 
 
 class FileGroup(os.PathLike[str], ABC):
-    """Location of several files that are read as one, which has the path of the first of them in messages."""
+    """Location of several files that are read as one; in messages it has the path of the first one."""
 
     @abstractmethod
     def open(self, kind: str | None, allow_external: bool, checked: bool) -> StoredFile:
@@ -386,6 +387,7 @@ class ChunkCache:
         for index in product(*(range(low // c, -(-high // c)) for (low, high), c in zip(ranges, self._shape))):
             chunk, own, at = self._chunk(index), [], []
             for k, c, n, (low, high) in zip(index, self._shape, chunk.shape, ranges):
+                # The common elements, relative to the chunk and to `out`.
                 first, last = max(low, k * c), min(high, k * c + n)
                 own.append(slice(first - k * c, last - k * c))
                 at.append(slice(first - low, last - low))
@@ -410,7 +412,7 @@ class SampleArray(StoredArray):
     source
         Object with `shape` and `dtype`, read by slices: an array, a memory map, an array of Zarr.
     axes
-        Axis of ``(*spatial, C)`` of each axis of `source`; None: an axis of extent 1 that is left out.
+        For each axis of `source`, its number in ``(*spatial, C)``; None: an axis of extent 1 that is left out.
     spatial
         Number of spatial axes. Without an axis of channels there is one channel.
     chunk
@@ -450,6 +452,7 @@ class SampleArray(StoredArray):
         own = [slice(index, index + 1) if isinstance(index, int) else index for index in where[1:]]
         values = np.asarray(self._source[tuple(0 if axis is None else own[axis] for axis in self._axes)])
         kept = [axis for axis in self._axes if axis is not None]
+        # `values` has the axes `kept`, in the order of the source.
         ordered = values.transpose(sorted(range(len(kept)), key=kept.__getitem__))
         target = out.reshape([index.stop - index.start for index in own])
         np.copyto(target, ordered.reshape(target.shape))

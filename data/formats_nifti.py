@@ -47,9 +47,11 @@ class _NiftiFile(StoredFile):
             raise DataError(f"{path}: expected (X, Y, Z) or (X, Y, Z, C), got {shape}; write one axis of channels")
         spatial = min(len(shape), _SPATIAL)
         axes = [k if k < spatial else spatial if k in rest else None for k in range(len(shape))]
+        # Slope and intercept as those of packed data, so that all formats are unpacked in one way.
         factors = {"scale_factor": float(proxy.slope), "add_offset": float(proxy.inter)}
         attrs = factors if factors != {"scale_factor": 1.0, "add_offset": 0.0} else {}
         inflated = str(path).lower().endswith(".gz")
+        # "F": NIfTI stores the first axis contiguously.
         source = _Inflated(proxy) if inflated else np.memmap(path, proxy.dtype, "r", proxy.offset, shape, "F")
         chunk = shape if inflated else None
         spacing = np.asarray(header.get_zooms()[:_SPATIAL], np.float64)
@@ -80,7 +82,7 @@ class _Inflated:
 
     @cached_property
     def _values(self) -> NDArray[Any]:
-        return np.asanyarray(self._proxy.get_unscaled())
+        return np.asanyarray(self._proxy.get_unscaled())  # slope and intercept are applied later, to parts
 
     def __getitem__(self, where: Any) -> NDArray[Any]:
         return self._values[where]

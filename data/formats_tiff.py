@@ -57,14 +57,15 @@ class _TiffFile(StoredFile):
         with opening(self.path, f"a TIFF file with {name}"):
             axes, spatial = self._axes(level, kind)
             shape, dtype = tuple(level.shape), np.dtype(level.dtype).newbyteorder(self._file.byteorder)
-            if level.dataoffset is not None:
+            if level.dataoffset is not None:  # only for data that are contiguous and not compressed
                 return SampleArray(name, np.memmap(self.path, dtype, "r", level.dataoffset, shape), axes, spatial)
             zarr = library("zarr", self.path)
             source = zarr.open(self._file.aszarr(series=number, level=k), mode="r")
             return SampleArray(name, source, axes, spatial, {}, source.chunks, _REMEDY)
 
     def _axes(self, level: Any, kind: str) -> tuple[list[int | None], int]:
-        """Return the axis of ``(*spatial, C)`` of each axis of a level, and the number of spatial axes."""
+        """Return, for each axis of a level, its number in ``(*spatial, C)`` or None, and the number of spatial axes."""
+        # Letters of tifffile: S is the samples of a pixel (RGB), C channels; all others (Z, T, I, ...) count pages.
         letters = [letter if n > 1 or letter in "YX" else None for letter, n in zip(level.axes, level.shape)]
         pages = [letter for letter in letters if letter and letter not in "YXSC"]
         of_channels = [letter for letter in letters if letter and letter in "SC"] + pages * (kind == "channels")

@@ -72,6 +72,7 @@ class _ZarrArray(StoredArray):
         self._of, self._stored, self._cache = file, stored, cache
         self.name, self.shape, self.dtype = name, tuple(stored.shape), np.dtype(stored.dtype)
         attributes = _attributes(stored.attrs)
+        # Names of dimensions: version 3 has them in the metadata, xarray writes them as an attribute in version 2.
         self._dimensions = getattr(stored.metadata, "dimension_names", None) or attributes.pop("_ARRAY_DIMENSIONS", ())
         if stored.metadata.zarr_format == 2 and len(self._dimensions) and stored.fill_value is not None:
             attributes.setdefault("_FillValue", stored.fill_value)  # xarray stores its attribute there

@@ -49,6 +49,7 @@ class Hdf5File(StoredFile):
     def get(self, name: str) -> StoredArray | None:
         """Return the dataset of this name; its type and the storage of its data are checked."""
         storage = self._storage
+        # Checked before it is opened: HDF5 may crash or wait for ever on what the check refuses.
         there = self.file.get(name) if storage is None else self.file[name] if storage.check(self.file, name) else None
         return Hdf5Array(self, there, name) if isinstance(there, h5py.Dataset) else None
 
@@ -85,7 +86,7 @@ class Hdf5File(StoredFile):
         def note(name: str, item: Any) -> bool | None:
             if isinstance(item, h5py.Dataset):
                 shapes[name] = item.shape
-            return True if most is not None and len(shapes) >= most else None
+            return True if most is not None and len(shapes) >= most else None  # True ends `visititems`
 
         self.file.visititems(note)
         return shapes
@@ -166,7 +167,7 @@ class Hdf5Array(StoredArray):
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part, in the dtype in which it is stored."""
-        if not out.size or not where:
+        if not out.size or not where:  # an empty part or a scalar, of which there is no hyperslab
             self.stored.read_direct(out, where)
             return
         space = self.stored.id.get_space()

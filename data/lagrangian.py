@@ -148,6 +148,7 @@ class Flow:
 
     def _weights(self, t: float) -> tuple[Array, Array]:
         """Compute coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each."""
+        # Cells: u = d psi / dy, v = -d psi / dx of psi = a S_m(x) S_n(y). Sound: the gradient of b C_m(x) C_n(y).
         u = np.zeros((HIGHEST_WAVE + 1, HIGHEST_WAVE + 1))
         v = np.zeros_like(u)
         c, s = self._cells, self._sounds
@@ -233,7 +234,7 @@ class VelocityField:
     def _add_vortex(self, at: Array, out: Array, cx: float, cy: float, strength: float, width: float) -> None:
         """Add the vortex of stream function ``strength exp(-r^2 / 2 s^2) sin(pi x) sin(pi y)``.
 
-        The sines let the normal velocity vanish at the walls; they need the first harmonics in place.
+        The sines, which make the normal velocity vanish at the walls, are the first harmonics of :meth:`evaluate`.
         """
         dx, dy, gauss, wall, term = self._work[1], self._work[2], self._work[3], self._work[4], self._work[5]
         np.subtract(at[0], cx, out=dx)
@@ -261,7 +262,7 @@ class VelocityField:
 
 
 def _draw_cells(rng: np.random.Generator) -> Waves:
-    """Draw standing vortices with a total root-mean-square velocity of 0.35 to 0.5 m/s."""
+    """Draw standing vortices; the root-mean-square velocity of their mean amplitudes is 0.2 to 0.3 m/s in total."""
     pairs = [(m, n) for m in range(1, HIGHEST_WAVE + 1) for n in range(1, HIGHEST_WAVE + 1) if 4 <= np.hypot(m, n) <= 7]
     chosen = rng.choice(len(pairs), CELLS, replace=False)
     m, n = np.array([pairs[k] for k in chosen]).T
@@ -276,6 +277,7 @@ def _draw_cells(rng: np.random.Generator) -> Waves:
 
 def _draw_sounds(rng: np.random.Generator) -> Waves:
     """Draw compressions that change the density of matter at rest by 5 to 15 % each."""
+    # The density changes at the rate div v = b pi^2 (m^2 + n^2) cos(omega t): its integral has the factor 1 / omega.
     pairs = [(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2)]
     m, n = np.array([pairs[k] for k in rng.choice(len(pairs), SOUNDS, replace=False)]).T
     omega = rng.uniform(3.0, 6.0, SOUNDS)
@@ -329,7 +331,7 @@ class MeshBlock:
                 if instant == 0:
                     sums[:] = velocity
                 else:
-                    np.multiply(velocity, weight, out=at)
+                    np.multiply(velocity, weight, out=at)  # `at` is free here: the next point overwrites it
                     sums += at
                 np.multiply(velocity, ahead * self._dt, out=at)
                 at += origin
@@ -358,11 +360,12 @@ class MeshBlock:
     def _density_and_pressure(self) -> tuple[Array, Array]:
         bubble, fraction = self._flow.bubble, self.volume_fractions()
         up = Quads(self.nodes, normal="up").corner_areas
+        # The Jacobians at the corners have the area as their mean, here relative to the initial area.
         area = 0.25 * (up[0] + up[1] + up[2] + up[3]) * self._resolution**2
         compression = 1 / np.maximum(area, LEAST_AREA)
         density = (bubble.ambient + fraction * (bubble.density - bubble.ambient)) * compression
         gamma = bubble.ambient_gamma + fraction * (bubble.gamma - bubble.ambient_gamma)
-        return density, INITIAL_PRESSURE * compression**gamma
+        return density, INITIAL_PRESSURE * compression**gamma  # adiabatic
 
     def _average_velocity(self) -> Array:
         """Compute the mean of the x velocity [m/s] over the four nodes of each cell."""
@@ -371,7 +374,7 @@ class MeshBlock:
         for start in range(0, total, SLICE):
             n = min(SLICE, total - start)
             at, velocity = (row[: 2 * n].reshape(2, n) for row in self._work[:2])
-            at[:] = self._at[:, start : start + n]
+            at[:] = self._at[:, start : start + n]  # contiguous rows, for `evaluate`
             self._field(n).evaluate(frozen, at, velocity)
             u[start : start + n] = velocity[0]
         at_nodes = u.reshape(self._rows + 1, self._resolution + 1)
@@ -391,6 +394,7 @@ def bubble_fractions(bubble: Bubble, resolution: int, first: int, last: int) -> 
     distance = np.sqrt(dx * dx + dy * dy)
     half_diagonal = np.sqrt(0.5) / resolution
     fraction = (distance < bubble.radius).astype(np.float64)
+    # The circle may cross only cells whose centre is within half a diagonal of it.
     i, j = np.nonzero(np.abs(distance - bubble.radius) <= half_diagonal)
     offsets = ((np.arange(SUBCELLS) + 0.5) / SUBCELLS - 0.5) / resolution
     x = dx[0, j][:, None, None] + offsets

@@ -204,7 +204,7 @@ class Loader:
         if not margin:
             self._fill_box(name, batch, box, array)
             return
-        around = [0, *[margin] * (box.ndim - 2), 0]
+        around = [0, *[margin] * (box.ndim - 2), 0]  # none along samples and channels
         wide = Box.of_ranges([(low - m, high + m) for (low, high), m in zip(box.ranges, around)])
         if name not in self._wide:
             self._wide[name] = np.zeros(wide.shape, array.dtype)
@@ -213,6 +213,7 @@ class Loader:
 
     def _fill_box(self, name: str, batch: Batch, box: Box, array: NDArray[Any]) -> None:
         """Read, normalize and augment a box of a field that is not reduced."""
+        # Elements outside of the batch keep the zeros of the allocation: they are padding.
         part = array[self._read(name, batch, box, array)]
         gaps = self._windows.pads(name) and not self._dataset.fields[name].is_target
         gaps |= self._augmentation is not None and batch.augmented and self._augmentation.leaves_gaps(name)
@@ -220,7 +221,7 @@ class Loader:
         absent = mark_absent(part) if gaps or name in self._dataset.lenient else None
         if name in self._statistics:
             self._statistics[name].apply(part, max(0, box.start[-1]))
-        # After normalization 0 is the mean of the channel.
+        # After normalization, where 0 is the mean of the channel.
         if absent is not None:
             part[absent] = 0
             self.absent += int(np.count_nonzero(absent))

@@ -25,7 +25,7 @@ class LogisticModel:
     weights : float64 array ``(C,)``
     bias : float
     loss : float
-        Mean cross-entropy [nat] on the data it was fitted to.
+        Mean cross-entropy [nat] on the data of the fit, plus the penalty of the fit.
     iterations : int
         Newton steps taken.
     """
@@ -65,6 +65,7 @@ def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: fl
     loss, gradient, hessian = _derivatives(blocks, theta, ridge)
     steps, converged = 0, False
     while steps < iterations and not converged:
+        # Not `solve`: without a ridge on the bias, the Hessian is singular once all probabilities are 0 or 1.
         step = np.asarray(np.linalg.lstsq(hessian, gradient, rcond=None)[0], dtype=np.float64)
         new = _line_search(blocks, theta, step, loss, ridge)
         if new is None:
@@ -140,6 +141,7 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
         true = np.asarray(y, dtype=np.float64).ravel()
         score = values @ theta
         p = _sigmoid(score)
+        # -log p for true = 1, -log(1 - p) for 0, without overflow.
         loss += float(np.sum(np.logaddexp(0, score) - true * score))
         gradient += values.T @ (p - true)
         hessian += values.T @ (values * (p * (1 - p))[:, None])
@@ -151,4 +153,4 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
 
 
 def _sigmoid(score: Array) -> Array:
-    return 0.5 * (1 + np.tanh(0.5 * score))
+    return 0.5 * (1 + np.tanh(0.5 * score))  # exp(-score) would overflow

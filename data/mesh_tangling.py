@@ -128,7 +128,7 @@ class MeshSimulation:
 
         Returns
         -------
-        inputs ``(taken, rows, resolution, 18)``, mask ``(taken, rows, resolution)``.
+        inputs ``(count, rows, resolution, 18)``, mask ``(count, rows, resolution)``.
         """
         s, steps = self.settings, self.steps[:count]
         mesh = self.mesh(first, last)
@@ -167,6 +167,7 @@ class MeshSimulation:
             recent.append(mesh.quality() < s.limit)
             if len(recent) == s.interval_steps + 1:
                 share.append(float(np.logical_or.reduce(list(recent)).mean()))
+                # Too many cells are masked, and there are enough instants: later ones are not tried.
                 if share[-1] > s.most_masked and len(share) > s.samples_per_simulation:
                     break
             mesh.advance()

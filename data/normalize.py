@@ -66,7 +66,7 @@ def _log(x: NDArray[Any]) -> None:
 
 
 def _metric(x: NDArray[Any]) -> None:
-    """Clip x to the largest metric of a cell, then apply `_log`."""
+    """Clip x to +-:data:`LARGEST`, then apply `_log`."""
     np.clip(x, -LARGEST, LARGEST, out=x)
     _log(x)
 
@@ -114,7 +114,7 @@ class ChannelStatistics:
     transforms : tuple of str
         Keys of :data:`TRANSFORMS`, one per channel.
     count : int
-        Number of cells per channel from which they were computed.
+        Number of cells from which they were computed; the largest of all channels, if some have absent values.
     """
 
     mean: Array
@@ -130,7 +130,7 @@ class ChannelStatistics:
         # A constant channel becomes 0 instead of infinite.
         scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0).astype(x.dtype)
         mean = self.mean[mine].astype(x.dtype)
-        for sample in x if x.ndim > 2 else x[:, None]:
+        for sample in x if x.ndim > 2 else x[:, None]:  # a vector per sample is one row
             # Blocks of rows that fit the cache, because every rule reads them again.
             for first in range(0, len(sample), _CACHED_ROWS):
                 rows = sample[first : first + _CACHED_ROWS]
@@ -309,7 +309,10 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
 
 
 class SampleRows:
-    """Reader of blocks of rows of one sample, transformed, in one buffer. Invalid values become NaN."""
+    """Reader of blocks of rows of one sample, in one buffer.
+
+    With `rules`, values are transformed, and permitted invalid values and targets of weight 0 become NaN.
+    """
 
     def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules
@@ -345,10 +348,10 @@ class SampleRows:
 
 
 class KeptStatistics:
-    """File of statistics in the folder of the first data file, named by a mark of all that they depend on. Local.
+    """File of statistics in the folder of the first data file, named by a hash of all that they depend on. Local.
 
-    The mark holds names, sizes and times of change of all data files, the fields of the data set, and `about`. Data
-    sets without files, or with folders (Zarr), keep nothing.
+    The hash is that of names, sizes and times of change of all data files, the fields of the data set, and `about`. No
+    file is written for data sets without files, or with folders (Zarr).
 
     Parameters
     ----------
@@ -379,9 +382,10 @@ class KeptStatistics:
         self.path = files[0].parent / f"halograd-statistics-{self._mark[:8]}.json"
 
     def read(self) -> dict[str, Any]:
-        """Return the kept states of statistics by field; empty without a file of this mark."""
+        """Return the kept states of statistics by field; empty without a file of this hash."""
         try:
             kept = json.loads(self.path.read_text()) if self.path is not None else {}
+            # The file's name has 8 digits of the hash only.
             known = kept["statistics"] if kept["mark"] == self._mark else {}
             return {name: state for name, state in known.items() if ChannelStatistics.unpacked(state)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -85,7 +85,7 @@ class Packing:
         Values are computed in float64 and rounded once, to the dtype of `out`. Stored numbers in `kept` always have a
         value.
         """
-        stored = stored.view(self.dtype)
+        stored = stored.view(self.dtype)  # `_Unsigned`: the same bits, read with the other signedness
         with np.errstate(all="ignore"):  # a value that overflows becomes infinite, which a later check finds
             for part in _parts(stored.shape):
                 source, target = stored[part], out[part]
@@ -260,6 +260,7 @@ def _limits(
         if numbers is None:
             continue
         limits = numbers.tolist()
+        # NetCDF Users Guide, valid_range: limits of the type of the factors hold for unpacked values.
         of_values = types and numbers.dtype == np.result_type(*types) and numbers.dtype.kind != dtype.kind
         if turned and not of_values:
             limits = [_turned(limit, dtype) for limit in limits]

@@ -16,7 +16,7 @@ from .structure import looking_into
 __all__ = ["SLAB", "repack", "slabs"]
 
 SLAB = 1 << 25
-"""Bytes that are copied at once, or a row of the samples of a chunk."""
+"""Size of the parts that are copied one after the other [B]; a single row of chunks may have more."""
 _CACHE = 1 << 28  # for chunks that are read: each is inflated once
 #: Attributes with references, which HDF5 writes again when scales are attached.
 _REFERENCES = ("DIMENSION_LIST", "REFERENCE_LIST")
@@ -77,7 +77,7 @@ def _is_ordered(group: h5py.Group) -> bool:
 
 
 def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]], copied: dict[int, str]) -> None:
-    """Copy a group, whose datasets in `chunks` get these chunks; `copied` has the new names of objects, by place."""
+    """Copy a group, whose datasets in `chunks` get these chunks; `copied` has the new names of objects, by address."""
     for key, value in old.attrs.items():
         new.attrs[key] = value
     for name in old:
@@ -102,9 +102,11 @@ def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, 
     elsewhere = old.is_virtual or old.external
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if elsewhere else old.id.get_create_plist().copy()
     plist.set_chunk(chunk)
+    # The low-level call takes type, filters and all other properties as the file has them.
     new = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), old.id.get_type(), old.id.get_space(), dcpl=plist))
     for key in old.attrs.keys() - set(_REFERENCES):
         new.attrs[key] = old.attrs[key]
+    # Whole chunks of both files, so that few of them are inflated or compressed twice.
     samples = max(chunk[0], old.chunks[0] if old.chunks else 1)
     for slab in slabs(old.shape, samples, chunk[1] if len(chunk) > 1 else 1, old.dtype.itemsize):
         new[slab] = old[slab]

@@ -120,6 +120,7 @@ def split(
             f"data.validation: expected two or more, of which one is held out, got {what}; set data.validation = 0"
             + ("" if labels is None or samples < 2 else ', or data.split = "random"')
         )
+    # A copy, because a view would keep the order of all samples in memory.
     chosen = np.random.default_rng([seed, _SPLIT]).permutation(samples if names is None else names)[:held].copy()
     if labels is None:
         out = np.zeros(samples, bool)
@@ -283,7 +284,7 @@ class Sampler:
 
     @property
     def done(self) -> float:
-        """Number of batches since the beginning; a fraction after samples that were used in batches of another size."""
+        """Number of batches since the beginning; samples used in batches of another size count as fractions of one."""
         return self.epoch * len(self) + self.skipped / self.batch + self.position
 
     def left(self, epochs: int) -> int:
@@ -317,6 +318,7 @@ class Sampler:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch, and advance the position with each."""
         for batch in self.rest_of_epoch():
+            # Before `yield`: a state that the body of the loop saves continues after this batch.
             self.advance()
             yield batch
 
@@ -432,6 +434,7 @@ def belonging_to(kind: Unit, name: str, texts: Sequence[str], structure: Any) ->
         Structure of the file.
     """
     if kind == "file":
+        # Equality too, because a name with brackets does not match itself as a pattern.
         return np.full(structure.samples, any(fnmatchcase(text, name) or text == name for text in texts))
     if kind == "simulation":
         values = None if structure.groups is None else structure.groups.astype(str)
@@ -465,5 +468,6 @@ def years(times: NDArray[np.float64], units: str, calendar: str = "standard") ->
     months = _MONTHS.get(calendar)
     if months is None or not 1 <= month <= 12:
         return None
+    # Days since the beginning of `year`; all years have the same length.
     days = sum(months[: month - 1]) + day - 1 + np.floor(first / 86400)
     return year + np.floor_divide(days, sum(months)).astype(np.int64)

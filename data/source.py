@@ -122,7 +122,7 @@ class DatasetView:
         self.fields: dict[str, Field] = dict(dataset.fields)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not set yet
+        if name == "dataset":  # not set yet, as in copy.copy(): the next line would recurse
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -177,7 +177,7 @@ class DatasetView:
 class OneSize(DatasetView):
     """View of the samples of a data set that have the size of sample `index`; they keep their numbers. Local."""
 
-    extents = None
+    extents = None  # hides those of the other data set
 
     def __init__(self, dataset: Any, index: int) -> None:
         super().__init__(dataset)

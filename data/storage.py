@@ -204,6 +204,7 @@ class Storage:
                 member = stack.enter_context(self._open(member.file, link.filename, "HDF5_EXT_PREFIX", what))["/"]
             elif link.path.startswith("/"):
                 member = member.file["/"]
+            # Other soft links are relative to the group that has them.
             ahead.extendleft(reversed(link.path.split("/")))
         return member
 
@@ -240,9 +241,11 @@ class Storage:
     def _check_written(self, dataset: h5py.Dataset) -> None:
         self._check_filters(dataset)
         if dataset.chunks is None:
+            # By default, HDF5 allocates contiguous data when they are first written.
             self._report_gap(dataset, dataset.id.get_storage_size() == 0, True, "it was never written")
             return
         chunks = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks))
+        # Counting takes time for chunks that exist, of which a small file has few.
         if chunks > _SLOW and os.path.getsize(dataset.file.filename) > _SLOW:
             _log.warning("%s: counting which of its %s chunks were written", self._where(dataset), f"{chunks:,}")
         missing = chunks - dataset.id.get_num_chunks()
@@ -406,7 +409,7 @@ def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tu
 
 
 def _is_of_numbers(dataset: h5py.Dataset) -> bool:
-    numbers = (h5t.INTEGER, h5t.FLOAT, h5t.ENUM)
+    numbers = (h5t.INTEGER, h5t.FLOAT, h5t.ENUM)  # h5py stores bool as an enumeration
     return dataset.id.get_type().get_class() in numbers and dataset.dtype.kind in "fiub"
 
 
@@ -465,7 +468,7 @@ class Hyperslab:
 
     @property
     def growing(self) -> int | None:
-        """The axis whose count is unlimited."""
+        """The axis whose count is unlimited; None if there is none."""
         return next((axis for axis, n in enumerate(self.count) if n == h5s.UNLIMITED), None)
 
     @property
@@ -482,6 +485,7 @@ class Hyperslab:
 
     def within(self, shape: Indices) -> Hyperslab:
         """Return this selection without the blocks that begin outside an array of this shape."""
+        # The largest count per axis; UNLIMITED exceeds any.
         begins = (max(0, -(-(n - a) // s)) for n, a, s in zip(shape, self.start, self.stride))
         return replace(self, count=tuple(min(n, most) for n, most in zip(self.count, begins)))
 

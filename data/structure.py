@@ -170,6 +170,7 @@ def examine(
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
             attributes = plain_attributes(dataset.attrs, OF_NUMBERS)
             packing = dataset.packing(f"{path}: {dataset.name!r}") if unpack else None
+            # `rows` is the first spatial axis in the file.
             source, rows = {**inputs, **targets}[name], 2 if own == "channels first" else 1
             chunks = None if static else dataset.chunks(rows)
             fields[name] = Field(source, own, shape, names, name in targets, attributes, packing, chunks, static)
@@ -195,7 +196,7 @@ def looking_into(path: Path) -> Iterator[None]:
 def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
     """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``, else their coordinates.
 
-    Several datasets as one have an order of their own.
+    Datasets joined by :data:`AND` have the order of :class:`Channels`, whatever `layout` is.
     """
     shape = inputs.shape
     own = layout is None or isinstance(inputs, Channels)
@@ -303,7 +304,7 @@ def _axes_by_shape(shape: Sequence[int], axes: str, grid: Sequence[int]) -> str:
 
 
 def _is_grid(shape: Sequence[int], grid: Sequence[int]) -> bool:
-    """Return whether a shape is a grid, one coarser by whole factors, or has an extent of 1 on some of its axes."""
+    """Return whether a shape is `grid`, or is coarser by a whole factor on some axes (down to an extent of 1)."""
     return len(shape) == len(grid) and _is_coarser(shape, grid)
 
 
@@ -361,6 +362,7 @@ def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | No
                 "another name"
             )
         numbers = numbers.view(packing.dtype)
+    # From 2**53 on, float64 does not distinguish neighboring integers.
     if numbers.dtype.kind == "f" and not np.all((numbers % 1 == 0) & (np.abs(numbers) < 2.0**53)):
         raise DataError(
             f"{path}: dataset 'simulation': expected a whole number per sample, got others; correct them, or give it "

@@ -149,7 +149,8 @@ def look_at_data(
     dataset : Dataset
         Dataset with targets.
     statistics : dict of ChannelStatistics, optional
-        Statistics of the training samples by input, whose reading they replace, and by normalized target.
+        Statistics of the training samples, by input (they show which channels are constant, so few samples are read),
+        and by normalized target.
     sample : int
         One of the training samples.
     least : int
@@ -272,6 +273,7 @@ def _first_invalid(
             first, last = last, last + block.shape[1]
             good = limits[name].allows(block)
             if not good.all():
+                # Only now, because reading the weights takes time.
                 whole = Box.of_shape((1, *sample_shape(dataset, name, index)))
                 absent = _absent(dataset, name, index, whole.replace(1, first, last))
                 good |= False if absent is None else absent
@@ -311,7 +313,7 @@ def count_classes(
     for sample in samples:
         fine = sample_shape(dataset, name, int(sample))
         shape = fine if reduction is None else reduction.coarse_shape(fine)
-        rows = max(1, PART * shape[0] // math.prod(fine))
+        rows = max(1, PART * shape[0] // math.prod(fine))  # rows of patches with at most about PART cells
         for first in range(0, shape[0], rows):
             box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
             labels = read_box(dataset, name, int(sample), box, reduction).reshape(-1)

@@ -305,7 +305,7 @@ class TargetReduction:
 
     @property
     def skips(self) -> bool:
-        """Whether the rule can leave out cells."""
+        """Whether the rule can ignore absent cells."""
         return self.rule != "center"
 
     def apply(self, cells: NDArray[Any], out: NDArray[Any], absent: NDArray[np.bool_] | None = None) -> None:
@@ -391,14 +391,14 @@ def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, va
 def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: Sequence[str], box: Box) -> NDArray[Any]:
     """Return which elements of a box of a target have the weight 0 in all fields of `weights`. Local.
 
+    Weights may have an extent of 1 on any axis, be a number per sample, or have a grid that is coarser or finer by
+    whole factors. An element under finer weights has the weight 0 if all of them are 0. Weights on another grid count
+    as not 0.
+
     Parameters
     ----------
     box
         Box within the batch ``(N, *spatial, C)`` of the target.
-
-    Weights may have an extent of 1 on any axis, be a number per sample, or have a grid that is coarser or finer by
-    whole factors. An element under finer weights has the weight 0 if all of them are 0. Weights on another grid are
-    ignored.
     """
     mask = np.ones(box.shape, np.bool_)
     for weight in weights:
@@ -413,7 +413,7 @@ def _is_zero(read: Read, name: str, target: Sequence[int], own: Sequence[int], b
         return np.zeros(box.shape, np.bool_)
     ranges, parts = [box.ranges[0]], list[NDArray[Any]]()
     for (low, high), n, m in zip(box.ranges[1:], target, grid):
-        first, last = low * m // n, -(-high * m // n)
+        first, last = low * m // n, -(-high * m // n)  # the weights that cover the box
         ranges.append((first, last))
         # The index of the coarser weight that covers each element, or of the first finer weight under it.
         parts.append(np.arange(low, high) * m // n - first)

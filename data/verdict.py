@@ -204,6 +204,7 @@ def condition_number(q: Quads) -> Array:
 
 def distortion(q: Quads) -> Array:
     """Compute the smallest Jacobian over corners and 2x2 Gauss points times parent area over area; 1 for a square."""
+    # Jacobians of the map from the parent square [-1, 1]^2, whose edges have the length 2 and whose area is 4.
     corner = [c / 4 for c in q.cross]
     units = [unit(c) for c in corner]
     face = _face_sign([unit(c) for c in q.cross])
@@ -265,6 +266,7 @@ def scaled_jacobian(q: Quads) -> Array:
     if q.collapsed.any():
         (a, b, c), twice = q.triangle
         product = np.sqrt(np.maximum(np.maximum(a * b, b * c), a * c))
+        # Relative to the sine of 60 degrees, so that an equilateral triangle has the value 1.
         value = 2 / np.sqrt(3.0) * twice / np.where(product < TINY, 1.0, product)
         result[q.collapsed] = np.where(product < TINY, 0.0, value)
     return result

@@ -34,7 +34,7 @@ OwnMap = Callable[[Sequence[Array]], Sequence[Array]]
 Range = tuple[int, int]
 
 _TILE = 1 << 15  # elements that are sampled together: their positions, indices and corners fit the cache
-_SOURCE = 1 << 25  # bytes that are read at once for a part of a block; the box around a rotated block is larger than it
+_SOURCE = 1 << 25  # bytes that are read at once for a part of a block; a rotated block lies in a larger box
 _SLACK = 1e-6  # by which bounds of positions may differ from positions, relatively, because of rounding
 
 
@@ -167,6 +167,7 @@ class SmoothMap:
         coordinates = []
         for row, n in zip(self.matrix, self.extents):
             value: Any = (n - 1) / 2
+            # Terms of 0 are left out: without a rotation, each result stays a vector along its own axis.
             for factor, x in zip(row, moved):
                 value = value + factor * x if factor else value
             coordinates.append(np.asarray(value, np.float64).reshape((1,) * rank) if np.ndim(value) == 0 else value)
@@ -221,11 +222,11 @@ class GridMap:
     extents: tuple[int, ...]
 
     def _scaled(self, axis: int, value: Any, back: bool = False) -> Any:
-        """Return positions of the field in those of the smooth map, or back; centres of cells are at + 0.5."""
+        """Convert a position on the field's grid to the grid of the smooth map, or `back`; element i is at i."""
         own, whole = self.extents[axis], self.smooth.extents[axis]
         if own == whole:
             return value
-        # Grids have common cell boundaries, not common centres.
+        # Grids have common cell boundaries, not common centres: element i has its centre i + 0.5 cells from the border.
         return (value + 0.5) * (own / whole if back else whole / own) - 0.5
 
     def _placed(self, axis: int, value: Any) -> Any:
@@ -356,7 +357,8 @@ def sample_block(
 ) -> None:
     """Fill `out` with a box of a sample that is seen through a map. Local.
 
-    Boxes of at most 32 MiB are read, for the whole box or its halves, quarters, ....
+    Boxes of at most 32 MiB are read: for the whole box, or for its halves, quarters, .... A part of at most 32,768
+    elements is not divided, whatever it reads.
 
     Parameters
     ----------
@@ -374,7 +376,7 @@ def sample_block(
         Elements that stand for those outside of the sample, per axis of the sample.
     interpolation
         ``"linear"`` between the neighbors; ``"nearest"`` for classes; ``"weight"``: linear, but 0 where one of the
-        neighbors that contribute is 0, so that a value with a positive weight is made of such values only.
+        neighbors that contribute is 0, so that a target with a positive weight is interpolated from such targets only.
     outside : optional
         Value of elements outside of the sample along axes with the border ``"zero"``; None: as ``"nearest"``.
     vectors : optional
@@ -387,7 +389,7 @@ def sample_block(
     matrix = grid.vectors() if vectors else None
 
     def channels_of(channel: Callable[[int], NDArray[Any]], part: NDArray[Any]) -> None:
-        values: dict[int, NDArray[Any]] = {}
+        values: dict[int, NDArray[Any]] = {}  # each component is sampled once, and used for all channels of its vector
         for k in range(first, last):
             if k not in vectors or matrix is None:
                 part[..., k - first] = channel(k - lowest)
@@ -477,6 +479,7 @@ def _sampler(
         view = flat[number:]
         values = [view.take(corner) for corner in corners]
         absent = np.any([value == 0 for value in values], axis=0) if interpolation == "weight" else None
+        # Corners are in binary order, the last axis fastest: each pass joins pairs along one axis, the last one first.
         for f in reversed(fractions):
             for low, high in zip(values[::2], values[1::2]):
                 high -= low

@@ -83,14 +83,14 @@ class SampleWindows:
     moved : list of str
         Names of the fields with spatial axes. A window has the same position in all of them, each on its own grid.
     foreground : Foreground or None
-        Positions in the middle of the windows of samples that are :attr:`Batch.centered`, as far as the sample goes.
+        Positions on which the windows of :attr:`Batch.centered` samples are centered, as far as they stay inside.
     outside : dict of float
         Values outside of the samples, by the name of the field; NaN marks inputs without a value.
 
     Raises
     ------
     DataError
-        Samples without spatial axes, or with several numbers of them; grids that have no common parts.
+        Samples without spatial axes, or with different numbers of them; grids that have no common parts.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class SampleWindows:
         uneven = [name for name, shape in shapes.items() if len(shape) != len(first)]
         if uneven:
             raise DataError(f"{key}: expected samples of {len(first)} spatial axes, got {uneven[0]!r} of others")
-        # An axis of extent 1 (of weights) does not count.
+        # Units per axis: the greatest number of equal parts into which all grids can be cut. An axis of extent 1 (of
+        # weights) does not count.
         divisors = [reduce(math.gcd, [n for n in axis if n > 1] or [1]) for axis in zip(*shapes.values())]
         self._steps = {
             name: tuple(n // unit if n > 1 else 0 for n, unit in zip(shape, divisors)) for name, shape in shapes.items()
@@ -327,6 +328,7 @@ class SampleWindows:
             list(_pieces(low + start, high + start, n, axis in self._shifted and n > 1))
             for axis, ((low, high), start, n) in enumerate(zip(box.ranges, starts, shape[:-1]))
         ]
+        # A part of the box lies outside of the sample.
         if any(sum(high - low for (low, high), _ in along) < n for along, n in zip(pieces, box.shape)):
             out[...] = self.outside[name]
         for chosen in itertools.product(*pieces):
@@ -414,7 +416,7 @@ class Slide:
 class SlidingWindows(SampleWindows):
     """Reader of all windows of the samples of a data set: `Batch.patches` has the number of the window. Local.
 
-    Windows are numbered row-major over their starts; the longest axis of a sample is the first one.
+    Windows are numbered row-major over their starts, with the longest axis of the sample as the slowest one.
 
     Parameters
     ----------

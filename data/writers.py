@@ -4,7 +4,7 @@ Each rank writes its blocks to its own part, in every format (:mod:`halograd.tra
 complete, the parts are joined in one HDF5 file. A writer makes the result from this file. It reads samples by slices,
 and does not depend on the cut.
 
-A file in one piece is made by copying the numbers of virtual datasets, in the parts of the ranks.
+A file in one piece is made by copying the numbers of its virtual datasets from the parts of the ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Writer(ABC):
 
     #: Name on the command line, for registered classes.
     name: ClassVar[str] = ""
-    #: Suffix of the files in a folder of results, where each file of samples has its own.
+    #: Suffix of the files in a folder of results, which has one result for each file of samples.
     suffix: ClassVar[str] = ""
     #: Whether ranks may write different samples at the same time; otherwise rank 0 writes all of them.
     parallel: ClassVar[bool] = False
@@ -155,7 +155,7 @@ def join(out: Path) -> bool:
 def copy_whole(source: Path, path: Path) -> None:
     """Copy a file of predictions to `path`, with the numbers of its virtual datasets. Local.
 
-    It holds 32 MiB at a time, or one row of a sample if that is larger.
+    It holds 32 MiB in memory at a time, or one row of a sample if that is larger.
 
     Raises
     ------
