@@ -1,6 +1,6 @@
 """Activations: elementwise functions, as layers and within the kernels of other layers; softmax over the channels.
 
-Functions that only norms and conversions of units consist of (exp, log, ``|x|``, powers) exist as layers, but are not
+Functions that only serve to build norms or unit conversions (exp, log, ``|x|``, powers) exist as layers, but are not
 fused into other kernels.
 """
 
@@ -66,8 +66,10 @@ class _Activation(ElementwiseLayer):
             # layer has kept a copy with halos.
             gradient_kernel, y = kernel, context.y if by_input else context.y_again()
             box = context.inputs[0].held_gradient[context.rank]
+            # A wide input or output: the gradient covers another box than the output.
             if box != context.box:
                 x = context.packed(Region(context.read(0) if by_input else y, context.box).part(box))
+                # This kernel has no forward pass: the array that is not read only has to have the right shape.
                 gradient_kernel = context.kernel(make, x=x, y=context.scratch(box.shape) if by_input else x)
             elif y != kernel.views["y"]:
                 gradient_kernel = context.kernel(make, x=y, y=y)
@@ -320,7 +322,7 @@ def _clamp_gradient(
 
 
 class _Function(ElementwiseLayer):
-    """An elementwise function by NumPy's functions, with its gradient from the input or from the output.
+    """Elementwise function computed by NumPy functions; its gradient is formed from the input or from the output.
 
     Communication: none.
     """
@@ -455,7 +457,7 @@ def _power(x: Any, exponent: float, out: Any) -> None:
 
 
 class _ChannelSoftmax(Layer):
-    """Function of all channels of a position. Communication: none."""
+    """Function of all channels at each position. Communication: none."""
 
     recomputation = "pointwise"
     passes = Passes((2, 1), (1, 2))
@@ -528,6 +530,7 @@ def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[
             np.copyto(copy, x)
             source = target = copy
         np.amax(source, axis=-1, keepdims=True, out=row)
+        # Relative to the largest channel, so that exp does not overflow.
         np.subtract(source, row, out=target)
         np.exp(target, out=target)
         np.add.reduce(target, axis=-1, keepdims=True, out=row)
@@ -552,15 +555,18 @@ def _softmax_gradient(
             return
         np.copyto(product, y)
         np.amax(product, axis=-1, keepdims=True, out=center)
+        # center = mean of dy over the channels with the largest y
         np.equal(product, center, out=top)
         np.copyto(product, top)
         np.add.reduce(product, axis=-1, keepdims=True, out=sums)
         np.multiply(dy, top, out=product)
         np.add.reduce(product, axis=-1, keepdims=True, out=center)
         np.divide(center, sums, out=center)
+        # sums = sum_c (dy - center) * y
         np.subtract(dy, center, out=product)
         np.multiply(product, y, out=product)
         np.add.reduce(product, axis=-1, keepdims=True, out=sums)
+        # Computed again: the product above has overwritten it, and a second array would cost memory.
         np.subtract(dy, center, out=product)
         np.subtract(product, sums, out=product)
         np.multiply(product, y, out=dx)
@@ -589,6 +595,8 @@ def _log_softmax(
         np.add.reduce(work, axis=-1, keepdims=True, out=ties)
         np.copyto(work, 0, where=top)
         np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        # Of n equal largest channels, `ties` has n plus the small exponentials, `sums` only these: the difference is n,
+        # once it is rounded. The logarithm is that of 1 + (n - 1 + sums).
         np.subtract(ties, sums, out=ties)
         np.rint(ties, out=ties)
         np.subtract(ties, 1, out=ties)
@@ -619,6 +627,7 @@ def _log_softmax_gradient(
         np.exp(work, out=work)
         np.multiply(other, work, out=other)
         np.copyto(work, y)
+        # expm1(y) is -(1 - exp(y)) without cancellation where y is close to 0; the last line changes the sign.
         np.expm1(work, out=work)
         np.multiply(work, dy, out=work)
         np.add(work, other, out=work)
@@ -685,6 +694,7 @@ def inside(layer: Layer) -> Layer | None:
     f = fused(layer)
     if f is None:
         return None
+    # `_KINDS` has a class by its default function, which is the exact one for GELU.
     activation: Any = GELU("tanh") if f.kind == "gelu_tanh" else _KINDS[f.kind]()
     activation.alpha = f.alpha
     return activation

@@ -52,11 +52,11 @@ class Attention(Layer):
         of an axis may be smaller.
     shift
         Positions by which windows are shifted (Swin: Liu et al. 2021): a window begins at every ``shift + k * window``.
-        The windows at both ends are smaller, which is the mask of Swin; along periodic axes they are one window.
+        The windows at both ends are smaller, as with the mask of Swin; along periodic axes they are one window.
     neighborhood
         Extents of the neighborhood that a query reads (Hassani et al. 2023), which is moved inwards at both ends.
     dilation
-        Distance of the positions of a neighborhood.
+        Distance between successive positions of a neighborhood.
     periodic
         Whether windows and neighborhoods continue at the other end, as for longitudes; one value or one per axis.
     bias
@@ -68,11 +68,11 @@ class Attention(Layer):
 
     Notes
     -----
-    Parameter `bias` ``(H, *extents)``, whole on every rank: extents ``2 * E - 1`` for windows and neighborhoods of
-    extent E and for samples of extent E; the index is ``p - t + E - 1``.
+    Parameter `bias` ``(H, *extents)``, whole on every rank: extents ``2 * E - 1`` for windows or neighborhoods of
+    extent E, without either for samples of extent E; the index is ``(p - t) // dilation + E - 1``.
     Queries are cut in samples, space and heads (channels). Scores are never stored: kernels compute them in tiles with
-    a running maximum and sum, and again in backward, from one kept number per query and head (Milakov and Gimelshein
-    2018; Dao et al. 2022).
+    a running maximum and sum, and again in backward, from the log-sum-exp of each query and head (Milakov and
+    Gimelshein 2018; Dao et al. 2022).
     Communication per process: the keys and values that its queries read and other ranks own, forward, and their
     gradients, backward. Without window and neighborhood these are all of the sample: with the option ``attention =
     "gather"`` they are gathered before the kernel and kept; with ``"ring"`` blocks of them arrive while the kernel
@@ -124,6 +124,7 @@ class Attention(Layer):
     @staticmethod
     def _check_local(window: Any, shift: Any, neighborhood: Any, dilation: Any, periodic: Any) -> None:
         for what, value, owner in (("shift", shift, window), ("dilation", dilation, neighborhood)):
+            # Only a shift other than 0, or a dilation other than 1, needs windows or neighborhoods.
             if owner is None and np.any(np.asarray(value) != (what == "dilation")):
                 of = {"shift": "a window", "dilation": "a neighborhood"}[what]
                 raise ValueError(f"Attention: expected {of} with a {what}, got none; set it, or leave the {what} out")
@@ -147,7 +148,8 @@ class Attention(Layer):
         return Crop(amounts)(super().__call__(*longer))
 
     def _continued(self, axes: int) -> list[tuple[int, int]]:
-        """Return the rows of the other end that are before and after every spatial axis: none unless it is periodic."""
+        """Return how many rows of the other end are added before and after each spatial axis; 0 if it is not periodic.
+        """
         margins = [(0, 0)] * axes
         if self.window is not None:
             extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
@@ -162,7 +164,9 @@ class Attention(Layer):
         ]
 
     def _check_periodic(self, space: Sequence[int]) -> None:
-        """Raise ValueError if periodic axes of these extents, without the rows of the other end, are too short."""
+        """Raise ValueError if windows do not divide periodic axes of these extents (before rows are added), or if
+        neighborhoods are longer.
+        """
         periodic = spread("periodic", self.periodic, len(space))
         extents = spread("window", self.window or 1, len(space))
         for n, extent, pair, continues in zip(space, extents, self._continued(len(space)), periodic):
@@ -179,7 +183,7 @@ class Attention(Layer):
     def reaches(self, queries: Shape, keys: Shape) -> tuple[Reach, ...]:
         """Return the rule by which a query reads keys, per spatial axis, for samples of these shapes.
 
-        Periodic axes have the rows of the other end, so that their windows are whole.
+        The extents of periodic axes include the added rows, so that their windows are whole.
         """
         axes = len(queries) - 1
         if self.window is None and self.neighborhood is None:
@@ -188,6 +192,7 @@ class Attention(Layer):
             extents, shifts = spread("window", self.window, axes), spread("shift", self.shift, axes)
             periodic = spread("periodic", self.periodic, axes)
             return tuple(
+                # Along a periodic axis, `__call__` has added rows such that a window begins at the first one.
                 Windows(n, extent, 0 if continues else shift)
                 for n, extent, shift, continues in zip(queries, extents, shifts, periodic)
             )
@@ -255,8 +260,8 @@ class Attention(Layer):
         return self.window is None and self.neighborhood is None
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the boxes of queries, keys and values. Where queries read all keys, these are gathered separately, and
-        the result is the owned box.
+        """Return, per rank, the box of the queries, keys or values that it needs. If queries read all keys,
+        :meth:`lower` gathers keys and values itself, and the result is the owned box.
         """
         if i > 0 and self.everywhere:
             return inputs[i].boxes
@@ -289,7 +294,7 @@ class _Heads:
         return low // self.widths[2], -(-high // self.widths[2])
 
     def whole(self, low: int, high: int) -> Interval:
-        """Return the channels of the output of all heads of these channels."""
+        """Return the output channels of all heads that have channels in ``[low, high)``."""
         first, last = self.of(low, high)
         return first * self.widths[2], last * self.widths[2]
 
@@ -356,6 +361,7 @@ class _Lowering:
         heads = [self.heads.of(*channels) for channels in blocks.axes[-1]]
         most = max(last - first for first, last in heads)
         groups, block = -(-most // self.heads.each), blocks.longest
+        # With windows and neighborhoods, keys have the extents of the queries (`output_shape`).
         space = k.longest[1:-1] if self.layer.everywhere else block[1:-1]
         inputs = ((*block[:-1], most * q), (block[0], *space, groups * q), (block[0], *space, groups * v))
         filters = most if most < self.layer.heads else None
@@ -393,6 +399,7 @@ class _Gathering(_Lowering):
         def backward() -> None:
             dy = self.gradient()
             returned = [context.return_gradient(i, boxes[i]) if context.needs_gradient(i) else None for i in range(3)]
+            # Kernels compute all three gradients; those that are not needed go to scratch memory.
             grads = [context.scratch(x.box.shape) if dx is None else dx.view for x, dx in zip(operands, returned)]
             arrays = dict(zip(_GRADIENTS, grads), dy=dy, dbias=context.grads.get("bias"), **views)
             kernel = self.kernel(_backward, k.box, False, **arrays)
@@ -440,6 +447,7 @@ class _Ring(_Lowering):
                     total.finish()
                 for i, total in sums.items():
                     total.start(steps[number][i - 1], grads[i - 1])
+            # Not earlier: dq is a sum over all steps.
             if dq is not None:
                 dq.start()
             for total in sums.values():
@@ -450,11 +458,12 @@ class _Ring(_Lowering):
         return Lowered(backward)
 
     def _steps(self) -> list[tuple[Blocks, Blocks]]:
-        """Return the boxes of keys and values per step: those of the rank at the same distance in the grid."""
+        """Return, per step, the boxes of keys and values that each rank reads: blocks at one distance in the grid."""
         context, output = self.context, self.context.output.layout.boxes
         # A ring along every axis: at each step, all ranks of a row read blocks of different owners.
         grid = context.inputs[1].layout.boxes.grid[1:-1]
         steps = []
+        # The first shift is 0 along all axes: the rank's own block.
         for shifts in np.ndindex(*grid):
             pair = []
             for i in (1, 2):
@@ -463,13 +472,17 @@ class _Ring(_Lowering):
                 axes = [output.axes[0]]
                 for queries, keys, shift in zip(output.axes[1:-1], owned.axes[1:-1], shifts):
                     rolled = keys[shift:] + keys[:shift]
+                    # A rank without queries reads no keys.
                     axes.append(tuple(key if b > a else (0, 0) for (a, b), key in zip(queries, rolled)))
                 pair.append(Blocks([*axes, channels], output.size))
             steps.append((pair[0], pair[1]))
         return steps
 
     def _travelling(self, steps: Sequence[tuple[Blocks, Blocks]]) -> Iterator[tuple[int, tuple[list[View], Box]]]:
-        """Yield the number of each step with keys, values and their box, after the next ones were started."""
+        """Yield, per step, its number, views of keys and values, and the box of the keys.
+
+        The exchange of the next step is started before.
+        """
         arriving = self._start(steps[0])
         for number in range(len(steps)):
             views, messages = arriving
@@ -546,6 +559,7 @@ class _AttentionKernel:
         if mask is not None:
             if self.mode.state is None:  # the caller does not count steps
                 self.mode.state = device.array([self.mode.seed, self.mode.step, 0], np.uint64)
+            # So that layers drop different weights. Not hash(), which differs from process to process for strings.
             salt = zlib.crc32(environment.name.encode())
             self.dropping = build(replace(geometry, dropout=replace(mask, salt=salt, state=self.mode.state)))
 
@@ -593,12 +607,12 @@ def _backward_more(geometry: AttentionGeometry, mask: DropoutMask | None, enviro
 
 
 def _held(array: Any) -> Any:
-    """Return the array, or None on a rank that the layer does not use, which holds nothing of it."""
+    """Return the array, or None if it is absent or empty, as on a rank that the layer does not use."""
     return array if array is not None and array.size else None
 
 
 class MultiHeadAttention:
-    """Attention with its projections: three convolutions of one position, :class:`Attention`, and a fourth.
+    """Attention with its projections: three convolutions of kernel 1, :class:`Attention`, and a fourth convolution.
 
     It is not a layer, but a function of nodes, whose calls share the layers; these are named ``name.query``,
     ``name.key``, ``name.value``, ``name.attention`` and ``name.out``.
@@ -612,7 +626,7 @@ class MultiHeadAttention:
     width
         Channels per head; None: the channels of the queries' input, divided by `heads`.
     groups
-        Number of heads of keys and values, which divides `heads`; None: as many.
+        Number of heads of keys and values, which divides `heads`; None: `heads`.
     qkv_bias
         Whether the projections of queries, keys and values have a bias.
     settings

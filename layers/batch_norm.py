@@ -1,8 +1,8 @@
 """Batch normalization, with statistics of one block, of the ranks that share samples, or of all ranks.
 
 If the output is wide, it has a margin: elements that other ranks own too, normalized by the statistics of the owned
-elements. The kernels of the norm see the owned box only, so that sums have each element once, in the same order as
-without a margin. Further kernels normalize the margin, which is a few thin boxes, and compute its gradients. ::
+elements. The kernels of the norm read the owned box only, so that each element enters the sums once, in the same order
+as without a margin. Further kernels normalize the margin, which is a few thin boxes, and compute its gradients. ::
 
     +---------------+
     |     margin    |      owned: statistics, forward, sums of the gradients, backward
@@ -163,8 +163,8 @@ class BatchNorm(Layer):
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.
 
-        This layer computes mean and variance in float64, and where the host can check whether ``E[x^2] - E[x]^2``
-        cancels; otherwise the kernels do.
+        This layer computes mean and variance if arrays are float64, or if they follow from sums over ranks and the
+        host can check whether ``E[x^2] - E[x]^2`` cancels; otherwise the kernels compute them.
         """
         boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
@@ -177,6 +177,7 @@ class BatchNorm(Layer):
         views |= lower_affine(context, channels)
         views |= {f"running_{key}": view for key, view in context.state.items()}
         margin = _NormMargin(context, inputs, views)
+        # Two float64 per channel: 16 B.
         sizes = (16 * boxes.extents[-1]).tolist()
         # Each part of the channels has a sum of its own; channels are the fastest axis of the numbers of groups.
         group_sizes = [sizes[color % len(sizes)] for color in range(groups.count)]
@@ -195,6 +196,7 @@ class BatchNorm(Layer):
         kernel = context.kernel(partial(kind, numbers), **views, x=margin.inputs[0], y=margin.y, residual=None)
         if len(inputs) > 1:
             kernel.add(residual=margin.inputs[1])
+        # With 16 bits, a convolution next to the norm may write its sums; without a conversion they are float32.
         narrow = {}
         if alone and is_low(context.dtype):
             narrow = {name: context.keep((2, channels), "float32", "statistics") for name in ("sums", "means")}
@@ -216,6 +218,7 @@ class BatchNorm(Layer):
             both = context.add_up(total, when="training")
         if looks:
             centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))
+            # The guarded operations run only if `cancels` returns True.
             context.run(kernel, "cancels", when="training", guarded=[centered, *both, variance])
             context.run(kernel, "take", when="training")
         context.run(kernel, "train", when="training", timing=forward)
@@ -228,6 +231,7 @@ class BatchNorm(Layer):
             gradients = margin.gradients(self, f, numbers.count)
             kernel.add(**gradients, **{f"d{key}": view for key, view in context.grads.items()})
             update_running()
+            # Before `backward_sums`, which overwrites the sums of the margin: other ranks own these elements.
             margin.differentiate()
             backward = context.timing("backward_data", inputs=forward.inputs, outputs=forward.outputs)
             context.run(kernel, "backward_sums", timing=backward)
@@ -261,7 +265,7 @@ class _Numbers:
     Attributes
     ----------
     count, share
-        Elements per channel in the group of ranks, and the share of this rank's elements in those of all ranks.
+        Elements per channel in the group of ranks, and the fraction of all ranks' elements that this rank has.
     alone
         Whether training needs no sums over ranks.
     looks
@@ -273,7 +277,7 @@ class _Numbers:
     activation
         Activation that the kernels compute.
     again
-        Whether the output may be computed again.
+        Whether the output may be computed again in the backward pass.
     inputs
         Number of inputs.
     summed
@@ -377,7 +381,9 @@ class _BatchNormKernel:
         All ranks of the group have the same sums, so all of them take the same branch.
         """
         mean, var = np.divide(self.sums, self.n.count, out=self.moments)
+        # The sums are work space from here on: with `looks`, `train` reads mean and variance instead.
         var -= np.multiply(mean, mean, out=self.sums[0])
+        # The difference may round to less than 0.
         np.maximum(var, 0, out=var)
         return cancels(mean, var, self.layer.eps, self.limit, self.sums)
 
@@ -416,8 +422,8 @@ class _BatchNormKernel:
     @reads("mean", "var")
     @writes("moments")
     def average(self) -> None:
-        """Start to average this batch's moments over the groups, with the unbiased variance, for the running
-        statistics.
+        """Scale this batch's moments, with the unbiased variance, so that their sum over all ranks is the mean that
+        updates the running statistics.
         """
         mean, var = self.moments
         np.copyto(mean, self.mean)
@@ -455,7 +461,7 @@ class _BatchNormKernel:
 
 
 class _SumNormKernel(_BatchNormKernel):
-    """Kernel with a second input and an activation. The activation's input does not follow from x, so backward reads y.
+    """Kernel with a second input and an activation, whose input does not follow from x alone: backward reads y.
     """
 
     @reads("y", "x", "dy", "gamma", "beta", "mean", "var")
@@ -493,6 +499,7 @@ def affine_parameters(channels: int) -> dict[str, Parameter]:
 
 def lower_affine(context: Context, channels: int) -> dict[str, View]:
     """Return the parameters `gamma` and `beta`; arrays of ones and zeros if there are none."""
+    # A rank that the layer does not use holds no parameters, but its kernels read as many as there are channels.
     if "gamma" in context.params and context.params["gamma"].size == channels:
         return {name: context.params[name] for name in ("gamma", "beta")}
     return {
@@ -531,7 +538,7 @@ class _NormMargin:
             self.y = self._packed(Region(context.y, context.box), context.own)
 
     def _packed(self, region: Region, box: Box) -> View:
-        """Return a packed array for a box; `_write` copies the part of it that lies in the region there."""
+        """Return a packed array for `box`; :meth:`_write` copies its part in `region` to the view of the region."""
         part = box & region.box
         view = region.part(part)
         if part == box and view.packed:
@@ -597,6 +604,7 @@ class _NormMargin:
             if context.needs_gradient(i)
         }
         grads = Region(context.gradient_in(boxes), boxes[context.rank])
+        # Without an activation, the gradient of the second input is that of the output: no kernel writes it.
         if len(context.inputs) > len(names) and context.needs_gradient(1):
             context.pass_gradient(1, context.gradient_for(1))
         margin = _around(grads.box, context.own)
@@ -639,13 +647,14 @@ def _around(box: Box, own: Box) -> list[Box]:
         return [box] if box.size else []
     boxes, rest = [], box
     for axis, ((a, b), (c, d)) in enumerate(zip(box.ranges, own.ranges)):
+        # What lies before and after `own` along this axis; the later axes divide only the rest between.
         boxes += [rest.replace(axis, a, c), rest.replace(axis, d, b)]
         rest = rest.replace(axis, c, d)
     return [part for part in boxes if part.size]
 
 
 def _timing(context: Context, boxes: Sequence[Box]) -> Timing:
-    """Return the timing of a kernel on all boxes, as of one box of their size."""
+    """Return the timing of a kernel on all boxes, as if they were one box of their total size."""
     samples, *spatial, channels = boxes[0].shape
     elements = sum(math.prod(box.shape[1:-1]) for box in boxes)
     shape = (samples, elements, *(1 for _ in spatial[1:]), channels)
@@ -724,6 +733,7 @@ class _Differentiating(_MarginKernels):
 def _differentiating(
     eps: float, f: FusedActivation | None, count: int, environment: Any, **arrays: Any
 ) -> _Differentiating:
+    # No running statistics and no gradients of parameters: the owned box has computed them.
     training = BatchNormTraining(count, from_sums=False)
     moments = {"mean": arrays["mean"], "var": arrays["var"], "of_x": True}
     create: Callable[..., BatchNormKernels] = partial(

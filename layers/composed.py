@@ -162,7 +162,7 @@ class PatchEmbedding:
 
 
 class PatchMerging:
-    """Merging of 2 positions along each axis, as in Swin (Liu et al. 2021): their channels, normalized, projected.
+    """Merging of 2 positions along each axis: their channels are joined, normalized, projected (Swin: Liu et al. 2021).
 
     Odd extents are padded with zeros at the end. The order of the channels is that of torchvision.
 
@@ -196,6 +196,7 @@ class PatchMerging:
     def _layer(self, part: str, settings: tuple, make: Callable[[str | None], Layer]) -> Layer:
         """Return the layer of a part with these settings; the first has the name of the part."""
         if (part, settings) not in self._layers:
+            # Names are unique in a network: a second layer of the part, for other extents, gets a default name.
             first = not any(other == part for other, _ in self._layers)
             self._layers[part, settings] = make(f"{self.name}.{part}" if self.name and first else None)
         return self._layers[part, settings]

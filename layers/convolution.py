@@ -52,8 +52,8 @@ class Conv(Layer):
         ``weight_norm`` (Salimans and Kingma 2016). The channels of such a layer cannot be cut.
     padding_mode
         As in torch: ``"zeros"``, ``"reflect"``, ``"replicate"``, ``"circular"``; also ``"sphere"`` or a
-        :class:`Sphere`. Or a sequence with one of them per spatial axis. Others than zeros create a :class:`Pad` before
-        the layer.
+        :class:`Sphere`. Or a sequence with one of them per spatial axis. Modes other than zeros create a :class:`Pad`
+        before the layer.
 
     Notes
     -----
@@ -148,6 +148,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     travel, then computes the boundary strips again.
     """
     f = fused(layer)
+    # A stride may skip elements at the end of the held box; with them it is used as it is, without a copy.
     slack = [0, *(w.stride - 1 for w in windows), 0]
     x = context.gather(0, context.clipped(0, slack), padded=layer.takes_padded_channels)
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
@@ -155,6 +156,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     kernel = context.kernel(partial(conv_forward, geometry, f), x=x.view, w=w, b=b, y=context.y)
     # Passes of the program may give this kernel an activation, or the sums of the norm after it.
     if f is None:
+        # Called with an activation, it returns the factory of the kernel: partial(conv_forward, geometry, f).
         kernel.fuse = partial(partial, conv_forward, geometry)
         make = partial(_ignoring_norm, partial(ConvStatistics, geometry))
         methods = {"training": "train", "evaluation": "evaluate"}
@@ -292,6 +294,7 @@ def conv_data_sums(
     **vectors: Any,
 ) -> Any:
     """Return the kernel of a data gradient with the sums of the gradient of a batch norm, whose input is `x`."""
+    # This kernel computes sums only, for which the count of elements (here 1) is not needed.
     training = BatchNormTraining(1, dgamma=dgamma, dbeta=dbeta)
     norm = BatchNormArrays(x, dx, dx, None, **vectors, sums=sums, means=sums, eps=eps, activation=f, training=training)
     return environment.kernels.conv_backward_data_sums(dy, w, geometry(), norm)
@@ -478,6 +481,7 @@ class ConvTranspose(Layer):
                 raise ValueError("output_padding: padding 'same' determines the output size; leave it at 0")
             total = dilation * (kernel - 1) + 1 - stride
             lo = max(0, total) // 2
+            # A stride beyond the kernel gives a negative total: the output is extended at the end, to n * stride.
             return Window(kernel, stride, lo, total - lo, dilation)
         entry = self.padding if isinstance(self.padding, int) else self.padding[axis]
         lo, hi = (entry, entry) if isinstance(entry, int) else entry
@@ -531,6 +535,7 @@ class ConvTranspose(Layer):
         return {"w": w, "b": Parameter((self.filters,), decay=False)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:
+        # Each position of the input is multiplied by all weights once.
         return 2 * self.parameters(*shapes)["w"].size * math.prod(shapes[0][:-1])
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
@@ -547,8 +552,10 @@ class ConvTranspose(Layer):
         x, w, bias = context.gather(0, context.needed(0)), context.params["w"], context.params.get("b")
         x.start()
         x.finish()
+        # Unless an input reaches this block, its output is the bias alone.
         kernel = context.kernel(zeroing, array=context.y)
         if x.box.size:
+            # The arguments are exchanged: the convolution whose adjoint this is reads y and writes x.
             geometry = local_geometry(windows, context.box, x.box, groups)
             kernel = context.kernel(partial(conv_data, geometry), dy=x.view, w=w, dx=context.y)
         context.run(kernel, timing=context.timing("forward"))

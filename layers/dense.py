@@ -154,7 +154,7 @@ def _data(environment: Any, dy: Any, w: Any, dx: Any) -> Any:
 
 
 def lower_replicated(context: Context) -> Lowered:
-    """Lower a dense layer on its own samples, with the all-gathers of the other ranks' samples."""
+    """Lower a dense layer on this rank's samples, with the all-gathers for the weight gradient of the whole batch."""
     layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
     # Only the ranks that the layer's parts use hold the weights.
     ranks = math.prod(context.parts.values())
@@ -173,6 +173,7 @@ def lower_replicated(context: Context) -> Lowered:
     kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
     for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
         count = ranks * rows if context.rank < ranks else 0
+        # Kept, because a gather may still write it when the pass is over, and rows of padding stay 0.
         array = context.keep((count, length), context.dtype, "replicated gradient")
         kernel.add(**{name: array})
         sizes, label = [ranks * own(length)], f"{context.name} {what}"
@@ -191,8 +192,8 @@ def lower_replicated(context: Context) -> Lowered:
 class ReplicatedDense:
     """Kernels of a dense layer whose gradients are those of the whole batch.
 
-    `replicates` chooses the gradient that `backward` computes. False: that of its samples, which is summed over the
-    ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
+    `replicates` chooses the gradient that `backward` computes. False: that of this rank's samples, which is summed over
+    the ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
     (`halograd.program.gradients`).
 
     Attributes
@@ -220,6 +221,7 @@ class ReplicatedDense:
         self.whole: Any = None
         self.filter: Any = None
         self.data: Any = None
+        # There is no backward pass, as in evaluation.
         if dy is None:
             return
         dw, db = arrays["dw"], get("db")
@@ -346,5 +348,6 @@ def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
     4
     """
     line = max(1, _LINE // itemsize)
+    # Multiples of `step` rows fill whole lines for every length n.
     step = math.lcm(*(line // math.gcd(line, n) for n in features))
     return -(-most // step) * step

@@ -178,6 +178,7 @@ class _DiceKernel(LocalLoss):
             np.copyto(self.prediction, self.copied)
         self.sums.fill(0)  # they hold coefficients of the step before
         for n in range(self.count):
+            # With reduction "batch" there is one group: the index is 0 for all samples.
             self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=False)
 
     @reads("prediction", "target", "weights", "sums")
@@ -188,6 +189,7 @@ class _DiceKernel(LocalLoss):
     def compute(self) -> None:
         count = self.count
         if self.dx is not None:
+            # Samples beyond the valid ones have no gradient.
             self.dx[count:] = 0
         loss = self._coefficients(max(1, self.mode.valid if self.groups > 1 else 1))
         # All ranks know the loss; the executor adds up their values.
@@ -202,6 +204,7 @@ class _DiceKernel(LocalLoss):
         loss: Any = 0.0
         share = self.position.weight / (samples * self.sums.shape[2])
         n, i, p, t = self.layer.ratio
+        # Views, modified in place: `total` becomes the denominator D, `both` the quotient q; `target` is work space.
         for both, total, target in self.sums[:samples]:
             total *= p
             target *= t
@@ -280,6 +283,7 @@ class _DiceKernel(LocalLoss):
         if t.shape[1] == out.shape[0]:
             np.copyto(out, t.T, casting="unsafe")
             return
+        # On a device the host would have to wait for the result of the check.
         if on_host(t) and not (t.min() >= 0 and t.max() < len(out)):
             wrong = t.max() if t.max() >= len(out) else t.min()
             raise ValueError(
@@ -305,6 +309,7 @@ class _DiceKernel(LocalLoss):
 
     def _gradient(self, p: Any, t: Any, sums: Any, weights: Any | None) -> None:
         """Write ``dloss/dx`` to `p`; modifies `t`."""
+        # The coefficients a and b as columns, in the dtype of p: products with float64 would be computed in float64.
         typed = buffer(self.work, "typed", (2, len(p), 1), p.dtype)
         np.copyto(typed[0, :, 0], sums[0], casting="same_kind")
         np.copyto(typed[1, :, 0], sums[2], casting="same_kind")

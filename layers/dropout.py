@@ -65,23 +65,23 @@ class Dropout(ElementwiseLayer):
 
 
 class _SharedDropout(ElementwiseLayer):
-    """Dropout of elements that share a random number: the mask of :class:`Dropout` for one number each, and a product.
-    """
+    """Dropout of groups of elements with one random number each: a mask with one element per group, and a product."""
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
         self.rate = _checked(self, rate)
 
     def _shared(self, extent: int, channels: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        """Return the random numbers per sample, and the range of those of a block, from these channels."""
+        """Return how many random numbers a sample has, and the range that a block with these channels uses."""
         raise NotImplementedError
 
     def lower(self, context: Context) -> Lowered:
-        # Ranks that have other elements of the same number draw the same number.
+        # Ranks that hold different elements of one group draw the same number for it.
         (samples, *_, channels), (batch, *space, extent) = context.box.ranges, context.output.layout.shape
         numbers, own = self._shared(extent, channels)
         box = Box.of_ranges([samples, own])
         ones = context.keep(box.shape, context.wide, "statistics", fill=1.0)
+        # The dropout of ones is the factor of each group: 0 or 1 / (1 - rate).
         drawn = context.scratch(box.shape, context.wide)
         kernel = context.kernel(partial(_DropoutKernel, self.rate, (batch, numbers), box), x=ones, y=drawn)
         context.run(kernel, "forward")
@@ -164,6 +164,7 @@ class _DropoutKernel:
         self.pairs = (x, y), (dy, dx)
         if self.mode.state is None:  # the caller does not count steps
             self.mode.state = kernels.device.array([self.mode.seed, self.mode.step, 0], np.uint64)
+        # Not hash(), which differs from process to process for strings.
         mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
         self.kernels = kernels.dropout(x, y, dy, dx, mask)
 

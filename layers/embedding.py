@@ -1,4 +1,4 @@
-"""Learned arrays that join a sample: one number per position, and further positions."""
+"""Embeddings: learned arrays that are added to samples, learned tokens before them, and sinusoids of a number."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ class Embedding(ElementwiseLayer):
 
 
 class Token(Shifted):
-    """Learned tokens before the sequence, such as the class token of a vision transformer: ``(L, C)`` -> ``(count + L,
-    C)``.
+    """Learned tokens prepended to a sequence, such as the class token of a vision transformer: ``(L, C)`` -> ``(count +
+    L, C)``.
 
     ``Slice(0, count, axis="width")`` selects the tokens again.
 
     Parameters
     ----------
     count
-        Number of positions.
+        Number of tokens.
     std
         Standard deviation of the initial values, which are normal; 0: zeros.
 
@@ -153,7 +153,7 @@ class SinusoidalEmbedding(Layer):
     channels
         Number C of channels, even.
     period
-        Longest period, divided by 2 pi.
+        Base of the frequencies `w_i`; with many channels, the longest period is close to ``2 pi * period``.
     """
 
     recomputation = "pointwise"
@@ -263,6 +263,7 @@ def _begin(first: int, environment: Any, w: Any, y: Any) -> Callable[[], None]:
 @writes("sums", "dw")
 def _sum_rows(first: int, environment: Any, dy: Any, sums: Any, dw: Any) -> Callable[[], None]:
     """Return the kernel that sums the rows of dy over samples into the rows of dw from `first` on; others are 0."""
+    # The gradient covers the whole parameter; this rank adds only the tokens that its block holds.
     rows = dw[first : first + dy.shape[1]] if dy.size else dw[:0]
 
     def run() -> None:

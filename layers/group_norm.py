@@ -93,6 +93,7 @@ class InstanceNorm(GroupNorm):
     def __init__(
         self, eps: float = 1e-5, affine: bool = True, activation: str | Layer | None = None, name: str | None = None
     ) -> None:
+        # The number 1 is not used: `group_count` depends on the channels.
         super().__init__(1, eps, affine, activation, name)
 
     def group_count(self, channels: int) -> int:
@@ -138,7 +139,7 @@ class RMSNorm(GroupNorm):
     Parameters
     ----------
     eps
-        Number added to the mean square. None: the rounding unit of the dtype of the statistics, as in torch.
+        Number added to the mean square. None: the machine epsilon of the dtype of the statistics, as in torch.
     affine
         Whether to scale by `gamma`, one per channel.
     activation
@@ -180,6 +181,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
     views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}
     # One group of ranks per part of the batch, in the order of the samples.
+    # Two float64 per sample and group: 16 B.
     sizes = [16 * groups * int(n) for n in boxes.extents[0]]
     total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
     kernel = context.kernel(partial(_group_norm, layer, math.prod(shape[1:]) // groups), **views)
@@ -222,6 +224,7 @@ def _lower_channel_norm(layer: GroupNorm, context: Context, eps: float, centered
 
     def backward() -> None:
         dx = context.gradient(0) if context.needs_gradient(0) else None
+        # With an activation, the kernel uses dx as work space.
         if dx is None and layer.activation is not None:
             dx = context.scratch(context.box.shape)
         kernel.add(dy=context.dy, dx=dx)

@@ -151,6 +151,7 @@ class Node:
 
 
 def _large_first(*nodes: Node) -> list[Node]:
+    # The sort is stable: operands of the same size keep their order.
     return sorted(nodes, key=lambda node: math.prod(node.shape), reverse=True)
 
 
@@ -175,7 +176,7 @@ class Layer(TargetReader):
     #: Sliding window, or None for a pointwise layer.
     stencil: Stencil | None = None
     #: Whether the channels may be cut: "no", "channelwise" (a channel depends on the same channel only) or
-    #: "contracts" (all input channels are summed over, with weights that can be cut along both).
+    #: "contracts" (all input channels are summed over; weights can be cut along input and output channels).
     cuts_channels: str = "no"
     #: Whether the layer reads parameters in float32 if activations have 16 bits (norms), and not rounded to 16 bits.
     exact_parameters: bool = False
@@ -218,6 +219,7 @@ class Layer(TargetReader):
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
         check_methods(self, len(inputs))
+        # A lower() of the library calls neither method: those of a derived class would be ignored without an error.
         lower = type(self).lower
         unused = ("forward", "backward") if lower is not Layer.lower and is_ours(lower) else ()
         for name in unused:
@@ -243,6 +245,7 @@ class Layer(TargetReader):
     def _check_extents(self, output: Node) -> None:
         """Reject inputs that the default rule of :meth:`input_boxes` would fill up with padding, without an error."""
         kind, shapes = type(self), [node.shape for node in output.inputs]
+        # A class that overrides one of these has a rule of its own.
         if (kind.lower, kind.input_boxes, kind.needed_blocks) != (Layer.lower, Layer.input_boxes, Layer.needed_blocks):
             return
         if any(len(shape) != len(output.shape) or shape[:-1] != shapes[0][:-1] for shape in shapes):
@@ -254,7 +257,7 @@ class Layer(TargetReader):
     @property
     def of_batch(self) -> str:
         """Name of a result that depends on all samples of a batch, so that the batch cannot be computed in parts; ""
-        without one.
+        if there is none.
         """
         return ""
 
@@ -300,7 +303,7 @@ class Layer(TargetReader):
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Return, per rank, the box of input `i` that the rank's output box needs; it may reach outside the array.
 
-        A rank without output must need nothing: it would owe the owner a gradient that it never computes.
+        A rank without output must need nothing: otherwise an owner would expect a gradient that it never computes.
         """
         shapes = [layout.shape[1:] for layout in inputs]
         # Windows give the boxes of thousands of ranks axis by axis, without a call of `input_boxes` for each.
@@ -376,6 +379,7 @@ class Layer(TargetReader):
         if all(fits):
             return self, shape
         spatial = [
+            # The shortest input that gives `count` outputs without padding.
             n if fit else (count - 1) * w.stride + w.extent for w, n, count, fit in zip(windows, shape, outputs, fits)
         ]
         pads = tuple((w.pad_lo, w.pad_hi) if fit else (0, 0) for w, fit in zip(windows, fits))
@@ -434,7 +438,7 @@ class Layer(TargetReader):
 
 
 class ElementwiseLayer(Layer):
-    """Layer whose output element follows from the input element at its position, and from parameters or settings."""
+    """Layer whose output elements each depend on the input element at their position, parameters and settings."""
 
     recomputation = "pointwise"
     cuts_channels = "channelwise"
@@ -478,6 +482,7 @@ class Input(Node):
                 f"input {name!r}: expected an integer dtype ({', '.join(INTEGERS)}), got {dtype!r}; leave it out for "
                 "numbers, which have the dtype of the computation"
             )
+        # Kernels have at most 3 spatial axes; the last axis has the channels.
         if not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise ValueError(
                 f"input {name!r}: expected a shape (*spatial, C) of at least 1 each, with at most 3 spatial axes, got "

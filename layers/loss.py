@@ -95,7 +95,7 @@ class LossTerm:
     Attributes
     ----------
     number
-        Number of the prediction among the inputs of the context.
+        Index of the prediction among the inputs of the context.
     prediction, target
         Values with the same cut.
     boxes
@@ -209,6 +209,7 @@ class Loss(Layer):
         if self.stencil is None:
             return layout.boxes
         windows = [
+            # With this padding, the window of output i is the one with its middle at i.
             replace(w, pad_lo=_before(w), pad_hi=w.extent - 1 - _before(w)) for w in self.windows(layout.shape[1:])
         ]
         return sliding(windows, layout.boxes, layout.boxes.axes[-1]).clipped(layout.shape)
@@ -305,6 +306,7 @@ class Loss(Layer):
 
         def backward() -> View:
             returned = context.return_gradient(term.number, term.boxes)
+            # The forward pass of this kernel writes the gradient; it is bound here, where its memory is known.
             kernel.add(dx=returned.view)
             if low:
                 kernel.add(dx_copy=context.scratch(term.x.shape, context.wide))
@@ -681,6 +683,7 @@ class WindowLoss(LocalLoss):
         weights = self.weights[:count]
         for axis, (taps, n) in enumerate(zip(self.taps, self.fits), 1):
             shape = (*weights.shape[:axis], n, *weights.shape[axis + 1 :])
+            # Two buffers in alternation: each axis reads the result of the axis before.
             least = self.work_arrays[axis % 2].reshape(-1)[: math.prod(shape)].reshape(shape)
             np.copyto(least, rows_along(weights, axis, 0, n))
             for tap in taps[1:]:

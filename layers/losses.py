@@ -150,6 +150,7 @@ def _pos_weight(weight: float | Sequence[float] | str) -> Any:
     try:
         array = np.asarray(weight, np.float64)
     except ValueError:
+        # Fails the check below, which names the value.
         array = np.zeros(())
     if array.ndim > 1 or not np.all(array > 0):
         raise ValueError(f'pos_weight: expected a number > 0, one per channel, or "{BALANCED}", got {weight!r}')
@@ -332,6 +333,7 @@ class Focal(_Pointwise):
         np.exp(p, out=p)
         np.log1p(p, out=log)
         np.add(p, 1, out=rest)
+        # With e = exp(-|x|): e / (1 + e) and 1 / (1 + e).
         p /= rest
         np.reciprocal(rest, out=rest)
         # p is the smaller of the two, rest the larger.
@@ -395,8 +397,10 @@ class CRPS(Loss):
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         members, channels = self.members, target.shape[-1]
+        # The factor f of the formula.
         share = self.fair / (members * (members - 1)) + (1 - self.fair) / members**2
         channels_of = [slice(m * channels, (m + 1) * channels) for m in range(members)]
+        # `scale` is that of a mean over positions; this one is over channels too.
         scale /= channels
         factors = None if weights is None else rows(weights, work, "weights")
         predictions, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
@@ -562,6 +566,7 @@ def _class_weights(weights: Sequence[float] | str | None) -> Any:
     try:
         array = np.asarray(weights, np.float64)
     except ValueError:
+        # Fails the check below, which names the value.
         array = np.zeros(())
     if array.ndim != 1 or not np.all(array >= 0):
         raise ValueError(f'class_weights: expected one number >= 0 per class or "{BALANCED}", got {weights!r}')

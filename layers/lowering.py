@@ -66,6 +66,7 @@ def cuts_channels(parts: Mapping[str, int]) -> bool:
 
 def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
     """Return the box of which each rank computes a partial sum, with all filters of its block. Pure arithmetic."""
+    # Ranks along the channel axis: blocks of filters, each with all blocks of input channels one after the other.
     filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
     return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
 
@@ -76,7 +77,7 @@ def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Block
 
 
 class ContractionKernels(Protocol):
-    """Factories of a layer's kernels on blocks: a kernel reads the box `x`, and computes a summand of the box `y`.
+    """Factories of a layer's kernels on blocks: `x` is the input box, `y` the output box of which a rank has a summand.
 
     The kernels take the arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
     """
@@ -87,7 +88,7 @@ class ContractionKernels(Protocol):
 
 
 def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedActivation | None = None) -> Lowered:
-    """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
+    """Lower a layer that contracts channels, on blocks of filters and input channels. Its halos are not overlapped.
 
     A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
     that own parts of it. With its block of the weights it computes a partial sum for all its filters. The owners, each
@@ -112,8 +113,10 @@ def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedAct
     bias = context.params.get("b")
     bias = None if bias is None or not bias.size else bias
     y = context.scratch(box.shape) if summed else context.y
+    # Times are those of the largest block of any rank, for which the others wait.
     inputs = ((*context.timing("forward").inputs[0][:-1], int(read.extents[-1].max())),)
     timed = partial(context.timing, inputs=inputs, filters=int(boxes.extents[-1].max()))
+    # An activation is not additive: it follows the sum.
     forward = kernels.forward(x.box, box, None if summed else f)
     x.start()
     x.finish()
@@ -128,6 +131,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedAct
     def backward() -> None:
         masked = None
         if f is not None:
+            # Before the gather: only the owners have y.
             masked = context.scratch(context.box.shape)
             context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
         dy = context.gather_gradient(boxes, masked, kind="channel")

@@ -58,6 +58,7 @@ class Add(Layer):
         f = fused(self)
         views = {f"x{i}": context.read(i) for i in range(len(context.inputs))}
         kernel = context.kernel(partial(_add, f), y=context.y, **views)
+        # Called with an activation, it returns the factory of the kernel: partial(_add, f).
         kernel.fuse = partial(partial, _add) if f is None else None
         context.run(kernel, timing=context.timing("forward"))
 
@@ -86,8 +87,8 @@ class _OfTwo(Layer):
 
     Notes
     -----
-    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
-    the sum over the positions or channels that share an element of `g`.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its
+    partial sum over the positions or channels that share an element of `g`.
     """
 
     recomputation = "pointwise"
@@ -113,7 +114,7 @@ class _OfTwo(Layer):
         return operand_blocks(inputs[i].shape, output.boxes)
 
     def error(self, context: Context, x: View) -> View:
-        """Return the array, of the extents of the output, whose sum is the gradient of `g`."""
+        """Return the array, of the extents of the output, whose sums over broadcast axes are the gradient of `g`."""
         raise TypeError(f"{self.kind} must override error()")
 
     def pass_on(self, context: Context, g: View, dx: View) -> None:
@@ -179,8 +180,8 @@ class Multiply(_OfTwo):
 
     Notes
     -----
-    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
-    the sum over the positions or channels that share an element of `g`.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its
+    partial sum over the positions or channels that share an element of `g`.
     """
 
     combine = staticmethod(product)

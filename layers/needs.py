@@ -136,12 +136,13 @@ def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
 
 
 def _reaching_beyond(w: Window, size: int) -> Window:
-    """Return the window with padding at the end for the last window that begins before that padding.
+    """Return the window with enough padding for the last window that begins before the padding at the end.
 
     >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
     (2, 1)
     """
     outputs = -(-(size + w.pad_lo + w.pad_hi - w.extent) // w.stride) + 1
+    # torch drops a last window that would begin in the padding at the end.
     outputs -= (outputs - 1) * w.stride >= size + w.pad_lo
     end = (outputs - 1) * w.stride + w.extent - size - w.pad_lo if outputs > 0 else 0
     return Window(w.kernel, w.stride, w.pad_lo, max(w.pad_hi, end), w.dilation)
@@ -155,13 +156,13 @@ def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
 
 
 def sliding(windows: Sequence[Window], output: Blocks, channels: Intervals) -> Blocks:
-    """Return the inputs that outputs read through windows, with these channels; boxes may reach outside the array."""
+    """Return, per rank, the box of inputs that its outputs read through windows; it may reach outside the array."""
     spatial = [_read(w, axis) for w, axis in zip(windows, output.axes[1:-1])]
     return Blocks((output.axes[0], *spatial, channels), output.size)
 
 
 def reaching(windows: Sequence[Window], inputs: Blocks, outputs: Sequence[int], channels: Intervals) -> Blocks:
-    """Return the outputs from which the gradient of inputs follows; `outputs` holds their number per spatial axis."""
+    """Return, per rank, the box of outputs that read its inputs; `outputs` holds their sizes along the spatial axes."""
     spatial = [_reach(w, axis, n) for w, axis, n in zip(windows, inputs.axes[1:-1], outputs)]
     return Blocks((inputs.axes[0], *spatial, channels), inputs.size)
 
@@ -289,6 +290,7 @@ def without_space(boxes: Blocks) -> Blocks:
     >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
     ((0, 2), (0, 0), (2, 4), (2, 2))
     """
+    # One interval of samples for each spatial block, so that ranks keep their order in the grid.
     samples, *spatial, channels = boxes.axes
     full = [all(b > a for a, b in intervals) for intervals in itertools.product(*spatial)]
     return Blocks((tuple((a, b if whole else a) for a, b in samples for whole in full), channels), boxes.size)

@@ -54,6 +54,7 @@ class _Neighbors(Loss):
             dx.fill(0)  # windows overlap, so their gradients are added
         for n, x in enumerate(prediction):
             for first in range(0, outputs, count):
+                # At the end of a block a strip may be shorter than its buffers: slices end with the array.
                 read, own = slice(first, first + rows), slice(first, min(first + count, outputs))
                 w = None if weights is None else weights[n, own]
                 gradient = None if dx is None else dx[n, read]
@@ -194,6 +195,7 @@ class StructuralSimilarity(_Neighbors):
         for out, source in ((mx, x), (mt, t)):
             np.copyto(product, source)
             _filtered(product, taps, out, others)
+        # A work array of the filters, free until the gradients are spread back.
         work = _fitting(others[0], outputs)
         # xt = 2 s_xt + c2, a = 2 m_x m_t + c1; then b = s_x + s_t + c2, xx = m_x^2 + m_t^2 + c1.
         np.multiply(mx, mt, out=a)
@@ -303,6 +305,7 @@ class GradientError(_Neighbors):
             _filtered(error, taps, d, others)
             values, slope = (_fitting(array, outputs) for array in others[:2])
             np.sign(d, out=slope)
+            # |d| or d^2; below, their derivatives sign(d) and 2 d.
             np.multiply(d, slope if self.power == 1 else d, out=values)
             if weights is not None:
                 values *= weights

@@ -94,6 +94,7 @@ class Network:
         """Return the names of the layers that are frozen by a pattern or by themselves."""
         frozen = frozenset(name for pattern in patterns for name in self.matching(pattern))
         frozen |= {name for name, node in self.layers.items() if node.layer.frozen and self.own_parameters(name)}
+        # Without a loss, as for a frozen module of torch, there is nothing to train.
         if frozen and (patterns or "loss" in self.outputs) and frozen == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return frozen
@@ -128,7 +129,7 @@ class Network:
         return counted
 
     def _counted(self) -> list[tuple[int, int]]:
-        """Return the numbers of the loss's inputs whose classes are counted, with the number of classes."""
+        """Return the indices of the loss's inputs whose classes are counted, each with its number of classes."""
         loss = self.outputs.get("loss")
         if loss is None:
             return []
@@ -259,6 +260,7 @@ class Network:
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
         if strange:
             raise ValueError(f"network {self.name!r}: expected initial values of layers, got those of {strange[0]!r}")
+        # For the case that an array does not fit: then no layer is changed.
         before = {node: node.layer.given_values for node in layers.values()}
         for name, array in values.items():
             layer, _, key = name.rpartition("/")

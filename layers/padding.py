@@ -50,6 +50,7 @@ class Copied(Layer):
     inputs_taken = 1
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
+        # Stands for the layer when times are measured: it copies a block of the output once.
         return Pad(0), shape
 
     @staticmethod
@@ -95,9 +96,9 @@ class Slice(Shifted):
     Parameters
     ----------
     first, last
-        The interval.
+        The half-open interval ``[first, last)``.
     axis
-        Axis of a sample along which elements are selected; ``Slice(0, 1, axis="width")`` is the first of some tokens.
+        Axis of a sample along which elements are selected; ``Slice(0, 1, axis="width")`` selects the first token.
 
     Notes
     -----
@@ -197,7 +198,7 @@ def _flipping(axes: Sequence[int], environment: Any, source: Any, target: Any) -
 
 @dataclass(frozen=True)
 class Sphere:
-    """Mode of padding of latitudes: across a pole, the rows continue half a circle on.
+    """Mode of padding of latitudes: across a pole, the rows continue at the longitudes half a circle away.
 
     Without rows at the poles, the row ``-1 - i`` at the longitude ``j`` is the row ``i`` at ``(j + W / 2) mod W``::
 
@@ -212,8 +213,8 @@ class Sphere:
     poles
         Whether the first and the last row are at the poles: the row ``-1 - i`` is then the row ``1 + i``.
     sign
-        Factor of the rows across a pole: a number, or one per channel: -1 for components of vectors, which point the
-        other way there.
+        Factor of the rows across a pole, one number or one per channel: -1 for components of vectors, which point
+        the other way there.
     """
 
     longitude: int | None = None
@@ -311,6 +312,7 @@ class Pad(Shifted):
             if modes[axis] != "constant" and any(pairs[axis]):
                 node = self._once(PadPole if isinstance(modes[axis], Sphere) else PadAxis, axis, node, modes, pairs)
         if any(map(any, constant)):
+            # Equal calls share a layer, because names are unique in a network.
             node = self._layers.setdefault(constant, Pad(constant, value=self.value, name=self.name))(node)
         return node
 
@@ -353,7 +355,8 @@ class Span:
     rows
         Interval of the output.
     source
-        Function from an interval of the output within `rows` to the interval of the input. A single row is repeated.
+        Function from an interval of the output within `rows` to the interval of the input. If that is a single row, it
+        is repeated.
     flips
         Whether the rows appear in reverse order.
     """
@@ -412,6 +415,7 @@ class Pieced(Copied):
         gathered = [context.gather(0, blocks) for blocks in boxes]
         exchange_all(gathered)
         shown = [part.shown_in(context.box) for part in parts]
+        # Rank-local: only the price of a kernel depends on it, not the order of messages.
         largest = max(range(len(parts)), key=lambda i: shown[i].size)
         first, last = context.box.ranges[-1]
         signs = [part.sign[first:last] if isinstance(part.sign, tuple) else part.sign for part in parts]
@@ -471,6 +475,7 @@ class WindowPadding:
         self._keeps_zeros = several and stencil.padding != "same"
         own: Any = 0
         if self._keeps_zeros:
+            # Only "same" depends on the extents; other paddings are those for any extent, here 1.
             pads = [(w.pad_lo, w.pad_hi) for w in stencil.windows((1,) * len(modes))]
             own = [pair if axis_mode == "zeros" else 0 for pair, axis_mode in zip(pads, modes)]
         self.stencil = replace(stencil, padding=own)
@@ -532,6 +537,7 @@ class PadAxis(Pieced):
         low, n = self.low, extent
         before: dict[str, Callable[[int, int], Interval]] = {
             "reflect": lambda a, b: (low - b + 1, low - a + 1),
+            # Unlike "reflect", "symmetric" repeats the end row itself: there is no row at the pole.
             "symmetric": lambda a, b: (low - b, low - a),
             "circular": lambda a, b: (a - low + n, b - low + n),
             "replicate": lambda a, b: (0, 1),
@@ -554,7 +560,7 @@ class PadAxis(Pieced):
 
 
 class PadPole(PadAxis):
-    """Padding of latitudes across both poles: the rows beyond a pole, half a circle on."""
+    """Padding of latitudes across both poles: rows beyond a pole come from the longitudes half a circle away."""
 
     def __init__(self, axis: int, low: int, high: int, sphere: Sphere, name: str | None = None) -> None:
         super().__init__(axis, low, high, "sphere", name)

@@ -104,11 +104,11 @@ class Parameter:
     decay
         Whether weight decay applies (not to biases and norms).
     spatial_axes
-        Axes of the output's spatial axes, one for each of them, in order: a rank holds the box of its output block.
-        An extent of 1 stands for all positions, so it is not cut. Empty: the array has no element per position.
+        Axes that correspond to the output's spatial axes, one for each, in order: a rank holds the box of its output
+        block. An extent of 1 stands for all positions, so it is not cut. Empty: the array has no element per position.
     channel_axis, input_axis
-        Axes of the output's channels and of the input's channels: if those are cut, a rank holds the block of its
-        channels. None: there is no such axis.
+        Axes that correspond to the output's and to the input's channels: if those are cut, a rank holds the block of
+        its channels. None: there is no such axis.
     rounded
         Whether the gradient has the 16-bit dtype of the activations (convolutions on a GPU), and not float32.
     """
@@ -237,6 +237,8 @@ def _blocks_of(
             block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
         )
         agreeing.append(len(grid) - 2)
+    # An axis of the grid that cuts no axis of the parameter repeats each interval of the last axis before it that does;
+    # without one before it, it repeats all intervals of axis 0.
     leading, last = 1, None
     for d, (parts, parameter_axis) in enumerate(zip(grid, grid_axes)):
         if parameter_axis is not None:
@@ -261,7 +263,7 @@ def _repeated(axis: Intervals, times: int) -> Intervals:
 def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the parameters of a layer with `w` as directions, and with the length of each filter as `g` ``(K,)``.
 
-    The initial length is sqrt(2), the average length of weights that are drawn by the rule of He.
+    The initial length is sqrt(2), the root mean square length of weights that are drawn by the rule of He.
     """
     lengths = Parameter(specs["w"].shape[:1], math.sqrt(2.0))
     return {"w": specs["w"], "g": lengths, **{key: spec for key, spec in specs.items() if key != "w"}}
@@ -329,6 +331,7 @@ def _gradients(
     def run() -> None:
         if not v.size:
             return
+        # Equation 3 of Salimans and Kingma 2016; u is computed again, because forward has not kept it.
         np.divide(v, norms, out=unit)
         np.multiply(dw, unit, out=product)
         np.add.reduce(product, axis=_others(v), dtype=np.float64, out=sums, keepdims=True)

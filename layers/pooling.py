@@ -100,6 +100,7 @@ class _Pool(Layer, ABC):
 
         def backward() -> None:
             own = context.clipped(0, slack, own=True)
+            # `own`: outside of what owned outputs read the gradient is zero, and is not sent.
             returned = context.return_gradient(0, boxes, own)
             kernel.add(dy=self._own_gradient(context), dx=returned.view)
             # Forward has stored the positions of the maxima.
@@ -174,7 +175,7 @@ class AveragePool(_Pool):
     count_include_pad
         True: `count` is the number of taps of the kernel, and padding counts as zeros. False: `count` is the number
         of taps inside the (global) array. Elements that `ceil_mode` reads beyond the padding never count. If there are
-        any, and padding counts, a :class:`Pad` before this layer does the padding.
+        such elements and padding counts, a :class:`Pad` before this layer does the padding.
     """
 
     passes = Passes()
@@ -273,8 +274,8 @@ class GlobalAveragePool(_GlobalPool):
     Notes
     -----
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
-    Communication per process: one float64 per channel of each own sample whose result another rank owns; backward, the
-    adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
+    Communication per process: one float64 per channel of each of its samples whose result another rank owns; backward,
+    the adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
     """
 
     passes = Passes()
@@ -309,8 +310,8 @@ class GlobalMaxPool(_GlobalPool):
     -----
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
 
-    Communication per process: two float64 per channel of each own sample whose result another rank owns (the maximum of
-    its block and its position), and as many backward (the gradient and its position).
+    Communication per process: two float64 per channel of each of its samples whose result another rank owns (the
+    maximum of its block and its position), and as many backward (the gradient and its position).
     """
 
     # A few passes over a second array find the position of the largest element.
@@ -329,6 +330,7 @@ class GlobalMaxPool(_GlobalPool):
         context.run(kernel)
 
         def backward() -> None:
+            # The slot of the maximum, which the forward pass has copied to y, takes the gradient.
             gradient = chosen.part((0, 0, 0), (samples, 1, channels))
             context.copy(*([(context.dy.reshape(*gradient.shape), gradient)] if samples else []))
             # Pairs of gradient and position, as boxes (N, 2, C).
@@ -368,6 +370,7 @@ def _lower_largest(context: Context, own: View) -> None:
     x = context.gather(0, value.layout.boxes).run()
     source, number, shape = in_wide(context, x.view), None, list(value.box.shape)
     for axis in range(len(shape) - 2, 0, -1):
+        # Numbers are those of the whole sample, so that candidates of all ranks can be compared.
         stride = math.prod(context.shapes[0][axis:-1])
         search = Search(axis, [(0, shape[axis])], value.box.start[axis] * stride, stride)
         work = context.scratch(shape, number_dtype(context, value.layout.shape[axis]) if number is None else "float64")
@@ -459,7 +462,7 @@ _FLOAT32 = 2**24
 
 
 def _beyond(array: Any) -> float:
-    """Return a number larger than every position number that the array's dtype holds exactly."""
+    """Return a number larger than all element numbers in an array of this dtype; the dtype holds it exactly."""
     return float(_FLOAT32) if array.dtype == np.float32 else 2.0**53
 
 
@@ -595,6 +598,7 @@ class AdaptiveMaxPool(_Adaptive):
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             gradient = in_wide(context, context.dy)
+            # All stages but the first, in reverse order: the first writes into the returned array.
             for stage in stages[:0:-1]:
                 gradient = stage.lower_backward(context, gradient, context.scratch(stage.x.shape, context.wide))
             direct = returned.view.dtype == context.wide
@@ -646,6 +650,7 @@ def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, w
         for gradient, lowest, own, here, target in steps:
             np.equal(own, lowest, out=here)
             np.multiply(here, gradient, out=here)
+            # Adaptive windows may overlap.
             np.add(target, here, out=target)
 
     return run

@@ -71,7 +71,7 @@ class Gradient:
     name
         Name of the parameter, ``layer/parameter`` in the store.
     sharing
-        Ranks that hold the same block; parameters with equal `sharing` can be summed together.
+        Groups of ranks that hold the same block; gradients with equal `sharing` can be summed together.
     size
         Number of elements in the largest block.
     sizes
@@ -246,7 +246,7 @@ def buckets_of(
     return chunks_of(layers, strategy.reduction, strategy.bucket_bytes, itemsize, frozenset(separate))
 
 
-#: Function of a chunk's number of elements and a layer's number: whether that layer closes the chunk.
+#: Function of a chunk's number of elements and a layer's index: whether that layer closes the chunk.
 _Ends = Callable[[int, int], bool]
 
 
@@ -285,6 +285,7 @@ class _Filling:
                 for gradient in layer.gradients:
                     key = gradient.sharing, layer.name in self._separate
                     self._growing.setdefault(key, []).append((layer.name, gradient))
+                    # The largest block of any rank, so that all ranks close a bucket at the same gradient.
                     self._elements[key] = self._elements.get(key, 0) + gradient.size
             # A layer without parameters may close a chunk too: the k-th layer may be a pooling.
             for key in list(self._growing):
@@ -341,7 +342,7 @@ def check_replicated(strategy: CutLayers, network: Network) -> None:
 def exposed_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:
     """Return the dense layers that a program prepares for replicated gradients, in order of computation.
 
-    A scheme that is chosen during training may replicate all that save traffic, any other scheme those that it names.
+    A scheme that is chosen during training may replicate all that save traffic, any other its first `replicated_dense`.
     """
     if strategy.reduction.kind.searches:
         return replicable_layers(strategy, network, batch)
@@ -353,6 +354,7 @@ def replicable_layers(strategy: CutLayers, network: Network, batch: int) -> list
     """Return the first dense layers whose replication is possible and saves traffic, in order of computation."""
     replicable: list[str] = []
     for name, node in dense_layers(network).items():
+        # On one rank there is no sum to save. A scheme replicates the first layers, so the first miss ends the search.
         several = math.prod(strategy.parts_of(name).values()) > 1
         if not several or _blocks(strategy, name) > 1 or not saves_traffic(node, batch):
             break

@@ -50,6 +50,7 @@ class Redistribute(Layer):
         back: ExchangeSpec | None = None
 
         def backward() -> None:
+            # `finish_backward` reads it later; without a gradient it stays None, and nothing is finished.
             nonlocal back
             if not context.needs_gradient(0):
                 return
@@ -62,7 +63,7 @@ class Redistribute(Layer):
 
 
 class _WholeSamples(Layer):
-    """Conversion between vectors, whole on one rank, and maps, cut into blocks; in channels-last order."""
+    """Conversion between vectors, each whole on one rank, and maps, cut into blocks; in channels-last order."""
 
     passes = Passes()
     inputs_taken = 1
@@ -124,9 +125,9 @@ class Reshape(_WholeSamples):
 
     Notes
     -----
-    Communication per process: the rows of the first axis that changes which contain its elements, without those that it
-    owns; none if input and output are cut along that axis only, at the same elements. Vectors are whole samples, spread
-    over all ranks: the elements of its block of the map, which it does not own. Backward, the adjoint.
+    Communication per process: the rows, along the first axis that changes, that contain its elements, without those it
+    owns; none if input and output are cut along that axis only, at the same elements. From vectors, which are whole
+    samples spread over all ranks: the elements of its block of the map that it does not own. Backward, the adjoint.
     """
 
     def __init__(self, shape: Sequence[int], name: str | None = None) -> None:
@@ -168,9 +169,10 @@ class Reshape(_WholeSamples):
 
 
 class ReshapedMap(Copied):
-    """Conversion between maps of different shapes; axes at the beginning and end that both have do not change.
+    """Conversion between maps of different shapes; leading and trailing axes with equal extents in both do not change.
 
-    Between them, an output block reads an interval of elements in row-major order, and thus rows of the first axis.
+    Between them, an output block reads an interval of elements in row-major order, and thus rows of the first changed
+    axis.
     """
 
     def __init__(self, shape: Shape, name: str | None = None) -> None:
@@ -269,6 +271,7 @@ def _regrouped(
     ranges, extents = target_box.ranges[first:end], shape[first:end]
     axis, (low, high) = _span(ranges, extents)
     inner = extents[axis + 1 :]
+    # Row-major number of the first gathered element, within the axes that change.
     origin = read.start[first] * math.prod(read.shape[first + 1 : len(read.shape) - last])
     before, after = block.shape[:first], block.shape[end:]
     flat = whole.reshape(*before, -1, *after)
@@ -473,7 +476,7 @@ def _fine(factor: int, low: int, high: int) -> Interval:
 
 
 def _within_block(size: int, low: int, high: int) -> Interval:
-    """Return the channels, of blocks of `size`, that an interval of channels of all blocks needs.
+    """Return the channels, within one block of `size` channels, that an interval of the channels of all blocks needs.
 
     >>> _within_block(4, 5, 7), _within_block(4, 5, 9)
     ((1, 3), (0, 4))
@@ -496,6 +499,7 @@ def _copies(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> l
         if blocks is None:
             pairs.append(_along(coarse.ranges[-1], fine.ranges[-1], factor**axes, number)[::-1])
         else:
+            # The position along the first axis is the fastest here, unlike in `number`.
             block = sum(phase * factor**axis for axis, phase in enumerate(at))
             pairs.append(_block(fine.ranges[-1], coarse.ranges[-1], block * blocks))
         slices.append((tuple(a for a, _ in pairs), tuple(b for _, b in pairs)))

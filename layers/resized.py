@@ -24,14 +24,14 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     Parameters
     ----------
     extents
-        Spatial extents of the first input of the predictions that has as many; other inputs and the targets keep their
-        ratio to it.
+        Spatial extents of the first input, targets aside, that has as many spatial axes; other inputs and the targets
+        keep their ratio to it.
 
     Raises
     ------
     ValueError
-        If the layers do not take these extents, even padded, or parameters depend on them; if they are padded along an
-        axis that is circular.
+        If the layers do not take these extents, even padded; if parameters depend on them; if an axis that would have
+        to be padded is circular.
     """
     read = [name for name in network.inputs if name not in network.targets]
     first = next((name for name in read if len(network.inputs[name].shape) == len(extents) + 1), None)
@@ -46,6 +46,7 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     grids = [node.layer for node in network.nodes if len(node.shape) == len(extents) + 1]
     closed = {axis for layer in grids if isinstance(layer, Pieced) for axis in layer.closed_axes(len(extents))}
     faults = []
+    # First without padding: many layers take any extents, and padding would cost time.
     for computed in dict.fromkeys([tuple(extents), tuple(padded)]):
         try:
             for axis in closed:
@@ -60,7 +61,7 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
 
 
 def _steps(network: Network, extents: Shape) -> list[int]:
-    """Return, per axis, the common multiple of the factors by which the layers reduce a sample."""
+    """Return, per axis, the least common multiple of the factors by which the layers reduce a sample."""
     shapes = [n.shape[:-1] for n in network.nodes if len(n.shape) == len(extents) + 1]
     axes = [[n // shape[axis] for shape in shapes if shape[axis] > 1 and not n % shape[axis]]
             for axis, n in enumerate(extents)]  # fmt: skip
@@ -76,7 +77,7 @@ def _check_parameters(network: Network, new: Network) -> None:
 
 
 class _Resizing:
-    """Construction of a network whose first input had the extents `before`, has `extents`, and is computed at
+    """Construction of a network whose first input had the extents `before`, now has `extents`, and is padded to
     `computed`.
     """
 
@@ -109,6 +110,7 @@ class _Resizing:
             else:
                 outputs[name] = self._whole(node)
         new = Network(outputs, old.name, sorted(old.frozen))
+        # The network of the user, which checkpoints are compared with.
         new.origin = old.origin or old
         return new
 
@@ -160,6 +162,7 @@ class _Resizing:
         old, extent, computed = self._before[axis], self._extents[axis], self._computed[axis]
         if before == old and now != computed:
             raise ValueError(f"predictions of samples of {_by(self._computed)} have other extents")
+        # Rounded up: a row that lies only partly in the sample is kept.
         return now if extent == computed or before == 1 else -(-extent * before // old)
 
     def _target(self, node: Input) -> Input:

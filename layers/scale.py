@@ -40,8 +40,8 @@ class Scale(ElementwiseLayer):
 
     Notes
     -----
-    Parameters `gamma` and `beta`, without weight decay: ``(C,)``; with other axes as those of an :class:`Embedding`. A
-    rank holds those of its block. Communication: only the sum of their gradients.
+    Parameters `gamma` and `beta`, without weight decay: ``(C,)``; with other `axes`, of the shape of `w` of an
+    :class:`Embedding`. A rank holds those of its block. Communication: only the sum of their gradients.
     """
 
     passes = Passes((1, 1), (3, 2))
@@ -178,6 +178,7 @@ def sum_into(context: Context, array: View, gradient: View, timing: Timing | Non
     """Write the gradient of a parameter ``(C,)`` or ``(1,)``, or of one with the axes of a sample: the sum of an array
     over all other axes, in float64.
     """
+    # `summing` adds over all axes along which `sums` has one element.
     ones = (1,) * (len(array.shape) - len(gradient.shape))
     sums = context.scratch((*ones, *gradient.shape), "float64")
     context.run(context.kernel(summing, x=array, y=sums), timing=timing)

@@ -62,6 +62,7 @@ def _plain(value: Any, private: bool) -> Any:
         return sorted(json.dumps(inside(v)) for v in value)
     if isinstance(value, Number):  # a fraction
         return str(value)
+    # A function or class by its own name, any other object by that of its class.
     named = type(value) if not callable(value) or is_dataclass(value) else value
     inner = {k: inside(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
     return [getattr(named, "__qualname__", type(value).__qualname__), inner]
@@ -91,6 +92,7 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
     """
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
+    # The fingerprint of an older version may have no lines on inputs: then they are not compared.
     known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
     differing = [line for line in there if _SETTINGS not in line]
     for own, other in itertools.zip_longest(known, differing, fillvalue="nothing"):

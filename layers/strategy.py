@@ -297,6 +297,7 @@ class Strategy:
     def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
         idle = list(range(size))
         for name, node in network.layers.items():
+            # A loss computes on blocks of its prediction; its output is one number.
             shape = node.inputs[0].shape if isinstance(node.layer, Loss) else node.shape
             boxes = layout_of((batch, *shape), self.cuts_of(name), size).boxes
             idle = [rank for rank in idle if not boxes[rank].size]
@@ -331,6 +332,7 @@ def held(specs: Mapping[str, Parameter], node: Node, cuts: Mapping[str, Cut], si
     """Return the blocks of arrays of a layer under a cut, by their names. Local."""
     if not specs:
         return {}
+    # One sample stands for any batch: blocks of parameters do not depend on the cut of the samples.
     output, parts = layout_of((1, *node.shape), cuts, size), counts_of(cuts)
     return {key: blocks_of(spec, parts, output) for key, spec in specs.items()}
 

@@ -21,7 +21,7 @@ class MetricSpec:
     Attributes
     ----------
     prediction, target
-        Numbers of the loss's inputs that hold prediction and target.
+        Indices of the loss's inputs that hold prediction and target.
     classes
         Number of classes; None: predictions are numbers, and metrics use their differences from the targets.
     threshold
@@ -32,7 +32,7 @@ class MetricSpec:
     probabilities
         Whether predictions are probabilities already, not logits.
     weights
-        Number of the loss's input that holds weights of positions: positions of weight 0 are ignored. None: there are
+        Index of the loss's input that holds weights of positions: positions of weight 0 are ignored. None: there are
         no weights.
     members
         Number of members of an ensemble, which the channels of the prediction hold one after the other; most metrics
@@ -56,7 +56,7 @@ class TargetReader:
     """Declarations of a layer about its targets, for data, network and metrics. By default the layer has no targets.
     Local.
 
-    Methods take the number of an input, and the sample shapes of all inputs.
+    Methods take the index of an input, and the sample shapes of all inputs.
     """
 
     def compares(self, i: int) -> bool:
@@ -72,7 +72,7 @@ class TargetReader:
         return False
 
     def weights_of(self, i: int, count: int) -> Sequence[int]:
-        """Return the numbers of the inputs that are weights of the target `i`; there are `count` inputs.
+        """Return the indices of the inputs that are weights of the target `i`; there are `count` inputs.
 
         Where all these weights are 0, the target is absent. Empty: every element of the target counts.
         """
@@ -83,7 +83,7 @@ class TargetReader:
         return 0
 
     def with_counts(self: Reader, counts: Mapping[int, Sequence[int]]) -> Reader:
-        """Return a copy of the layer with the number of occurrences of each class, by input number."""
+        """Return a copy of the layer with the number of occurrences of each class, by input index."""
         return self
 
     def class_factors(self, i: int) -> Sequence[float]:

@@ -30,7 +30,7 @@ class Term:
     layer
         The loss.
     inputs
-        Numbers of its inputs among the inputs of the sum, in the term's order.
+        Indices of its inputs among the inputs of the sum, in the term's order.
     weight
         Factor of the loss.
     training_only
@@ -83,7 +83,7 @@ class TotalLoss(Loss):
         return [values[i] for i in term.inputs]
 
     def _readers(self, i: int) -> Iterator[tuple[int, Term]]:
-        """Yield the terms that read input `i`, with its number among their own inputs; a term may read it twice."""
+        """Yield the index of input `i` in a term, and the term, for all terms that read it; one may read it twice."""
         for term in self.terms:
             yield from ((k, term) for k, number in enumerate(term.inputs) if number == i)
 
@@ -122,6 +122,7 @@ class TotalLoss(Loss):
 
     def ignored_target(self, i: int) -> int | None:
         ignored = {term.layer.ignored_target(k) for k, term in self._readers(i)}
+        # A position that one term ignores and another counts is not ignored.
         return ignored.pop() if len(ignored) == 1 else None
 
     def comparisons(self, *shapes: Shape) -> Sequence[MetricSpec]:
@@ -131,6 +132,7 @@ class TotalLoss(Loss):
             if not term.training_only
             for spec in term.layer.comparisons(*self._of(term, shapes))
         ]
+        # Metrics compare each pair once, by the rule of the first term that has it.
         pairs = [(spec.prediction, spec.target) for spec in comparisons]
         return [spec for k, spec in enumerate(comparisons) if pairs[k] not in pairs[:k]]
 
@@ -159,7 +161,7 @@ class TotalLoss(Loss):
 
 
 def _renumbered(spec: MetricSpec, inputs: Sequence[int]) -> MetricSpec:
-    """Return the comparison of a term with the input numbers of the sum."""
+    """Return the comparison of a term with the input indices of the sum."""
     weights = None if spec.weights is None else inputs[spec.weights]
     return replace(spec, prediction=inputs[spec.prediction], target=inputs[spec.target], weights=weights)
 
@@ -222,11 +224,11 @@ def weighted(loss: Node, factor: Any) -> LossNode:
 def training_only(loss: Node) -> LossNode:
     """Return the loss as one that only training includes; for auxiliary predictions, "discarded" at inference time.
 
+    A network rejects a loss without a term in evaluation.
+
     References
     ----------
     Szegedy et al., "Going deeper with convolutions", CVPR 2015, Section 5.
-
-    A network rejects a loss without a term in evaluation.
     """
     return _changed(loss, lambda term: replace(term, training_only=True))
 
