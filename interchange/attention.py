@@ -28,7 +28,7 @@ __all__ = ["ATTENTION", "attention"]
 
 #: Operators that only change the number of axes.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
-#: A mask adds a number below this one to the scores of keys that are not read: their weights are 0 in float64.
+#: A mask adds a number below this one to the scores of keys that are not read: next to 1, exp(-80) is 0 in float64.
 _MASKED = -80.0
 
 
@@ -49,6 +49,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
         dropout = 0.5 if ratio is None else float(ratio)
         chain.append(after)
         after = graph.only_reader(after.outputs[0])
+    # Weights that are transposed before the product: their order is considered in `_product`.
     perm = tuple(range(rank))
     if after is not None and after.kind == "Transpose":
         perm = tuple(after.attributes["perm"])
@@ -59,6 +60,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
     if after is None or sums is None or scores is None:
         return
     product, scale, added = scores
+    # torch multiplies queries and keys by the square root of the scale each.
     inputs, reader = [], chain[0]
     for name in product.inputs:
         before = graph.maker(name)
@@ -67,6 +69,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
             chain.insert(0, before)
             name = before.inputs[0]
         inputs.append(name)
+    # Of queries, keys, values and result.
     orders = (*product.orders, sums.orders[1], sums.result)
     attributes = {"scale": scale, "dropout": dropout, "orders": orders, "extents": tuple(shape for _, shape in added)}
     names = (*inputs, sums.inputs[1], *(name for name, _ in added))
@@ -86,8 +89,8 @@ def _scores(
 ) -> tuple[_Product, float, list[tuple[str, Shape]]] | None:
     """Follow the scores back from their softmax to the product of queries and keys; None if there is none.
 
-    Returns the product, the factor of the scores, and the constants that are added with the extents of the scores
-    there. Puts the operations before those in `chain`.
+    Returns the product, the factor of the scores, and each added constant with the extents of the scores where it is
+    added. Inserts the operations at the beginning of `chain`.
     """
     value, scale = op.inputs[0], 1.0
     added: list[tuple[str, Shape]] = []
@@ -104,6 +107,7 @@ def _scores(
         elif factor is not None and not added:
             scale, value = scale * factor, before.inputs[0]
         elif before.kind == "Add" and len(constants) == len(others) == 1 and scale == 1:
+            # No factor comes after this sum (scale 1): it would multiply the constant, too.
             added.append((constants[0], graph.shapes[value]))
             (value,) = others
         elif factor is not None:
@@ -142,6 +146,7 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
         return None
     ranks = [len(graph.shapes[name]) for name in op.inputs]
     if op.kind == "MatMul" and len(set(ranks)) == 1:
+        # The equation of a MatMul as an Einsum.
         batch = "".join(chr(ord("a") + i) for i in range(ranks[0] - 2))
         terms, result_term = [batch + "xy", batch + "yz"], batch + "xz"
     elif op.kind == "Einsum":
@@ -154,6 +159,7 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
     if "." in result_term or [len(term) for term in terms] != ranks:
         return None
     inputs = list(op.inputs)
+    # An Einsum may have its factors in any order: queries, or the weights, become the first.
     swapped = inputs[0] != weights[0] if weights else result_term[-1:] not in terms[1]
     if swapped:
         inputs.reverse()
@@ -229,7 +235,9 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     fixed = [table for constant, table in tables if constant.is_fixed]
     if len(trained) > 1:
         raise build.refused(op, "one table of relative positions", f"{len(trained)} parameters")
+    # torch shifts the map by a Roll, masks pairs from opposite ends, and shifts back after attention.
     shift = _shift(build, op, q, window, [table(table.constant.read()) for table in fixed])
+    # The layer shifts its windows itself, so the Roll before it is cancelled. Nodes may be common to q, k and v.
     again: dict[Node, Node | None] = {}
     nodes = [operand.node if not any(shift) else _moved(operand.node, shift, again) for operand in values]
     if any(node is None for node in nodes):
@@ -249,6 +257,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
         layer = layer.initialized(bias=build.initial(weights[0], table.relative, table.relative_shape))
     node = build.add(op, layer, *(node for node in nodes if node is not None), weights=weights)
     if any(shift):
+        # The model shifts back after this, which cancels this Roll.
         node = Roll(tuple(-by for by in shift), build.name(op.part("roll")))(node)
     order = attributes["orders"][3]
     return in_form(build, op, node, q.summed(v.width).transposed(order), build.refused(op, "axes in order", "others"))
@@ -366,7 +375,7 @@ class _Table:
     refused: Callable[[str], Exception]
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """Return the array in this form, of the first sample, with the axes of the windows in order of space."""
+        """Return the array of the first sample in this form, broadcast to the scores; windows in order of the axes."""
         batch, size = self.queries.batch, math.prod(self.window)
         whole = np.broadcast_to(array, self.extents).reshape([f.extent for f in batch] + [size, size])
         last = len(self.queries.axes.shape) - 1
@@ -383,9 +392,13 @@ class _Table:
         return (self.queries.heads, *(2 * n - 1 for n in self.window))
 
     def relative(self, array: np.ndarray) -> np.ndarray:
-        """Return the elements by relative position, ``(heads, *(2 * extent - 1))``; raise an error for others."""
+        """Return the elements by relative position, ``(heads, *(2 * extent - 1))``.
+
+        Raises the error `refused` if pairs of one relative position have different elements.
+        """
         (whole,) = self(array).reshape(-1, *self.queries_shape)[:1]
         positions = np.stack(np.unravel_index(np.arange(whole.shape[-1]), self.window))
+        # Relative positions from 1 - extent to extent - 1, counted from 0.
         offsets = positions[:, :, None] - positions[:, None, :] + np.array(self.window)[:, None, None] - 1
         index = np.ravel_multi_index(tuple(offsets), self.relative_shape[1:])
         table = np.zeros((whole.shape[0], math.prod(self.relative_shape[1:])), array.dtype)
@@ -410,6 +423,7 @@ def _added(build: Builder, op: OnnxNode, i: int, q: _Operand, window: Shape) -> 
 
     table = _Table(constant, op.attributes["extents"][i - 3], q, window, refused)
     if not constant.is_fixed:
+        # Indices in place of values: pairs of one relative position must read the same element.
         numbers = np.arange(math.prod(constant.shape)).reshape(constant.shape)
         if constant.order is not None and constant.stored is not None:
             numbers = constant.order(np.arange(math.prod(constant.stored)).reshape(constant.stored))
@@ -441,6 +455,7 @@ def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
     positions = np.unravel_index(np.arange(math.prod(window)), window)
     allowed = np.ones((*counts, math.prod(window), math.prod(window)), bool)
     for a, (by, extent, count) in enumerate(zip(shift, window, counts)):
+        # Whether a row of the shifted map comes from the other end of the map: it reads only rows from there.
         around = np.arange(count)[:, None] * extent + positions[a] + by >= count * extent
         pairs = around[:, :, None] == around[:, None, :]
         allowed &= pairs.reshape(*(count if b == a else 1 for b in range(len(counts))), *pairs.shape[1:])
@@ -454,6 +469,7 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
     """Import a circular shift. Shifts in sequence become one, also with layers of single positions between them."""
     node, axes = build.axes(op.inputs[0])
     (axis, by), last = (op.attributes[key] for key in ("axis", "shift")), len(axes.shape) - 1
+    # Along the channels: two slices in exchanged order.
     if axes.dims[axis] == (Factor(last, 1, axes.shape[last]),):
         ends = (axes.shape[last] - by, axes.shape[last]), (0, axes.shape[last] - by)
         parts = [build.add(op.part("channels"), Slice(*rows), node) for rows in ends]

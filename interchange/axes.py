@@ -59,7 +59,7 @@ class Axes:
         return Axes(self.shape, tuple(self.dims[axis] for axis in order))
 
     def reshaped(self, extents: Shape) -> Axes | None:
-        """Return the dimensions of these extents; None if a dimension would have parts of digits.
+        """Return the dimensions of these extents; None if one would need a part of a digit that is no digit itself.
 
         >>> heads = Axes.whole((1, 5, 8), (0, 1, 2)).reshaped((1, 5, 2, 4))
         >>> heads.dims[2:]
@@ -74,9 +74,11 @@ class Axes:
             while extent > 1 and left:
                 axis, stride, size = left.pop(0)
                 if extent % size == 0:
+                    # The whole digit belongs to this dimension.
                     own.append(Factor(axis, stride, size))
                     extent //= size
                 elif size % extent == 0:
+                    # Its outer part completes this dimension, and its inner part is left for the next.
                     own.append(Factor(axis, stride * (size // extent), extent))
                     left.insert(0, Factor(axis, stride, size // extent))
                     extent = 1
@@ -88,8 +90,8 @@ class Axes:
         return None if left else Axes(self.shape, tuple(dimensions))
 
     def chosen(self, dim: int, first: int, last: int) -> tuple[int, int, int, Axes] | None:
-        """Return the axis of the node and its interval that a range of a dimension consists of, and the dimensions of
-        that part; None if the dimension is not the outermost digit of one axis.
+        """Return the axis of the node and its interval that the range ``[first, last)`` of dimension `dim` covers, and
+        the axes of that part of the value; None unless the dimension is the outermost digit of one axis.
 
         >>> packed = Axes.whole((1, 5, 24), (0, 1, 2)).reshaped((1, 5, 3, 8))
         >>> packed.chosen(2, 1, 2)[:3]  # the second third of the channels
@@ -144,6 +146,7 @@ class Axes:
             shape = self.with_channels_at(last)
             if shape is not None:
                 pure = all(factor.axis == len(self.shape) - 1 for factor in self.dims[-1 if last else 1])
+                # Preferred are channels of the node, then more of them, then channels first.
                 extents.append((pure, shape[-1] * pure, not last, shape))
         if not extents:
             return None

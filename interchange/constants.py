@@ -25,6 +25,7 @@ def joined(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "a constant divisor", "one that depends on the data")
     if constant.origin == "unknown":
         raise build.refused_array(op)
+    # x - c and x / c become x + (-c) and x * (1 / c), whose parameters would be trained differently.
     inverted = op.kind == "Div" or (op.kind == "Sub" and not first)
     if inverted and not constant.is_fixed:
         raise build.refused(
@@ -35,6 +36,7 @@ def joined(build: Builder, op: OnnxNode) -> Activation:
         )
     value = build.value(op, int(first))
     if op.kind == "Sub" and first:
+        # c - x = -x + c
         value = value.of(build.add(op.part("negative"), Affine(-1.0), value.node))
     change: Callable[[np.ndarray], np.ndarray] = np.asarray
     if inverted:
@@ -43,7 +45,7 @@ def joined(build: Builder, op: OnnxNode) -> Activation:
 
 
 def numbers_along(build: Builder, op: OnnxNode, value: Activation, key: str, axis: int) -> Activation:
-    """Import the factors or summands (`key`) of an `Affine` along an axis that is not that of the channels."""
+    """Import the numbers `key` ("factor" or "shift") of an `Affine` along an `axis` other than the channels."""
     numbers = np.asarray(op.attributes[key], np.float64)
     extents = build.shape(op.inputs[0])
     shape = (*(1 for _ in extents[:axis]), numbers.size, *(1 for _ in extents[axis + 1 :]))
@@ -66,6 +68,7 @@ def along(
 ) -> Activation:
     """Import the sum or product of a value, named `name` in the graph, with ``change(constant)``."""
     extents, shape = build.shape(name), value.node.shape
+    # Constants are broadcast from the last axis, so leading axes may be missing.
     full = (1,) * (len(extents) - len(constant.shape)) + constant.shape
     if len(full) > len(extents) or full[0] != 1 or any(n not in (1, m) for n, m in zip(full, extents)):
         raise build.refused(op, f"an array that is broadcast over samples of {extents[1:]}", f"{constant.shape}")
@@ -78,6 +81,7 @@ def along(
 
     def order(array: np.ndarray) -> np.ndarray:
         array = array.reshape(full)[0]
+        # One number per flattened feature, in torch's order.
         if value.spatial and array.size > 1:
             return change(permuted(array.reshape(-1), value.spatial)).reshape(ours)
         if value.pooled or value.last or len(shape) == 1:
@@ -99,7 +103,7 @@ def along(
 
 
 def with_tokens(build: Builder, op: OnnxNode) -> Activation:
-    """Import Concat of learned positions, such as a class token, and a sequence of values."""
+    """Import Concat of learned tokens, such as a class token, and a sequence."""
     expected = "learned positions (1, count, C) before those of one value (N, L, C)"
     constant = build.graph.constants.get(op.inputs[0])
     if constant is None or len(op.inputs) != 2 or op.inputs[1] in build.graph.constants:

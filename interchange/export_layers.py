@@ -87,7 +87,7 @@ __all__ = ["LAYERS", "first_axes"]
 
 
 def first_axes(axes: int) -> list[int]:
-    """Return the permutation that moves channels from the last of `axes` axes to the one after samples."""
+    """Return the permutation of `axes` axes that moves channels from last to second, after samples."""
     return [0, axes - 1, *range(1, axes - 1)]
 
 
@@ -167,7 +167,7 @@ def _global_pool(kind: str) -> Callable[[OnnxWriter, Node], str]:
 
 
 def _means(w: OnnxWriter, node: Node) -> str:
-    """Export means over windows of unequal size, which ONNX lacks, as products with a matrix, axis by axis."""
+    """Export means over windows of unequal size (adaptive, area), which ONNX lacks, as one matrix product per axis."""
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
     axes = "dhw"[4 - len(shape) :]
@@ -209,12 +209,14 @@ def _flip(w: OnnxWriter, node: Node) -> str:
 
 def _adaptive_max(w: OnnxWriter, node: Node) -> str:
     whole, outputs = node.inputs[0].shape[:-1], node.shape[:-1]
+    # The windows of MaxPool have one size.
     if any(n % m for n, m in zip(whole, outputs)):
         raise w.refused(node, f"a number of outputs that divides {whole}", f"{outputs}")
     kernel = [n // m for n, m in zip(whole, outputs)]
     return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", kernel_shape=kernel, strides=kernel)
 
 
+#: ONNX's attributes for our modes, by default with half-pixel centres; -0.75 is the coefficient of torch.
 _MODES: dict[str, dict[str, Any]] = {
     "nearest": {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
@@ -267,6 +269,7 @@ def _batch_norm(w: OnnxWriter, node: Node) -> str:
     inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
     for key in ("mean", "var"):
         inputs.append(w.weight(node, f"running_{key}", w.parameter(node, key)))
+    # ONNX's momentum is the share of the old statistics, ours that of the new ones.
     y = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
     if len(node.inputs) > 1:
         y = w.add("Add", [y, w.inputs(node)[1]], f"{name}::sum")
@@ -278,6 +281,7 @@ def _group_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)
+    # In shapes of ONNX, 0 keeps an extent (here any number of samples), and -1 stands for the rest.
     grouped = w.add(
         "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::separate"
     )
@@ -298,6 +302,7 @@ def _layer_norm(w: OnnxWriter, node: Node) -> str:
         return _group_norm(w, node)
     name, axes = w.name(node), len(node.shape) + 1
     (value,), channels = w.inputs(node), node.shape[-1]
+    # The operator normalizes the last axis, so the channels move there and back.
     if axes > 2:
         value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
     inputs = [value, *_affine(w, node, channels, (channels,))]
@@ -323,6 +328,7 @@ def _rms_norm(w: OnnxWriter, node: Node) -> str:
 
 def _local_response_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
+    # For an even size, ONNX's windows and torch's (ours) begin one channel from each other.
     if layer.size % 2 == 0:
         raise w.refused(node, "windows of an odd number of channels", f"{layer.size}")
     attributes = {"size": layer.size, "alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
@@ -337,7 +343,7 @@ _Function = Callable[["OnnxWriter", Any, str, str], str]
 
 
 def _pointwise(kind: str, **attributes: str | float) -> _Function:
-    """Return the exporter of an operator. The text of an attribute names the attribute of the layer."""
+    """Return the exporter of an operator. A string as attribute is the name of the layer's attribute with its value."""
 
     def write(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
         numbers = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
@@ -379,13 +385,14 @@ def _along(w: OnnxWriter, node: Node, key: str, label: str) -> str:
     """Write an array per channel ``(C,)`` or with the axes of a sample, for values ``(N, C, *spatial)``."""
     array, axes = _of(w, node, key), len(node.shape)
     array = np.moveaxis(array.reshape((1,) * (axes - array.ndim) + array.shape), -1, 0)
+    # Not trained: a constant in the file, which is no weight.
     if key in node.layer.state(node.inputs[0].shape):
         return w.numbers(f"{w.name(node)}::{key}", array)
     return w.weight(node, label, array)
 
 
 def _token(w: OnnxWriter, node: Node) -> str:
-    """Export Token as torch does: its positions, expanded over samples, before the others."""
+    """Export Token as torch does: its tokens, expanded over samples, are concatenated before the sequence."""
     name, (value,) = w.name(node), w.inputs(node)
     rows = w.weight(node, "", np.moveaxis(_of(w, node, "w"), -1, 0)[None])
     batch = w.add("Shape", [value], f"{name}::batch", start=0, end=1)
@@ -407,6 +414,7 @@ def _of(w: OnnxWriter, node: Node, key: str) -> np.ndarray:
 def _clip(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, most = w.name(node), float(np.finfo(np.float32).max)
+    # Infinite limits are written as the largest numbers, which the import takes for no limits.
     limits = (("low", max(layer.low, -most)), ("high", min(layer.high, most)))
     return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}::{k}", n) for k, n in limits)], f"{name}::y")
 
@@ -466,9 +474,11 @@ def _pixels(w: OnnxWriter, node: Node) -> str:
     (value,), name, d = w.inputs(node), w.name(node), len(node.shape) - 1
     fine, coarse = sorted((node.inputs[0].shape, node.shape), key=lambda shape: shape[-1])
     parts, channels, outside = [layer.factor] * d, fine[-1], list(coarse[:-1])
+    # (N, C, r, r, H, W) -> (N, C, H, r, W, r)
     if node.shape == fine:
         split, order = [0, channels, *parts, *outside], [0, 1, *(i for a in range(d) for i in (2 + d + a, 2 + a))]
     else:
+        # (N, C, H, r, W, r) -> (N, C, r, r, H, W), or with the cell before the channels, (N, r, r, C, H, W).
         split = [0, channels, *(n for extent in outside for n in (extent, layer.factor))]
         cells, outer = list(range(3, 2 + 2 * d, 2)), list(range(2, 2 + 2 * d, 2))
         order = [0, 1, *cells, *outer] if layer.order == "channel" else [0, *cells[::-1], 1, *outer]
@@ -484,6 +494,7 @@ def _shuffle(w: OnnxWriter, node: Node) -> str:
     (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
     split = [0, layer.groups, channels // layer.groups, *spatial]
     value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::separate")
+    # (N, groups, C / groups, *spatial) -> (N, C / groups, groups, *spatial)
     value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 2, 1, *range(3, 3 + len(spatial))])
     whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
     return w.add("Reshape", [value, whole], f"{name}::y")
@@ -522,10 +533,12 @@ def _pad_pole(w: OnnxWriter, node: Node) -> str:
         if span.rows[0] == span.rows[1]:
             continue
         (first, last), output = span.source(*span.rows), f"{name}::{label}"
+        # An end before row 0 cannot be -1, which means the last row.
         rows = _rows(w, value, output, axis, last - 1, first - 1 if first else -(2**31), -1)
         rows = _rolled(
             w, rows, f"{output} turned", layer.longitude + 2, shape[layer.longitude], shape[layer.longitude] // 2
         )
+        # Components of vectors change their sign across a pole.
         if np.any(np.asarray(layer.sign) != 1):
             sign = np.reshape(layer.sign, (-1, *(1 for _ in shape[:-1])))
             rows = w.add("Mul", [rows, w.numbers(f"{output} sign", sign)], f"{output} signed")
@@ -582,12 +595,14 @@ def _attention(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, queries, keys = w.name(node), node.inputs[0].shape, node.inputs[1].shape
     reaches, groups = layer.reaches(queries, keys), layer.heads * keys[-1] // queries[-1]
+    # Each of the `groups` heads of keys and values is read by several heads of queries.
     heads = (groups, layer.heads // groups)
     cells = [_Cells.of(reach) for reach in reaches]
     q, k, v = (
         _in_cells(w, value, f"{name}::{key}", cells, heads if key == "q" else (groups, 1), source.shape[-1], key)
         for value, source, key in zip(w.inputs(node), node.inputs, "qkv")
     )
+    # Of queries and of keys in a window: (axes, positions).
     positions = [np.indices([extents[side] for extents in (c.extents for c in cells)]).reshape(len(cells), -1)
                  for side in (0, 1)]  # fmt: skip
     scores = w.add("MatMul", [q, k], f"{name}::products")
@@ -602,6 +617,7 @@ def _attention(w: OnnxWriter, node: Node) -> str:
     if bias is not None:
         flat = np.zeros((positions[0].shape[1], positions[1].shape[1]), np.int64)
         for reach, p, t in zip(reaches, *positions):
+            # Pairs beyond the table are masked below, so they may read any entry of it.
             index = (p[:, None] - t) // reach.dilation + reach.extent - 1
             flat = flat * reach.bias_extent + np.clip(index, 0, reach.bias_extent - 1)
         table = w.weight(node, "bias", np.reshape(bias, (layer.heads, -1)))
@@ -627,20 +643,23 @@ class _Cells(NamedTuple):
     def of(cls, reach: Any) -> _Cells:
         if not isinstance(reach, Windows):
             return cls(1, (reach.queries, reach.keys), (0, 0))
+        # Windows begin at shift + k * extent: padding completes the first and the last one.
         low = -reach.shift % reach.extent
         high = -(reach.size + low) % reach.extent
         return cls((low + reach.size + high) // reach.extent, (reach.extent, reach.extent), (low, high))
 
 
 def _closed(reaches: Sequence[Any], cells: Sequence[_Cells], positions: Sequence[np.ndarray]) -> np.ndarray:
-    """Return which keys a query does not read, over ``(windows, heads, heads per group, queries, keys)``."""
+    """Return which keys a query does not read; broadcast to ``(windows, heads, heads per group, queries, keys)``."""
     if not all(isinstance(reach, Windows) for reach in reaches):
+        # No windows: one mask ``(queries, keys)`` for all samples and heads.
         allowed = np.ones((positions[0].shape[1], positions[1].shape[1]), bool)
         for reach, p, t in zip(reaches, *positions):
             allowed &= reach.allowed(p, t)
         return ~allowed
     rows = []
     for reach, cell in zip(reaches, cells):
+        # In windows, only the keys of the padding are closed: ``(number, extent)`` along this axis.
         at = np.arange(cell.number * cell.extents[1]) - cell.pads[0]
         rows.append(((at < 0) | (at >= reach.size)).reshape(cell.number, -1))
     closed = np.zeros((1,) * (2 * len(cells)), bool)
@@ -654,7 +673,10 @@ def _closed(reaches: Sequence[Any], cells: Sequence[_Cells], positions: Sequence
 def _in_cells(
     w: OnnxWriter, value: str, name: str, cells: Sequence[_Cells], heads: tuple[int, int], channels: int, key: str
 ) -> str:
-    """Convert ``(N, C, *spatial)`` to ``(N, windows, heads, heads per group, positions, C)``, keys transposed."""
+    """Convert ``(N, C, *spatial)`` to ``(N, windows, heads, heads per group, positions, channels of a head)``.
+
+    The last two axes of the keys are exchanged.
+    """
     if any(cell.pads != (0, 0) for cell in cells):
         pads = [0, 0, *(cell.pads[0] for cell in cells), 0, 0, *(cell.pads[1] for cell in cells)]
         value = w.add("Pad", [value, w.numbers(f"{name} pads", pads, np.int64)], f"{name} padded")
@@ -662,6 +684,7 @@ def _in_cells(
     parts = [n for cell, extent in zip(cells, extents) for n in (cell.number, extent)]
     split = w.numbers(f"{name} split", [0, *heads, channels // math.prod(heads), *parts], np.int64)
     value = w.add("Reshape", [value, split], f"{name} separate")
+    # (N, *heads, channels, window, position, ...) -> (N, *windows, *heads, *positions, channels)
     outer, inner = range(4, 4 + len(parts), 2), range(5, 4 + len(parts), 2)
     last = [3, *inner] if key == "k" else [*inner, 3]
     value = w.add("Transpose", [value], f"{name} moved", perm=[0, *outer, 1, 2, *last])
@@ -676,10 +699,12 @@ def _from_cells(w: OnnxWriter, value: str, name: str, cells: Sequence[_Cells], h
     counts, extents = [cell.number for cell in cells], [cell.extents[0] for cell in cells]
     split = w.numbers(f"{name}::split", [0, *counts, heads, *extents, width], np.int64)
     value = w.add("Reshape", [value, split], f"{name}::separate")
+    # (N, *windows, heads, *positions, channels) -> (N, heads, channels, window, position, ...)
     order = [i for axis in range(axes) for i in (1 + axis, 2 + axes + axis)]
     value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 1 + axes, 2 + 2 * axes, *order])
     whole = [0, shape[-1], *(n * extent for n, extent in zip(counts, extents))]
     value = w.add("Reshape", [value, w.numbers(f"{name}::shape", whole, np.int64)], f"{name}::y")
+    # Drop the rows of the padding.
     for axis, (cell, n) in enumerate(zip(cells, shape)):
         if cell.pads != (0, 0):
             value = _rows(w, value, f"{name}::y {axis}", axis + 2, cell.pads[0], cell.pads[0] + n)

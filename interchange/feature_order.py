@@ -45,8 +45,10 @@ def pieces(*shapes: tuple[int, ...]) -> Order:
     runs: list[tuple[int, ...]] = []
     for shape in shapes:
         size = math.prod(shape)
+        # With one channel, or one position, both orders are the same.
         if shape[-1] not in (1, size):
             runs.append(shape)
+        # Adjacent plain features are one piece, so that equal orders compare equal.
         elif runs and len(runs[-1]) == 1:
             runs[-1] = (runs[-1][0] + size,)
         else:
@@ -76,15 +78,16 @@ def torch_of_ours(order: Order) -> np.ndarray:
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
     """Return the order of the features (last axis) of every node, and the nodes without a counterpart in torch. Local.
 
-    Orders start at Flatten, before Reshape, and at values with channels. They are equal on both sides of a layer that
-    keeps the position of every feature, forward and backward. So the units of a dense layer whose output is added to
-    flattened features, or reshaped, have the order of these; others are plain.
+    Orders are known after Flatten, before Reshape, and at inputs and values with spatial axes. They propagate, forward
+    and backward, through layers that keep the position of every feature. So the units of a dense layer whose output is
+    added to flattened features, or reshaped, have the order of these features; other units are plain.
 
     Returns
     -------
     Orders; and for every node after a layer that mixes flattened features by position, that layer's node.
     """
     orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
+    # Repeated, because an order that is found backward may determine others forward.
     while len(orders) < len(network.nodes):
         before = len(orders)
         for node in network.nodes:
@@ -92,12 +95,14 @@ def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node
         for node in reversed(network.nodes):
             _backwards(node, orders)
         if len(orders) == before:
+            # Nothing determines the remaining orders (units of dense layers): choose one, and go on.
             free = next(node for node in network.nodes if node not in orders)
             orders[free] = _plain(free)
     mixed: dict[Node, Node] = {}
     for node in network.nodes:
         if not _agrees(node, orders):
             mixed[node] = node
+        # A dense layer that reads mixed features is refused itself (`weights.arrangements`); its units have an order.
         elif not isinstance(node.layer, Dense):
             mixed.update((node, mixed[source]) for source in node.inputs if source in mixed)
     return orders, mixed
@@ -122,6 +127,7 @@ def _keeps_positions(node: Node) -> bool:
         return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
     if isinstance(layer, (Softmax, LogSoftmax, Redistribute, Flatten)):
         return not _flattens(node)
+    # Layers that work on each channel separately.
     return layer.cuts_channels == "channelwise"
 
 
@@ -137,6 +143,7 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
     if _flattens(node):
         orders[node] = pieces(node.inputs[0].shape)
     elif _keeps_positions(node):
+        # Reversed, so that the first input with an order determines it.
         orders.update((node, orders[source]) for source in _inputs_with_features(node)[::-1] if source in orders)
     elif all(source in orders for source in node.inputs):
         orders[node] = _order_of_output(node, orders) or _plain(node)

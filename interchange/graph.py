@@ -72,7 +72,7 @@ class OnnxConstant:
     made_of
         Names of the parameters from which it is computed by more than a change of shape or type.
     lengths
-        Lengths of the filters, if these are directions (weight norm).
+        With weight norm, the lengths of the filters; this array then has the directions.
     stored
         Shape of the array `name` in the file.
     order
@@ -228,6 +228,7 @@ class Graph:
         """Remove an operation without effect: its readers read `value` instead."""
         self.operations = [other for other in self.operations if other is not op]
         output = op.outputs[0]
+        # Inputs and outputs keep their names, so between two of them an operation is needed.
         if output in self.outputs and value not in (*self.inputs, *self.outputs):
             self.rename(value, output)
         elif output not in self.outputs:
@@ -265,15 +266,15 @@ class Activation:
     pooled
         Whether ONNX has the shape ``(N, C, 1, 1)``, where the node has ``(C,)``.
     pool
-        Name of the pooling's output.
+        Name of the output of the global pooling that the value comes from, or empty.
     spatial
         Extents ``(*spatial)`` of a value before it was flattened: its features are in another order in ONNX, which has
         channels first.
     source, axes
-        Node whose elements are those of the value, and its axes in ONNX, for a value that Reshape and Transpose have
-        made of the node; None: the value has the axes that the other attributes describe.
+        For a value that Reshape and Transpose have made of a node: this node, and the axes of the value in ONNX.
+        None: the value has the axes that the other attributes describe.
     refusal
-        Error for layers that read a value that no node has, because its axes are in another order; None: `node` is the
+        Error to raise if a layer reads the value, whose axes are in an order that no node has; None: `node` is the
         value.
     """
 
@@ -342,7 +343,7 @@ class Builder:
     graph
         Its graph.
     keeping
-        Names of values of global poolings that keep their spatial axes.
+        Names of the outputs of global poolings that keep their spatial axes.
     """
 
     def __init__(self, path: Path, graph: Graph, keeping: frozenset[str]) -> None:
@@ -395,7 +396,7 @@ class Builder:
             raise self.refused(op, "samples with spatial axes, or a dense layer after Flatten", "a flattened value")
         if not value.last:
             return value
-        # With channels or positions of extent 1, a value may be both.
+        # With one channel, or one position, a value with channels last also has them first.
         node, axes = self.axes(op.inputs[i])
         shape = axes.with_channels_at(False)
         if shape is None:
@@ -408,6 +409,7 @@ class Builder:
         if not value.pooled:
             return value
         if value.pool:
+            # The network is built again, with a pooling that keeps its axes (`onnx_import.imported`).
             raise NeedsPositions(value.pool)
         raise self.refused(op, "samples with spatial axes", "vectors")
 
@@ -490,6 +492,7 @@ class Builder:
             raise self._refused_again(op, other)
         layer.name = self.name(op.changed(scope=constants[0].name) if constants[0].name else op)
         layer.frozen = self.frozen(op, constants)
+        # Arrays that have a layer keep it.
         self._arrays = dict.fromkeys(names, (layer, names)) | self._arrays
         return self.add(op, layer, node)
 
@@ -525,6 +528,7 @@ class Builder:
         weights but is another layer, and for one with running statistics.
         """
         names = tuple(weight.name + weight.part for weight in weights if weight is not None and weight.name)
+        # Equal vectors may have been merged (ones and zeros of norms); matrices are not equal by chance.
         matrices = tuple(
             weight.name + weight.part
             for weight in weights
@@ -535,8 +539,10 @@ class Builder:
         again = next((name for name in names if name in self._arrays), None)
         if again is not None:
             raise self._refused_again(op, again)
+        # If nothing is merged, one common array suffices.
         sharing = () if self.graph.merges else (known for known in self._owners.values() if set(known[2]) & set(names))
         owner, before, its = next(iter(sharing), None) or self._owners.setdefault(matrices or names, (op, layer, names))
+        # Vectors alone are a second use only in a node of the module that has them.
         if owner is op or (self.graph.merges and not (matrices or op.module == names[0].rpartition(".")[0])):
             return None
         shapes = [node.shape for node in inputs]
@@ -590,7 +596,7 @@ def is_named(name: str) -> bool:
 
 
 def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
-    """Return the names of the parameters among the constants, and of those from which constants are computed."""
+    """Return the names of the parameters among `sources`, and of those from which the others are computed."""
     names = (name for source in sources for name in (source.made_of if source.is_fixed else (source.name,)))
     return tuple(dict.fromkeys(name for name in names if name))
 
@@ -627,9 +633,11 @@ class Origins:
         stored = self.stored.get(name, {})
         folded = re.findall(r"'([^']*)'", stored.get(_FOLDED, ""))
         parts = [part for part in (*folded, name) if is_named(part)]
+        # Folded from arithmetic and not only from views: computed from parameters in every step.
         if folded and any(re.fullmatch(f"{_ARITHMETIC}|{_PARAMETRIZED}", part) for part in parts):
             return {"made_of": tuple(part for part in parts if not re.fullmatch(_ARITHMETIC, part)) or (name,)}
         kind = stored.get(KIND, "").lower()
+        # A constant tensor of the source is not trained either.
         kind = "buffer" if kind.startswith("constant") else kind
         if not is_named(name) or (folded and count == 1):
             return {"origin": kind or ("unknown" if self.by_torch and count > 1 else "number")}

@@ -21,7 +21,7 @@ from .onnx_writer import PRODUCER, OnnxWriter
 
 __all__ = ["check_onnx_path", "save"]
 
-#: A file is one message, and its length has 31 bits.
+#: A file is one message, and its length has 31 bits; 1 MiB is for everything but the weights.
 _MOST = 2**31 - 2**20
 
 
@@ -152,6 +152,7 @@ def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) 
             normalization.get(network.names[loss.inputs[comparison.target]]),
         )
         title, shape = f"{w.name(node)}::restored", (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
+        # Several losses may compare one prediction, which is restored once.
         if statistics is None or node not in network.outputs.values() or w.values[node] == title:
             continue
         std, mean = (np.resize(array, node.shape[-1]).reshape(shape) for array in (statistics.std, statistics.mean))

@@ -1,4 +1,4 @@
-"""Reader of ONNX files: a graph with fixed shapes and computed shape arithmetic. Weights stay in the file."""
+"""Reader of ONNX files: returns a graph with fixed shapes, whose constants are computed or read when needed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]
 
-#: Number of samples if the file does not fix it: a prime, so that no product of other extents is a multiple of it.
+#: Number of samples if the file does not fix it: a prime, so that no product of smaller extents is a multiple.
 _BATCH = 1_000_003
 #: Oldest supported version of operators.
 _OPSET = 13
 #: Constants with more elements are computed only when they are needed.
 _LARGE = 4096
-#: Limit of the elements of all computed constants, unless the file has more.
+#: Limit of the elements of all computed constants, or 8 times those of the file if that is more.
 _MOST = 1 << 24
 #: Largest extent of a value, except along the sample axis.
 _LONGEST = 1 << 24
@@ -78,6 +78,7 @@ def read_onnx(
     for name, other in (contents or {}).items():
         mark = mark if name == path.name else zlib.crc32(other, mark)
     source = f"{path.name} {mark:08x}"
+    # The model has its own copy, so a large file is not held twice.
     del content
     versions = {opset.domain or "ai.onnx": opset.version for opset in model.opset_import}
     if versions.get("ai.onnx", 0) < _OPSET:
@@ -92,6 +93,7 @@ def read_onnx(
         own = _own_shapes(model, shapes)
         if own == shapes:
             return make().graph(shapes)
+        # Sizes that the exporter computed for its example show at two extents (`traced_sizes`).
         traced = make()
         traced.graph(own)
         return make(traced=traced).graph(shapes)
@@ -105,9 +107,9 @@ def read_onnx(
 
 
 def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
-    """Return the offsets in a file of the data of its large weights, so that each is read when needed.
+    """Return where the data of large weights begin in the file's `content` [B], so that each is read when needed.
 
-    The weights are in the file in their order in the model. A weight whose first 64 bytes are not found is left out.
+    They are in the file in their order in the model. A weight that is not found is left out, and then read at once.
     """
     offsets, end = dict[str, int](), 0
     for tensor in model.graph.initializer:
@@ -175,10 +177,12 @@ class _Folding:
     def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
         file = self.model.graph
         if self.traced is not None:
+            # The first pass has read the weights, and removed them from the model.
             self.constants, self.stored = dict(self.traced.weights), self.traced.stored
         else:
             for tensor in file.initializer:
                 self._keep(tensor.name, self._weight(tensor))
+                # The constant has a copy, or reads the file.
                 tensor.ClearField("raw_data")
         self.weights = dict(self.constants)
         inputs, batch = self._inputs([value for value in file.input if value.name not in self.constants], shapes)
@@ -188,6 +192,7 @@ class _Folding:
         known = {name: shape for name, kind in self.types.items() if (shape := _shape_of(kind)) is not None}
         outputs = [value.name for value in file.output]
         computed = {name for op in self.operations for name in op.outputs} | set(inputs)
+        # Constant outputs are left out.
         outputs = [name for name in outputs if self.aliases.get(name, name) in computed]
         by_torch = self.model.producer_name == "pytorch"
         graph = Graph(
@@ -358,7 +363,7 @@ class _Folding:
         self._keep(node.output[0], OnnxConstant.of(np.array(part, np.int64)))
 
     def _constant(self, node: Any) -> None:
-        """Compute a node of constants: a large result when needed, others now."""
+        """Compute a node of constants: now, or when needed if it only moves the numbers of a named or large array."""
         self._check_computable(node)
         self.computing |= dict.fromkeys(node.output, node)
         sources = [self.constants[name] for name in node.input if name]
@@ -376,6 +381,7 @@ class _Folding:
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
         if node.op_type == "Constant" or any(source.origin == "buffer" for source in sources):
             origin["origin"] = "buffer"
+        # Chosen elements of a parameter are trained, as the parameter is.
         chosen = node.op_type in _CHOOSING and bool(sources[0].name) and not sources[0].is_fixed
         if moved or (chosen and all(source.is_fixed for source in sources[1:])):
             kept = ("name", "origin", "made_of", "part", "frozen", "repeats")
@@ -422,7 +428,7 @@ class _Folding:
     def _moving(
         self, node: Any, before: Callable[[np.ndarray], np.ndarray] | None
     ) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Return a function that moves the numbers of any array as `before` and then a node do."""
+        """Return a function that rearranges any array as `before` does, and then as `node` does."""
         if node.op_type in ("Identity", "Cast", "CastLike"):
             return before
         moved = node.input[0]
@@ -432,10 +438,11 @@ class _Folding:
         """Return the directions of the weights `name`, with their lengths, if they are torch's weight norm of two
         parameters, with one length per filter; else None.
 
-        The function of the two parameters decides, computed for other values, not its operators.
+        It is recognized by its results for random parameters, not by its operators.
         """
         if node.op_type not in ("Conv", "Gemm", "MatMul"):
             return None
+        # MatMul, and Gemm without transB, have weights ``(features, units)``.
         moved = node.op_type != "Conv" and not any(a.name == "transB" and a.i for a in node.attribute)
         origins = self.constants[name].made_of
         factors = {_LENGTHS.get(origin.rpartition(".")[2]): self.constants.get(origin) for origin in origins}
@@ -491,6 +498,7 @@ class _Folding:
         inputs = [self.aliases.get(name, name) for name in node.input]
         for i, name in enumerate(inputs):
             constant = self.constants.get(name)
+            # A sum may read repeated elements: a table of relative positions that is added to scores of attention.
             if constant is not None and (constant.made_of or (constant.repeats and node.op_type != "Add")):
                 normed = self._weight_norm(node, name)
                 if normed is not None:
@@ -546,6 +554,7 @@ class _Folding:
         known = {name: _type_of(self.onnx, self.constants[name]) for name in node.input if name in self.constants}
         known |= {name: self.types[name] for name in node.input if name in self.types}
         numbers = self.onnx.numpy_helper
+        # The shape of the result may follow from numbers, such as those of a Reshape.
         small = {
             name: numbers.from_array(self.constants[name].read(), name)
             for name in known
@@ -616,8 +625,10 @@ def _read(file: Path | Buffer, dtype: np.dtype, shape: Shape, offset: int) -> np
     """Read an array from a file. Raises UserError if the file is missing or too short."""
     count = math.prod(shape)
     if not isinstance(file, Path):
+        # A copy can be written, and does not keep a mapped file open.
         return np.frombuffer(file, dtype.newbyteorder("<"), count, offset).reshape(shape).copy()
     try:
+        # A damaged file may give any shape: no more memory is taken than the file has.
         there = max(0, regular_size(file) - offset) // dtype.itemsize
         array = np.fromfile(file, dtype.newbyteorder("<"), min(count, there), offset=offset)
     except OSError as error:
@@ -639,10 +650,12 @@ def _scope(node: Any) -> str:
     scopes = [entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"]
     if scopes:
         parts = [part for part in re.findall(r"'([^']*)'", scopes[0]) if part]
+        # The last scope is the node itself.
         return parts[-2] if len(parts) > 1 else ""
     parts = [part for part in node.name.split("/")[:-1] if part] if node.name.startswith("/") else []
     names: list[str] = []
     for part in parts:
+        # A part that repeats its parent's name replaces it.
         if names and part.startswith(f"{names[-1]}."):
             names[-1] = part
         else:

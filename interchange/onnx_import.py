@@ -107,6 +107,7 @@ def imported(
     graph.leave_out_unread()
     recognize(graph, path)
     keeping: frozenset[str] = frozenset()
+    # Whether the axes of a pooling are needed shows only at a later layer; then the network is built again.
     while True:
         try:
             return _built(path, graph, keeping)
@@ -120,11 +121,13 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
         _, channels, *spatial = graph.shapes[name]
         build.values[name] = Activation(Input((*spatial, channels), name))
     for op in graph.operations:
+        # Attention has been recognized. Checked before the build, so that the error names the cause.
         if op.kind in ("MatMul", "Einsum") and sum(name not in graph.constants for name in op.inputs) > 1:
             remedy = "write it as scaled_dot_product_attention, or put convolutions or gates in its place"
             raise build.refused(op, "attention with a softmax over the keys", "another product of two values", remedy)
     for op in graph.operations:
         if op.kind not in OPERATORS:
+            # The cause may be an input in an order of axes that no node has: its error is more exact.
             for name in op.inputs:
                 if name in build.values:
                     build.value(op.changed(inputs=(name,)))
@@ -150,9 +153,9 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
 
 
 def _check_parts(path: Path, network: Network) -> None:
-    """Raise UserError if layers train the same elements of an array separately, of which one has a part only.
+    """Raise UserError if several layers would train copies of the same elements of an array.
 
-    (Exporters merge equal arrays of norms, which are whole and belong to several layers.)
+    It is permitted if each layer has the whole array: exporters merge equal arrays of several norms.
     """
     arrays: dict[str, list[tuple[str, ForeignArray, int]]] = {}
     for name, spec in network.parameters().items():
@@ -173,7 +176,7 @@ def _check_parts(path: Path, network: Network) -> None:
 
 
 def _output(value: Activation) -> Node:
-    """Return the node of an output: a value that is an image both with channels first and last has them first."""
+    """Return the node of an output. If both orders of channels make it an image, they are first."""
     if value.last and value.source is not None and value.axes is not None and len(value.axes.dims) > 3:
         shape = value.axes.with_channels_at(False)
         if shape is not None:
@@ -265,6 +268,7 @@ def _affine(build: Builder, op: OnnxNode) -> Activation:
     value = build.arranged(op) if all(isinstance(n, float) for n in numbers) else build.value(op)
     axis = op.attributes["axis"]
     if axis not in (None, build.channels_at(op, value)):
+        # An Affine has numbers per channel; along other axes they become arrays that are not trained.
         for key, neutral in (("factor", 1.0), ("shift", 0.0)):
             value = value if op.attributes[key] == neutral else numbers_along(build, op, value, key, axis)
         return value
@@ -303,6 +307,7 @@ def _softmax(build: Builder, op: OnnxNode, kind: type[Layer] = Softmax) -> Activ
 def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     size = op.attributes["size"]
+    # For an even size, ONNX's windows and torch's (ours) begin one channel from each other.
     if size % 2 == 0:
         raise build.refused(op, "windows of an odd number of channels", f"{size}")
     settings = {name: op.attributes.get(key, default) for name, key, default in _LRN}
@@ -315,6 +320,7 @@ def _torch_response_norm(build: Builder, op: OnnxNode) -> Activation:
     return value.of(build.add(op, LocalResponseNorm(**op.attributes), value.node))
 
 
+#: Our setting, ONNX's attribute, and its default.
 _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 
 # -- several inputs --------------------------------------------------------------------------------
@@ -396,6 +402,7 @@ def _where(build: Builder, op: OnnxNode) -> Activation:
 
 def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
     """Import an operation of two values, one of which may be broadcast."""
+    # The larger value first: the other one is broadcast to it.
     large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
     if large.last != small.last or large.spatial != small.spatial:
         raise build.refused(op, "values in one order of axes", "channels first and last, or flattened, side by side")
@@ -416,6 +423,7 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
     if not -len(shape) <= axis < len(shape):
         raise build.refused(op, f"one of {len(shape)} axes", f"axis {axis}")
     axis %= len(shape)
+    # Zeros at the ends in space become padding; other constants can only be tokens.
     zeros = [name in build.graph.constants and build.graph.constants[name].is_all(0) for name in op.inputs]
     if any(name in build.graph.constants and not zero for name, zero in zip(op.inputs, zeros)):
         return with_tokens(build, op)
@@ -478,6 +486,7 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
         arranged = value.axes.with_channels(weights.shape[0 if transposed else 1])
         if arranged is None:
             raise value.refusal
+    # Exporters write zeros for a missing bias.
     bias = None if bias is None or bias.is_all(0) else bias
     units, features = weights.shape if transposed else weights.shape[::-1]
     if bias is not None and math.prod(bias.shape) != units:
@@ -491,6 +500,7 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
 
     normed = weights.lengths is not None
     layer: Layer = Dense(units, bias=bias is not None, weight_norm=normed)
+    # A dense layer at every position is a 1 x 1 convolution.
     if len(value.node.shape) > 1:
         ones = (1,) * (len(value.node.shape) - 1)
         layer = Conv(units, ones, bias=bias is not None, weight_norm=normed)

@@ -71,7 +71,7 @@ class OnnxWriter:
         return output
 
     def numbers(self, name: str, values: Any, dtype: Any = None) -> str:
-        """Add a constant: weights of the dtype of the graph, or of an integer `dtype`."""
+        """Add a constant of `dtype`, by default that of the graph; return its name."""
         self.weights[name] = np.ascontiguousarray(values, dtype or self.dtype)
         return name
 
@@ -86,7 +86,7 @@ class OnnxWriter:
         return self.numbers(name if self.weights.get(name, array).shape == array.shape else own, array)
 
     def model(self, name: str) -> Any:
-        """Return the complete, checked model."""
+        """Return the complete model."""
         helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper
         outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
         for key, node in outputs.items():
@@ -96,6 +96,7 @@ class OnnxWriter:
         described = [self._described(key, node) for key, node in outputs.items()]
         graph = helper.make_graph(self.nodes, name, inputs, described, weights)
         version = helper.make_opsetid("", OPSET)
+        # By default it would be the newest IR version, which older programs refuse.
         return helper.make_model(graph, opset_imports=[version], producer_name=PRODUCER, ir_version=10)
 
     def _described(self, name: str, node: Node) -> Any:

@@ -1,9 +1,9 @@
 """Operators of our own for those of torch that ONNX does not have, which `hg.from_torch` lets torch write: adaptive
 pooling and dropout of channels.
 
-Of adaptive pooling whose number of outputs does not divide the extents, the old exporter refuses all, and the new one
-writes means in one and two dimensions as a selection of rows and a sum, which a rule of :mod:`.shaping` recognizes.
-Dropout of channels becomes random numbers in both; so it is another operator of torch while a module is exported.
+If the number of outputs of an adaptive pooling does not divide the extents, the old exporter refuses it, and the new
+one writes means in one and two dimensions as a selection of rows and a sum, which a rule of :mod:`.shaping` recognizes.
+Both write dropout of channels as random numbers; so it is another operator of torch while a module is exported.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ DOMAIN = "halograd"
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator, and the operators of torch that are written as it.
+    """An operator of our own that stands for one of torch.
 
     Attributes
     ----------
     kind, attribute
         Name of the operator, and of its attribute.
     argument
-        Type of torch's argument after the input, as the old exporter reads it: ``"is"`` for integers.
+        Type of torch's argument after the input, as the old exporter reads it: ``"is"`` (integers) or ``"f"``.
     outputs
         Number of outputs.
     """
@@ -90,7 +90,7 @@ def _channel_dropout_of_torch() -> Callable[[Any, float], Any]:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Let torch's functions ``dropout1d``, ``dropout2d`` and ``dropout3d`` call that operator meanwhile."""
+    """Let torch's functions ``dropout1d`` to ``dropout3d`` call ``halograd::channel_dropout`` while this is open."""
     functional, operator = library("torch").nn.functional, _channel_dropout_of_torch()
     originals = {name: getattr(functional, name) for name in ("dropout1d", "dropout2d", "dropout3d")}
 
@@ -116,6 +116,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     onnx, torch, values = library("onnx"), library("torch"), library("onnxscript.values")
     schema = onnx.defs.OpSchema
     for operator in _BY_TORCH.values():
+        # Schemas are global to the process: each is registered once.
         if onnx.defs.has(operator.kind, DOMAIN):
             continue
         results = [schema.FormalParameter("y", "T"), schema.FormalParameter("positions", "tensor(int64)")]

@@ -70,6 +70,7 @@ def recognize(graph: Graph, path: Path) -> None:
 def _nothing(graph: Graph, op: OnnxNode) -> None:
     """Remove a factor of 1, or a summand of 0."""
     neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
+    # 1 / x and 0 - x are not x.
     if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
         return
     # A learned factor begins at 1, too: `_operands` returns numbers that are not trained.
@@ -106,8 +107,10 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
     factor = fine[2] // coarse[2]
     cells = tuple(n for extent in coarse[2:] for n in (extent, factor))
     if kind == "PixelUnshuffle":
+        # (N, C, H, r, W, r) -> (N, C, r, r, H, W)
         expected = (*fine[:2], *cells), (0, 1, *range(3, 2 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
     else:
+        # (N, C, r, r, H, W) -> (N, C, H, r, W, r)
         order_of_pairs = (i for a in range(2, 2 + axes) for i in (axes + a, a))
         expected = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *order_of_pairs)
     fits = coarse[1] == fine[1] * factor**axes and fine[2:] == tuple(n * factor for n in coarse[2:])
@@ -150,6 +153,7 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
         if reader is None or reader.kind != kind:
             break
         (other,) = [name for name in reader.inputs if name != chain[-1].outputs[0]] or [""]
+        # A buffer is not trained, so it stays a separate layer.
         if not per_channel(graph, other, len(graph.shapes[x]), channels) or graph.constants[other].origin == "buffer":
             break
         chain.append(reader)
@@ -254,6 +258,7 @@ def _affine(graph: Graph, op: OnnxNode) -> None:
     if op.kind not in ("Add", "Sub", "Mul", "Div") or not name or not graph.constants[name].is_fixed:
         return
     axis = _axis_of(graph, name, value)
+    # The constant varies along samples or several axes, or the value is broadcast: not this layer.
     if axis == 0 or graph.shapes[op.outputs[0]] != graph.shapes[value]:
         return
     number: Any = graph.constants[name].scalar()
@@ -273,6 +278,7 @@ def _affine(graph: Graph, op: OnnxNode) -> None:
         earlier = before.attributes["axis"]
         if earlier is None or axis is None or earlier == axis:
             value, chain, axis = before.inputs[0], [before, op], earlier if axis is None else axis
+            # factor * (f * x + s) + shift = (factor * f) * x + (factor * s + shift)
             inner = (np.asarray(before.attributes[key]) for key in ("factor", "shift"))
             factor, shift = (factor * n + more for n, more in zip(inner, (0.0, shift)))
     attributes = {"factor": _numbers(factor), "shift": _numbers(shift), "axis": axis, "kind": op.kind}
@@ -328,6 +334,7 @@ def _channel_scale(graph: Graph, op: OnnxNode) -> None:
 def _learned_axis(graph: Graph, name: str, value: str) -> int:
     """Return the axis of a value with a learned number per element, preferably that of the channels; else 0."""
     axis, extents = _axis_of(graph, name, value), graph.shapes[value]
+    # A single number belongs to an axis of extent 1.
     if axis is None:
         return next((axis for axis in (1, len(extents) - 1) if extents[axis] == 1), 0)
     return axis
@@ -358,9 +365,11 @@ def _activation(graph: Graph, op: OnnxNode) -> None:
     """Fuse an activation into the layer before it."""
     if op.kind not in _FUSE or "activation" in op.attributes:
         return
+    # Sums with an array, or of values of two shapes, become layers that fuse no activation.
     if op.kind == "Add" and (graph.constants.keys() & set(op.inputs) or len({graph.shapes[n] for n in op.inputs}) > 1):
         return
     activation = _activation_after(graph, op)
+    # All calls of a layer have its activation.
     if activation is None or any(_activation_after(graph, call) != activation for call in _calls(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
@@ -476,6 +485,7 @@ def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) ->
             pads = graph.constants[op.inputs[1]].read().reshape(-1).tolist() if op.inputs[1] in graph.constants else []
             rank = len(graph.shapes[op.inputs[0]])
             no_padding = [0] * (2 * rank)
+            # The expected padding of torch: the channels are at axis 2, after the added axis.
             no_padding[2], no_padding[2 + rank] = size // 2, (size - 1) // 2
             if pads != no_padding or op.attributes.get("mode", "constant") != "constant":
                 return None
@@ -488,7 +498,7 @@ def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) ->
 
 
 def _softplus(graph: Graph, op: OnnxNode) -> None:
-    """Recognize softplus with a branch for large values, which returns its input."""
+    """Recognize a softplus that returns its input where that is large."""
     compared = graph.maker(op.inputs[0]) if op.kind == "Where" else None
     if compared is None or compared.kind != "Greater" or graph.only_reader(compared.outputs[0]) is not op:
         return
@@ -496,14 +506,17 @@ def _softplus(graph: Graph, op: OnnxNode) -> None:
     soft = graph.maker(op.inputs[2])
     divided = soft if soft is not None and soft.kind == "Div" else None
     soft = graph.maker(divided.inputs[0]) if divided is not None else soft
+    # Above torch's default of 20, softplus(x) is x to rounding in float32.
     if limit is None or limit < 20 or soft is None or soft.kind != "Softplus" or soft.inputs[0] != compared.inputs[0]:
         return
+    # With torch's beta: softplus(beta * x) / beta.
     scaled = graph.maker(soft.inputs[0]) if divided is not None else None
     fits = op.inputs[1] == soft.inputs[0]
     if divided is not None:
         factor = op.inputs[1], _number(graph, divided.inputs[1])
         fits = scaled is not None and scaled.kind == "Mul" and _operands(graph, scaled) == factor
     if fits:
+        # Softplus is computed without overflow here, so the branch is left out.
         graph.operations = [other for other in graph.operations if other is not compared]
         graph.leave_out(op, op.inputs[2])
 
@@ -543,6 +556,7 @@ def _stacked(graph: Graph, op: OnnxNode) -> None:
         graph.shapes[name] = graph.shapes[op.outputs[0]]
         graph.constants[f"{name}::count"] = OnnxConstant.of(np.array(float(len(values))))
         mean = op.changed(kind="Div", inputs=(name, f"{name}::count"), attributes={})
+        # After `op`, at whose position `replace` puts the sum.
         position = next(i for i, other in enumerate(graph.operations) if other is op)
         graph.operations.insert(position + 1, mean)
         total = total.part("sum").changed(outputs=(name,))
@@ -642,7 +656,7 @@ class _NormByParts:
         return None
 
     def viewed(self, name: str) -> str:
-        """Return the value that axes of extent 1 and broadcasts to the same extents make of another."""
+        """Follow views and broadcasts without effect back from a value; append them to `chain`, return their source."""
         op, count = self.graph.maker(name), math.prod(self.graph.shapes[name])
         while op is not None and op.kind in (*_VIEWS, "Expand") and math.prod(self.graph.shapes[op.inputs[0]]) == count:
             self.chain.append(op)
@@ -659,6 +673,7 @@ class _NormByParts:
         if eps is None or not mean or not square:
             return None
         x, other = square.inputs
+        # The mean must have the reduced axes with extent 1, by itself or by a view of it.
         kept = [1 if axis in _axes(self.graph, mean) else n for axis, n in enumerate(self.graph.shapes[x])]
         if self.graph.shapes[value] != tuple(kept):
             return None
@@ -688,9 +703,11 @@ def _norm_by_parts(graph: Graph, op: OnnxNode) -> None:
     x, rank = outer or inner, len(graph.shapes[inner])
     fits = value == inner or (outer and search.centered(value, axes) == x)
     chain = [*search.chain, op]
+    # A norm without mean (RMS) is over channels only.
     if not fits or not _only_read_within(graph, chain) or axes not in ([1], list(range(2, rank)) if outer else [1]):
         return
     affine = ["", ""]
+    # The factor after an RMS norm stays a layer of its own.
     for i, kind in enumerate(("Mul", "Add") if outer else ()):
         after = graph.only_reader(chain[-1].outputs[0])
         other = next((n for n in after.inputs if n != chain[-1].outputs[0]), "") if after is not None else ""

@@ -1,5 +1,5 @@
-"""Operators that move elements or select parts: reshapes, transposes, padding, slices; their import, and patterns of
-parts that are joined again.
+"""Import of operators that move or select elements (reshapes, transposes, padding, slices), and patterns in which
+several of them are one layer.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserError, pool: str = "") -> Activation:
-    """Return a value with the elements of `node` arranged by `axes`: `node` itself, or a reshape or flatten of it.
+    """Return a value with the elements of `node` arranged by `axes`: `node` itself, or a Reshape or Flatten of it.
 
-    If no layer has this arrangement, layers that read the value raise `refusal`; later reshapes and transposes may
-    restore an order that layers have.
+    If no node has this arrangement, the value carries `refusal`, which is raised if a layer reads the value before
+    later reshapes or transposes restore the order. `pool` as in :class:`Activation`.
     """
+    # A vector that has axes of extent 1 in ONNX: (N, C, 1, 1) or (N, 1, 1, C).
     if len(node.shape) == 1 and len(axes.dims) > 2:
         first, after = (Axes.whole(axes.shape, order) for order in _of_vectors(len(axes.dims)))
         if axes in (first, after):
@@ -67,6 +68,7 @@ def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserE
         if len(node.shape) == 1:
             return Activation(node)
         spatial = node.shape[:-1]
+        # Without a kept shape the order is ours; with one position both orders are the same.
         kept = () if axes.flattened or math.prod(spatial) == 1 else spatial
         return Activation(build.add(op, Flatten(), node), spatial=kept, source=node, axes=axes)
     elif axes.sample is not None:
@@ -78,13 +80,13 @@ def in_form(build: Builder, op: OnnxNode, node: Node, axes: Axes, refusal: UserE
 
 
 def _of_vectors(dims: int) -> tuple[list[int | None], list[int | None]]:
-    """Return the orders of axes of vectors with positions: channels first, channels last."""
+    """Return the axes of a vector as a value with `dims` axes: channels first, and channels last."""
     ones: list[int | None] = [None] * (dims - 2)
     return [0, 1, *ones], [0, *ones, 1]
 
 
 def _reshape(build: Builder, op: OnnxNode) -> Activation:
-    """Import a reshape that keeps the order of elements of a sample: flattening, and axes of extent 1."""
+    """Import a reshape within samples; also an axis of extent 1 that is inserted or removed."""
     value, before, after = build.arranged(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return value
@@ -94,6 +96,7 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
         if op.kind == "Unsqueeze":
             got, remedy = f"a new axis there, {after}", "a stack can be added up, or joined by torch.cat(..., 1)"
         refusal = build.refused(op, f"the samples {before[0]} at axis 0", got, remedy)
+    # A layer after Flatten has changed the features, so they cannot be traced back to axes.
     if value.spatial and value.axes is None:
         raise refusal
     node, axes = build.axes(op.inputs[0])
@@ -117,7 +120,7 @@ _PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wra
 
 
 def _pad(build: Builder, op: OnnxNode) -> Activation:
-    """Import rows around the spatial axes, for any axis of the channels."""
+    """Import padding of the spatial axes, with channels first or last in ONNX."""
     value = build.value(op)
     if not value.last:
         value = build.with_positions(op)
@@ -128,6 +131,7 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
     numbers = [int(n) for n in build.numbers(op, 1, "pads") or ()]
     chosen = [int(axis) % axes for axis in build.numbers(op, 3) or range(axes)]
     amounts = [(0, 0)] * axes
+    # ONNX lists the amounts before each axis, then those after each axis.
     for i, axis in enumerate(chosen):
         amounts[axis] = numbers[i], numbers[i + len(chosen)]
     channels = amounts.pop(build.channels_at(op, value))
@@ -161,7 +165,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
         remedy = "select channels by their numbers, x[:, [0, 2, 4]]"
         raise build.refused(op, "a step of 1 along samples and channels", f"{steps}", remedy)
     if not value.last:
-        build.samples(op)
+        build.samples(op)  # raises an error for flattened values
     # A window of one element with a stride picks elements, as a slice with steps does.
     value = _part(build, op, ranges)
     along = [step for axis, step in enumerate(strides) if axis not in (0, channels)]
@@ -182,7 +186,7 @@ def _flip(build: Builder, op: OnnxNode, axes: list[int], slices: list[slice]) ->
 
 
 def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: int | None = None) -> Activation:
-    """Return the part of a value in these ranges of its dimensions, without the dimension `without`."""
+    """Return the part of a value in these ranges of its dimensions; the dimension `without`, if given, is removed."""
     value, shape = build.arranged(op), build.shape(op.inputs[0])
     if value.spatial or (value.pooled and any(n != (0, 1) for n in ranges[2:])):
         value = build.with_positions(op)
@@ -200,6 +204,7 @@ def _part(build: Builder, op: OnnxNode, ranges: list[tuple[int, int]], without: 
         if axis == len(node.shape):
             channels = low, high
         else:
+            # In space a part is a padding by negative amounts.
             amounts[axis - 1] = -low, high - node.shape[axis - 1]
     if channels != (0, node.shape[-1]):
         node = build.add(op, Slice(*channels), node)
@@ -258,6 +263,7 @@ def _gather(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     if chosen is None or len(chosen.shape) != 1 or axis != 1:
         raise build.refused(op, "channels by their numbers, x[:, [2, 0, 1]]", f"indices along axis {axis}")
+    # Each run of consecutive channels is one slice.
     parts: list[tuple[int, int]] = []
     for i in numbers:
         joined = parts and parts[-1][1] == i
@@ -272,7 +278,7 @@ def _indexed(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _tile(build: Builder, op: OnnxNode) -> Activation:
-    """Import repeated channels; `patterns` makes an Expand of a value of one position that is repeated."""
+    """Import repeated channels. A repetition of a single position has become an Expand (`_repeated`)."""
     value, times = build.samples(op), [int(n) for n in build.numbers(op, 1) or ()]
     if [n for i, n in enumerate(times) if i != 1] != [1] * (len(times) - 1):
         raise build.refused(op, "repeated channels, or values of one position", f"{times}", "enlarge it by a Resize")
@@ -333,6 +339,7 @@ def _joined_rows(graph: Graph, op: OnnxNode) -> None:
         return
     rows: list[Rows] = []
     for low, high in ((0, n) if part is None else part[1] for part in parts):
+        # Adjacent rows are joined, but not with the whole array, around which `_amounts` finds the padding.
         if rows and rows[-1][1] == low and rows[-1] != (0, n):
             rows[-1] = rows[-1][0], high
         else:
@@ -342,9 +349,11 @@ def _joined_rows(graph: Graph, op: OnnxNode) -> None:
         for name, slice_op in ((name, graph.maker(name)) for name in op.inputs)
         if slice_op is not None and name != x
     ]
+    # A slice that is read elsewhere too stays in the graph.
     chain = [*(slice_op for slice_op in slices if graph.only_reader(slice_op.outputs[0]) is op), op]
     amounts = _amounts(rows, n)
     if len(rows) == 2 and rows[0][1] == n and rows[1][0] == 0 and rows[0][0] == rows[1][1]:
+        # Rows [s, n), then [0, s): a circular shift by n - s.
         shifted = {"axis": axis, "shift": n - rows[0][0]}
         graph.replace(chain, op.changed(kind="Roll", inputs=(x,), attributes=shifted))
     elif amounts is not None and axis > 1:
@@ -357,7 +366,7 @@ def _joined_rows(graph: Graph, op: OnnxNode) -> None:
 
 
 def _amounts(rows: Sequence[Rows], n: int) -> tuple[str, int, int] | None:
-    """Return mode and numbers of rows of the padding that gives these rows of an array of n rows; None if none does.
+    """Return the mode of a padding and its amounts before and after, if padding `n` rows gives these rows; else None.
 
     >>> _amounts([(2, 4), (0, 4), (0, 1)], 4), _amounts([(0, 1), (0, 1), (0, 4)], 4)
     (('wrap', 2, 1), ('edge', 2, 0))
@@ -400,7 +409,7 @@ def _picked(graph: Graph, op: OnnxNode) -> None:
 def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
     """Recognize the selection of rows or channels by index vectors, one per axis: a Transpose, a GatherND of the
     leading axes, and the Transpose back. It becomes a Gather of channels, a Resize to the nearest rows, or stays as
-    an operation ``Indexed`` for other rules.
+    an operation ``Indexed`` for later rules.
     """
     picked = graph.only_reader(op.outputs[0]) if op.kind == "Transpose" else None
     back = graph.only_reader(picked.outputs[0]) if picked is not None and picked.kind == "GatherND" else None
@@ -414,6 +423,7 @@ def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
         return
     chosen = {}
     for i, axis in enumerate(perm[:count]):
+        # Index i may vary only along axis i of the grid of index tuples.
         along = np.moveaxis(indices[..., i], i, 0).reshape(indices.shape[i], -1)
         if (along != along[:, :1]).any():
             return
@@ -432,7 +442,7 @@ def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
 
 
 def _nearest(shape: Sequence[int], chosen: dict[int, list[int]]) -> tuple[str, str] | None:
-    """Return the names of ONNX for the rounding of a nearest interpolation that gives these rows; None if none does."""
+    """Return ONNX's coordinate transformation and rounding of the nearest interpolation to these rows; else None."""
     if min(chosen) < 2:
         return None
     for shift, names in ((0.0, ("asymmetric", "floor")), (0.5, ("half_pixel", "round_prefer_ceil"))):
@@ -459,6 +469,7 @@ def _linear_resize(graph: Graph, op: OnnxNode) -> None:
         if difference.inputs[1] != first or low.inputs != high.inputs or share is None or not share.is_fixed:
             continue
         chain, names = [low, high, difference, scaled, op], {n for bound in (low, high) for n in bound.outputs}
+        # No other operation may read the values between.
         if any(all(one is not other for other in chain) for n in names for one in graph.readers(n)):
             continue
         x, before, after = low.inputs[0], low.attributes["chosen"], high.attributes["chosen"]
@@ -475,7 +486,7 @@ def _linear_resize(graph: Graph, op: OnnxNode) -> None:
 def _linear(
     shape: Sequence[int], low: dict[int, list[int]], high: dict[int, list[int]], share: np.ndarray
 ) -> bool | None:
-    """Return whether the corners of a linear interpolation are aligned; None if it is another one."""
+    """Return whether a linear interpolation aligns the corners; None if its rows or weights are not those of torch."""
     axis = len(shape) - 1
     if list(low) != [axis] or list(high) != [axis] or len(share) != len(low[axis]):
         return None
@@ -485,6 +496,7 @@ def _linear(
         return None
     for aligned in (False, True):
         rows = np.arange(m) * (n - 1) / max(m - 1, 1) if aligned else (np.arange(m) + 0.5) * n / m - 0.5
+        # At the end both rows are the last one, and the weight has no effect.
         positions = before + np.where(after > before, share, 0)
         if np.allclose(positions, np.clip(rows, 0, n - 1), rtol=0, atol=1e-5):
             return aligned
@@ -522,7 +534,7 @@ _PARTS = ("Transpose", "GatherND", "Where", "Gather", "Add", "Div")
 
 
 def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
-    """Return the operations from a Transpose and a GatherND to a quotient that no other operations read within."""
+    """Return the operations from the Transpose `op` to a quotient; none if others read the values between."""
     picked = graph.only_reader(op.outputs[0])
     if picked is None or picked.kind != "GatherND":
         return []
@@ -565,6 +577,7 @@ def _means(array: np.ndarray, size: Sequence[int]) -> np.ndarray:
     """Return means over adaptive windows of ``(N, C, *spatial)``."""
     for axis, m in enumerate(size, start=2):
         n = array.shape[axis]
+        # Window o is [floor(o n / m), ceil((o + 1) n / m)), as in torch.
         windows = [range(o * n // m, -(-(o + 1) * n // m)) for o in range(m)]
         array = np.stack([array.take(list(window), axis).mean(axis) for window in windows], axis)
     return array

@@ -45,9 +45,11 @@ def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
     window: dict[str, Any] = {"kernel": kernel, "stride": tuple(attributes.get("strides", (1,) * axes))}
     window["dilation"] = tuple(attributes.get("dilations", (1,) * axes))
     auto = attributes.get("auto_pad", "NOTSET")
+    # "same" has an odd row of padding at the end, as SAME_UPPER does.
     if auto == "SAME_LOWER":
         raise build.refused(op, "auto_pad SAME_UPPER or numbers", auto, "give the padding in numbers")
     pads = attributes.get("pads") or (0,) * (2 * axes)
+    # ONNX lists the amounts before each axis, then those after each axis.
     window["padding"] = "same" if auto == "SAME_UPPER" else tuple(zip(pads[:axes], pads[axes:]))
     return window
 
@@ -84,6 +86,7 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     weights, bias = _weights(build, op)
     groups, axes = op.attributes.get("group", 1), len(weights.shape) - 2
+    # A file may leave out the kernel, which the weights have.
     op = op.changed(attributes={"kernel_shape": weights.shape[2:], **op.attributes})
     if value.pooled:
         return _conv_of_vectors(build, op, value, weights, bias)
@@ -102,10 +105,10 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
 def _conv_of_vectors(
     build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
-    """Import a 1 x 1 convolution of pooled values as a dense layer. Others keep the pooled positions."""
+    """Import a 1 x 1 convolution of pooled values as a dense layer. For others, the pooling keeps its spatial axes."""
     positions = math.prod(build.shape(op.outputs[0])[2:])  # padding adds some
     if math.prod(weights.shape[2:]) > 1 or positions > 1 or op.attributes.get("group", 1) > 1:
-        build.with_positions(op)
+        build.with_positions(op)  # raises NeedsPositions
     units, features = weights.shape[:2]
     initial = {"w": build.initial(weights, lambda array: array.reshape(units, features), (units, features))}
     if weights.lengths is not None:
@@ -308,6 +311,7 @@ def _expand(build: Builder, op: OnnxNode) -> Activation:
     before, after = build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return build.value(op)
+    # With another number of axes it is refused, as for samples.
     repeated = [axis for axis, n in enumerate(before) if n != after[axis]] if len(before) == len(after) else [0]
     if min(repeated) < 2:
         raise build.refused(op, "positions that are repeated over space", f"{before} to {after}")
@@ -353,6 +357,7 @@ def _resize(build: Builder, op: OnnxNode) -> Activation:
             ", ".join([*filter(None, key), *others]),
             "train with the mode 'nearest', 'bilinear' or 'bicubic', without antialias",
         )
+    # Samples and channels may be among them, before space.
     scales, sizes = build.numbers(op, 2), build.numbers(op, 3)
     options: dict[str, Any] = {"mode": _RESIZES[key], "align_corners": key[1] == "align_corners"}
     if scales:

@@ -214,11 +214,14 @@ def _traced(call: _Call) -> Iterator[None]:
     torch, module = library("torch"), call.module
     modes = {submodule: submodule.training for submodule in module.modules()}
     buffers = {submodule: dict(submodule._buffers) for submodule in module.modules()}
+    # By identity, because modules may share a buffer.
     numbers = {id(b): b.clone() for own in buffers.values() for b in own.values() if b is not None}
+    # The traced `forward` hides that of the class; a module may also have one of its own already.
     own = module.__dict__.get("forward")
     original = module.forward
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
+        # Of a module in training, submodules in evaluation stay so; `_check_modes` refuses norms among them.
         if not module.training:
             module.train()
         _check_modes(module)
@@ -384,6 +387,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
     graph = model.graph
     _rename(graph, _first_names(call.module, graph))
     outputs = {value.name for value in graph.output}
+    # A value within the graph may have the name that an output gets.
     _rename(graph, {n: f"inner {n}" for n in _values(graph) if n in call.outputs and n not in outputs})
     for name, output in zip(call.outputs, list(graph.output)):
         if name != output.name:
@@ -460,7 +464,7 @@ def _store_frozen(graph: Any, names: Collection[str]) -> None:
 
 
 def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the arrays of a network by their names in torch: numbers, and a mask of those that it has. Local.
+    """Return the arrays of a network by their names in torch: numbers, and a mask of the elements that it has. Local.
 
     Parameters
     ----------

@@ -47,6 +47,7 @@ def stride_of(op: OnnxNode, x: Shape, y: Shape) -> float:
     """
     if op.kind == "Resize" and len(x) == len(y) > 2:
         return x[2] / y[2]
+    # The largest one: it only serves to describe extents that every stride divides.
     step = max(op.attributes.get("strides", ()), default=1)
     return 1 / step if op.kind == "ConvTranspose" and step else step
 
@@ -67,6 +68,7 @@ def frozen_size(op: OnnxNode, traced: SizedOperation, requested: SizedOperation,
 
 def _resized(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return the fixed output size of a Resize or Expand along an axis of the inputs that changes; else ""."""
+    # Input 3 of a Resize has sizes (its input 2 has scales, which follow the extents); input 1 of an Expand a shape.
     if (3 if op.kind == "Resize" else 1) not in requested.numbers or len(requested.x) != len(requested.y):
         return ""
     for axis in {*moved, *traced.moved(requested)} & set(range(len(requested.x))):
@@ -81,9 +83,9 @@ def _reshaped(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, m
 
 
 def _cut(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
-    """Return the rows of a slice whose fixed bounds count from the wrong end after a change of extents; else "".
+    """Return the rows of a slice whose bounds were computed from the extents of the example; else "".
 
-    Fixed bounds are an end, or a start after the middle.
+    This is assumed of an end that does not change with the extents, and of such a start in the second half of the axis.
     """
     ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (requested, traced))
     for axis, (start, end), own in zip(requested.numbers.get(3, range(len(ranges))), ranges, before):
@@ -95,8 +97,7 @@ def _cut(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved:
 
 
 def _pooled(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
-    """Return the window of a pooling that covers all of the traced extents but not all of the requested ones; else "".
-    """
+    """Return the window of a pooling that covers the traced extents, but not the requested ones; else ""."""
     kernel = tuple(op.attributes.get("kernel_shape", ()))
     whole = kernel == traced.x[2:] and math.prod(traced.y[2:]) == 1
     return f"a window of {kernel}, all of the example" if whole and traced.moved(requested) else ""

@@ -18,8 +18,8 @@ parameter of a layer          ours                        torch's
 Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` in torch: :mod:`halograd.interchange.feature_order`.
 Weight norm of torch's older function, ``weight_g`` and ``weight_v``, can be read too.
 
-Vision transformers have torchvision's arrays: queries, keys and values in one array, dense layers for convolutions of
-one position, tables of relative biases ``(positions, heads)``.
+Vision transformers have torchvision's arrays: queries, keys and values in one array, weights of dense layers for 1 x 1
+convolutions, tables of relative biases ``(positions, heads)``.
 
 Layers keep their names in torch. Layers of some of our models get torchvision's names: `vgg_a` is torchvision's
 ``vgg11``. torchvision's GoogLeNet has batch norms, unlike the paper and our model, so its files do not fit.
@@ -92,6 +92,7 @@ _INCEPTION: Rules = (
 
 def module_names(network: Network) -> Callable[[str], tuple[str, ...]]:
     """Return a function from a layer's name to the names of its module in torch; `save_weights` writes the first."""
+    # "resnet50" -> "resnet", "vgg_a" -> "vgg", "inception_v3" -> "inception_v"
     kind = re.sub(r"\d.*|_a$", "", network.name)
     table = {"resnet": _resnet, "vgg": _vgg(network), "inception_v": _inception}.get(kind)
 
@@ -122,9 +123,10 @@ def _vgg(network: Network) -> Callable[[str], str | None]:
     for layer in network.layers:
         if re.fullmatch(r"conv\d+_\d+", layer):
             modules[layer] = f"features.{number}"
-            number += 2
+            number += 2  # and its ReLU
         elif re.fullmatch(r"pool\d+", layer):
             number += 1
+    # A dense layer, its ReLU and its dropout.
     modules |= {f"dense{i}": f"classifier.{3 * (i - 1)}" for i in (1, 2, 3)}
     return modules.get
 
@@ -201,7 +203,7 @@ class Arrangement:
         return np.array(array.reshape(self.torch_shape), order="C")
 
     def fill(self, whole: np.ndarray, array: np.ndarray) -> None:
-        """Write our array to its elements of torch's array."""
+        """Write our `array` to its elements of `whole`, torch's array."""
         if self.foreign is not None:
             whole.reshape(-1)[self.foreign.positions().reshape(-1)] = array.reshape(-1)
         else:
@@ -230,11 +232,11 @@ class TransformerArrangement(Arrangement):
     Attributes
     ----------
     form
-        Extents of its array.
+        Extents of the parameter in torch.
     part
-        Number of its part, if the array has three along axis 0: queries, keys and values.
+        0, 1 or 2 if torch's array consists of three such parts along axis 0, for queries, keys and values; else None.
     transposed
-        Whether the heads are the last axis.
+        Whether torch has the heads at the last axis.
     """
 
     form: tuple[int, ...] = ()
@@ -277,8 +279,10 @@ def _of_transformer(network: Network, name: str, shape: tuple[int, ...]) -> Arra
         heads, *extents = shape
         table = int(np.prod(extents)), heads
         return TransformerArrangement((f"{owner}.relative_position_bias_table",), shape, form=table, transposed=True)
+    # Dense layers, and convolutions of several positions, are as in any other network.
     if key == "w" and (len(shape) < 3 or any(n > 1 for n in shape[1:-1])):
         return None
+    # A 1 x 1 convolution is a dense layer in torchvision.
     form = shape[:1] + shape[-1:] if key == "w" else shape
     weight, bias, out = _PROJECTIONS.get(owner.rpartition(".")[2], ("", "", ""))
     if out and last in ("query", "key", "value"):
@@ -320,6 +324,7 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
             every = [_orders_of(call, key, spec.shape, orders) for call in calls[layer]]
             _check_features(network, calls[layer], every, mixed)
             keys, stored = _torch_keys(calls[layer][0], key), _stored_as(calls[layer][0], spec)
+            # The only array of a layer may be a parameter of the parent module, under the name of our layer.
             keys = ("", *keys) if stored is not None and len(network.own_parameters(layer)) == 1 else keys
             names = tuple(dict.fromkeys(f"{module}.{label}".rstrip(".") for label in keys for module in modules(layer)))
             result[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys), stored)
