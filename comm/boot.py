@@ -69,6 +69,7 @@ def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
     4
     """
     environment = os.environ if environment is None else environment
+    # Launchers before Slurm: hydra starts its proxies by srun, whose step has one task per node.
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"]
     if "SLURM_STEP_ID" in environment:  # inside srun, not in the bare batch shell
         names.append("SLURM_STEP_NUM_TASKS")
@@ -100,9 +101,11 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return None
     here = _first_of(("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"), environment)
+    # With several nodes it is not known which entry is that of this node: take the largest.
     ranks = max(map(int, re.findall(r"(?:^|,)(\d+)", here)), default=1)  # Slurm lists all nodes: "4(x2),3"
     least, remedy = OF_MPICH * ranks, "give the container more (docker run --shm-size=1g)"
     needed = least
+    # If the variable is set, the user has chosen UCX's transports: do not count its shared memory.
     if "UCX_TLS" not in environment:
         needed += OF_UCX * ranks + NEARLY
         remedy += f", or set UCX_TLS=^posix, with which {least:.0f} MiB are enough to start"
@@ -127,6 +130,7 @@ def warn_of_shared_memory() -> None:
     from .sweep import free_memory
 
     global _warned
+    # Importing mpi4py.MPI initializes MPI: if that has been done, it has not crashed.
     text = None if _warned or "mpi4py.MPI" in sys.modules else shared_memory_fault(free_memory())
     _warned = True
     if text is None:
@@ -168,7 +172,7 @@ def boot() -> MPI.Intracomm:
         os._exit(WRONG_LAUNCHER)
     if not _booted:
         _booted = True
-        Guard(MPI.COMM_WORLD)
+        Guard(MPI.COMM_WORLD)  # registers itself in `ending`, until the process ends
     return MPI.COMM_WORLD
 
 
@@ -199,6 +203,7 @@ def begin() -> None:
             f"the mpiexec of the same MPI, or `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)"
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    # All ranks of the node have taken part in the split, so they have left MPI_Init, as `unname` requires.
     if node.rank == 0:
         sweep()
         unname()
@@ -234,8 +239,8 @@ def on_interrupt(message: Message) -> Iterator[None]:
 def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
     """Let SIGINT to this rank end the job with code 130 from now on. Local; call it in the main thread.
 
-    A single process gets KeyboardInterrupt instead, which cleans up. A process that ignores or handles SIGINT keeps its
-    setting.
+    In a single process, SIGINT raises KeyboardInterrupt instead, so that open contexts clean up. A process that ignores
+    or handles SIGINT keeps its setting.
     """
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_DFL):
         return
@@ -243,8 +248,9 @@ def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    os.set_blocking(writer, False)  # `set_wakeup_fd` refuses a blocking descriptor
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # The handler does nothing, but Python writes a byte only for signals that have one.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     threading.Thread(target=_await_interrupt, args=(comm, reader), name="halograd-interrupt", daemon=True).start()
 
@@ -254,6 +260,7 @@ def _await_interrupt(comm: MPI.Intracomm, pipe: int) -> NoReturn:
         pass
     from .ending import end  # commands of one process may run where there is no MPI
 
+    # Rank 0 prints first; after that, `message` may return None on the others.
     if comm.rank:
         time.sleep(PRINTING)
     message = _message()

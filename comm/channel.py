@@ -221,6 +221,7 @@ def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, n
         for total, counts in zip(totals, (spec.sends, spec.recvs)):
             for peer, count in counts.items():
                 total[peer] += count * weight & _MASK
+    # Modulo 2**64, because Python's integers do not wrap and uint64 must hold them.
     announced, awaited = (np.array([checksum & _MASK for checksum in total], np.uint64) for total in totals)
     return announced, awaited
 
@@ -233,7 +234,7 @@ def check_matching(
     `announced` and `awaited` are the results of :func:`expectations`.
     """
     sent = np.empty_like(announced)
-    mpi_comm.Alltoall(announced, sent)
+    mpi_comm.Alltoall(announced, sent)  # sent[p]: checksum of what rank p sends to this rank
     differing = np.flatnonzero(sent != awaited)
     if not differing.size:
         return

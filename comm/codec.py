@@ -104,6 +104,7 @@ class Codec(ABC):
 
         With error feedback (`feedback`) the error is read and written, too.
         """
+        # The values are read, the encoded ones written.
         return 1 + self._encoded_share + 2 * feedback
 
     @property
@@ -158,7 +159,7 @@ UNCHANGED = Unchanged()
 class BFloat16(Codec):
     """Codec that rounds float32 to the nearest bfloat16, which has half the bytes.
 
-    A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
+    A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` by Veltkamp's method:
     ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; infinity
     and magnitudes of about 2**112 or more become NaN: training that produces them has diverged.
 
@@ -178,6 +179,7 @@ class BFloat16(Codec):
     def encode_with(self, error: np.ndarray, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
         np.add(values, error, out=error)
         self._split(error, work)
+        # Before `_upper_half`, which overwrites the leading bits.
         np.subtract(error, work[0], out=error)
         self._upper_half(work[0], wire)
 
@@ -192,6 +194,7 @@ class BFloat16(Codec):
     @staticmethod
     def _upper_half(high: np.ndarray, wire: np.ndarray) -> None:
         bits = high.view(np.uint32)
+        # The lower half is zero already: a float32 with 8 significant bits has 16 zeros at its end.
         np.right_shift(bits, 16, out=bits)
         np.copyto(wire, bits, casting="unsafe")
 

@@ -92,6 +92,7 @@ class Communicator:
                 f"MPI thread level: expected THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}), got {MPI.Query_thread()}; "
                 f"leave mpi4py.rc.thread_level alone"
             )
+        # `begin` is collective over all ranks, so call it only if all of them are here.
         if mpi_comm == MPI.COMM_WORLD:
             begin()
         ranks = tuple(range(mpi_comm.size))
@@ -100,6 +101,7 @@ class Communicator:
             chosen = transport_of(transport)
         except CommError as error:
             fault = error
+        # Before `Dup`: the other ranks would wait there for a rank with a fault.
         agree(mpi_comm, ranks, fault or contexts.shortage())
         own = contexts.hold(mpi_comm.Dup())
         self.transport = str(transport)
@@ -159,6 +161,7 @@ class Communicator:
 
         Ranks of one node share memory.
         """
+        # A rank whose set-up has failed waits in an agreement, not in the collective below.
         self.agree(None)
         return self._links.nodes()
 
@@ -305,6 +308,7 @@ class Communicator:
         assert isinstance(part, MPI.Intracomm)
         contexts.hold(part)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
+        # Not by `__init__`, which would clone the communicator and create another progress thread and guard.
         child = Communicator.__new__(Communicator)
         child.transport = self.transport
         child._set_up(part, self._transport, self._progress, self.instruments, ranks, self.devices)

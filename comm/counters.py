@@ -115,5 +115,6 @@ class Meter:
         self._instruments.waiting = None
         recorder = self._instruments.recorder
         if recorder is not None:
+            # The data of a peer may have arrived before this rank started.
             recorder.span(self.label, "communication", started, max(started, arrived))
             recorder.span(self.label, "wait", waited_from, waited_to)

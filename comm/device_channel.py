@@ -108,7 +108,7 @@ class StagedChannel(DeviceChannel):
         if self._recvs:
             pinned, before = self._in_pinned[self.slot], self._uploaded[self.slot]
             if before is not None:
-                before.wait()
+                before.wait()  # the upload of the exchange before the last one, from the same pinned buffer
             for peer, where in self._recvs.items():
                 np.copyto(pinned[where], self._inner._recv_buffer(peer, self.slot))
             self._device.upload(pinned, self._in)
@@ -116,6 +116,7 @@ class StagedChannel(DeviceChannel):
         return arrived
 
     def _close(self) -> None:
+        # Pinned memory must not be freed while the device reads it.
         for event in self._uploaded:
             if event is not None:
                 event.wait()

@@ -83,6 +83,7 @@ class Encoding:
     def deposit(self, pairs: Pairs) -> Stage:
         calls = []
         for encoded, values in pairs:
+            # Sources follow each other in the buffer, and so do their errors in `error`.
             where = slice(self._deposited, self._deposited + values.size)
             calls.append(partial(self._deposit, values, encoded, where))
             self._deposited = where.stop
@@ -90,9 +91,11 @@ class Encoding:
 
     def _deposit(self, values: np.ndarray, encoded: np.ndarray, where: slice) -> None:
         error = None if self.error is None else self.error[where]
+        # As in sums of MPI, overflow gives infinity without a warning.
         with np.errstate(all="ignore"):
             for part in _pieces(values.size):
                 source, target = values[part], encoded[part]
+                # Encoded elements may lie over those that they encode.
                 if np.may_share_memory(source, target):
                     source = self._copied(source)
                 self._encode(source, target, None if error is None else error[part])
@@ -120,6 +123,7 @@ class Encoding:
                 for summand in summands:
                     self.codec.decode(summand[part], decoded)
                     np.add(total, decoded, out=total)
+                # From here on the work arrays belong to the codec, `decoded` among them.
                 self._encode(total, encoded[part], None if error is None else error[part])
 
     def _encode(self, values: np.ndarray, encoded: np.ndarray, error: np.ndarray | None) -> None:

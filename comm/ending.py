@@ -79,6 +79,7 @@ class Guard:
 
     def leave(self, error: BaseException) -> None:
         """Record that this rank leaves by an error; only the first call counts. Local; does not wait."""
+        # A forked process has this object, too, but is no rank.
         if self.left is None and self.process == os.getpid():
             self.left = _mark(error), _code(error), _cause(error)
             self._start(self.left[0])
@@ -103,13 +104,14 @@ class Guard:
         left.
         """
         if self._request is None:
-            self._start(0)
+            self._start(0)  # no mark of an error is 0
         assert self._request is not None
         self._request.Wait()
         contexts.free(self._mpi)
         _guards.remove(self)
 
     def _start(self, mark: int) -> None:
+        # The maxima of both are the largest mark and minus the smallest one.
         self._marks[:] = mark, -mark
         self._request = self._mpi.Iallreduce(MPI.IN_PLACE, self._marks, MPI.MAX)
 
@@ -227,6 +229,7 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_type is SystemExit or _is_interactive() or not _of_several(_open_guards()):
         threading.__excepthook__(args)
         return
+    # `exc_value` may be None.
     value = args.exc_value or args.exc_type()
     _print_traceback(value, _rank())
     end(MPI.COMM_WORLD, _code(value))
@@ -288,6 +291,7 @@ def _print_traceback(error: BaseException, who: str) -> None:
     if _print is sys.__excepthook__:
         _write(f"{_numbered(error)}{last}")
     else:
+        # Another hook was installed before, such as one of an IDE: it prints in its own way.
         _print(type(error), error, error.__traceback__)
         _write(last)
 

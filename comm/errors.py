@@ -59,6 +59,7 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
     faulty = marks < 0
     if not faulty.any():
         return marks
+    # Only if all ranks have a fault do all of them enter this collective.
     if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
         mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
         raise fault
@@ -75,6 +76,7 @@ def describe(fault: Exception) -> tuple[str, str, str, bool]:
     """Return the module and name of the type of a fault, its text, and whether the text names a rank already. Local."""
     # The memory errors of NumPy and CuPy cannot be constructed from a string.
     kind = MemoryError if isinstance(fault, MemoryError) and not isinstance(fault, UserError) else type(fault)
+    # `str` of a KeyError has quotes around its text.
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
     return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
 

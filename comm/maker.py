@@ -99,6 +99,7 @@ class Maker:
 
         After a failed set-up, ranks may have taken different numbers of tags: all continue from the largest.
         """
+        # In one number of 63 bits: the tags taken, and 32 bits of the mark.
         marks = agree(self._comm.mpi, self._comm.ranks, fault, self._context.tags_taken << 32 | mark)
         self._context.tags_taken = int(marks.max() >> 32)
         return bool((marks & 0xFFFFFFFF == mark).all())
@@ -133,6 +134,7 @@ class Maker:
 
     def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
         """Return sums whose specifications are the same on all ranks. Collective."""
+        # `_link` and `_meters` may be collective, so all ranks call them for all sums, also for idle ones.
         links = [self._link(spec) for spec in specs]
         meters = [self._meters(spec) for spec in specs]
         idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]

@@ -229,7 +229,9 @@ class OperationQueue:
         """Advance the operations, by one piece of work at most; return whether none is left. The caller holds the lock.
         """
         limit, self.worked = float("inf"), False
+        # A copy, because complete operations are removed.
         for operation in tuple(self.operations):
+            # An earlier operation is in the same stage: only that one is polled.
             if operation.at >= limit:
                 continue
             if _poll(operation, limit):
@@ -314,6 +316,7 @@ class Progress:
                 if operation in self._pending:
                     self._pending.remove(operation)
         with operation.lock:
+            # Under the lock: the progress thread has left its last poll of this operation.
             fault, operation.fault = operation.fault, None
             if fault is not None:
                 operation.end()

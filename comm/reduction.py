@@ -310,6 +310,7 @@ class Reduction:
         if plan.progress is not None:
             plan.progress.complete(operation)
         elif plan.queue is not None:
+            # Sums in one memory end in the order of their starts, so those started before this one end first.
             while not operation.over:
                 plan.queue.popleft().wait()
         else:

@@ -81,6 +81,7 @@ class Ring:
         self.inside, inside_bytes = ring_slots([sum_memory.inside for sum_memory in held])
         self.nbytes = self.here_bytes + inside_bytes
         self._slots = [FreeSlot() for _ in held]
+        # Two sums overlap if their slots intersect in either memory.
         for spans in (self.here, self.inside):
             for slot, (first, end) in zip(self._slots, spans):
                 pairs = zip(self._slots, spans)

@@ -137,12 +137,14 @@ class Method:
         codec, encoded = self.codec, itemsize if self.codec.identity else np.dtype(self.codec.wire).itemsize
         largest = largest_shard(size, ranks, encoded)
         if not self.ordered:
+            # MPI may hold a copy of the buffer. Only a reduce-scatter writes its result to another array first.
             return Held(0, largest * itemsize if self.adds and not self.gathers else 0, size * itemsize)
         # Encoded data are in the buffer, if they fit; the error is that of the sum of this rank's share.
         own = shard(size, ranks, encoded, rank)
         always = 0 if codec.identity else codec.held(itemsize) + (own.stop - own.start) * itemsize * feedback
         if encoded > itemsize:
             always += size * encoded
+        # Received summands of one shard; `largest`, because slots have the same size on all ranks.
         return Held(always, (ranks - 1) * largest * encoded)
 
 

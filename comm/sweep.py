@@ -108,6 +108,7 @@ def _mapped() -> set[str]:
 def _named_in(maps: Path) -> set[str]:
     """Return paths in shared memory that a process has mapped; none for an ended process or another user's."""
     with contextlib.suppress(OSError):
+        # Six columns: addresses, permissions, offset, device, inode, path (which may contain spaces).
         names = {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
         return {name for name in names if name.startswith(f"{SHARED_MEMORY}/")}
     return set()

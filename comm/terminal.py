@@ -25,7 +25,7 @@ def terminal_columns() -> int | None:
     try:
         terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY)
         try:
-            return os.get_terminal_size(terminal).columns or 80
+            return os.get_terminal_size(terminal).columns or 80  # 0 if the terminal does not know its width
         finally:
             os.close(terminal)
     except OSError:
@@ -39,6 +39,7 @@ def _end(process: int) -> str | None:
         if not stderr.startswith("pipe:"):
             break
         files = _files(ancestor)
+        # A launcher reads the pipe of a rank from a descriptor other than its own stdout and stderr.
         if LAUNCHERS.match(name) and stderr in [file for number, file in files.items() if number not in "12"]:
             stderr = files.get("2", "")
     return stderr if stderr.startswith(("/dev/pts/", "/dev/tty")) else None
@@ -49,6 +50,7 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
     for _ in range(MOST):
         try:
             with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+                # "PID (NAME) STATE PARENT ...", where the name may contain spaces and parentheses.
                 process = int(file.read().rpartition(")")[2].split()[1])
             with open(f"/proc/{process}/comm", encoding="utf-8", errors="replace") as file:
                 yield process, file.read().strip()

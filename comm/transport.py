@@ -96,8 +96,8 @@ class Transport:
     def connect(self, links: Links) -> Links:
         """Return the factory of channels and sums on one communicator. Local.
 
-        `links` are those of the library, which the properties choose. A subclass may return an object that wraps them,
-        for example to count or to delay messages.
+        `links` are the library's, as the properties select them. A subclass may return an object that wraps them, for
+        example to count or to delay messages.
         """
         return links
 

@@ -295,4 +295,4 @@ def gpu_address(device: Any) -> str:
 def _instance(device: Any) -> str:
     """Return the identifier of a CUDA device. An instance of a GPU (MIG) has its own, but the address of the GPU."""
     identifier = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", b"")
-    return bytes(identifier)[:16].hex()  # CuPy reads on to the next byte that is 0
+    return bytes(identifier)[:16].hex()  # CuPy's value may be longer, up to the next byte that is 0

@@ -124,6 +124,7 @@ class MpiCudaTransport:
             moves.append(Messages(back))
             buffers.gather = moves[-1]
         stages = [Computed(device), *buffers.stages(AwaitedCodec(self._comm_stream))]
+        # `prepare`: CUDA's current device is set per thread, also on the progress thread.
         plan = ReductionPlan(StagedOperation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
         plan.close += [move.free for move in moves]
         return Reduction(buffer, [meter], plan)

@@ -274,6 +274,7 @@ class NcclTransport:
         return nccl_sum(self.link(urgent=buffer.nbytes <= URGENT), buffer, StreamMeter(meter, self._spans), method)
 
     def close(self) -> None:
+        # In one order on all ranks, whichever link they used first.
         for which in sorted(self._links, reverse=True):
             self._links[which].close()
         self._links.clear()

@@ -177,6 +177,7 @@ class StreamSpans:
         while self._waiting and self._cuda.arrived(self._waiting[0][1][-1]):
             oldest, reached = self._waiting.popleft()
             elapsed = self._cuda.cupy.cuda.get_elapsed_time
+            # CUDA returns milliseconds.
             oldest.record([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in reached])
 
 

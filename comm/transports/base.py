@@ -44,6 +44,7 @@ class TransportContext:
         """Return a tag that no other message in flight has. Local; ranks that call it equally often get equal tags."""
         # When the tags wrap, the first channels are long closed. (MPI keeps its limits as attributes of COMM_WORLD.)
         self.tags_taken += 1
+        # 32767 is the least bound that the standard permits.
         return self.tags_taken % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
 

@@ -60,8 +60,10 @@ class TimestampedSignal(Signal):
         self._slot = 1
 
     def begin(self) -> None:
+        # Two timestamps alternate: this rank may start again before a peer has read the last one.
         self._slot = 1 - self._slot
         if self._raises:
+            # Before the flag is raised: a rank that sees the flag reads the timestamp.
             self._own[self._slot][0] = time.perf_counter() if self._now is None else self._now()
         super().begin()
 

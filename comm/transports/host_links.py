@@ -57,6 +57,7 @@ class HostLinks:
         mpi = self._context.mpi
         node = base.split_node(mpi) if self._memory is None else self._memory.node
         alone = node.size == mpi.size
+        # A node is identified by its first rank.
         first = 0 if alone else node.bcast(mpi.rank, root=0)
         if self._memory is None:
             contexts.free(node)
@@ -108,6 +109,7 @@ class HostLinks:
             If the method needs shared memory, and this transport has none.
         """
         self._check_clock()
+        # Sums by messages are made before all others, so that all ranks make their collectives in one order.
         far = [i for i, (_, method, _) in enumerate(sums) if self._by_messages(method)]
         over = self._messages.plans([(sums[i][0].reshape(-1), sums[i][1]) for i in far])
         near = [request for i, request in enumerate(sums) if i not in far]

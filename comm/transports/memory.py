@@ -142,6 +142,7 @@ class Arena:
         mine = [*requests, size, free_memory(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)
+        # One row per rank of the node; `requested` and `used` have several columns.
         requested, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
         starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), requested.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
@@ -153,6 +154,7 @@ class Arena:
                     f"shared transport: expected {sizes.sum() / 2**20:.1f} MiB free in {SHARED_MEMORY}, got "
                     f"{free.min() / 2**20:.1f} MiB; enlarge it (docker: --shm-size) or use transport='mpi'"
                 )
+            # The maximum, so that all ranks of the node raise the same error.
             contexts.check(int(held.max()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size

@@ -226,6 +226,7 @@ class MessageSums:
         direct: Callable[[], None] | None = None
         if method.adds and method.gathers:
             stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
+            # Not on the clone: when its collectives begin, relative to a call of `run`, differs between ranks.
             direct = partial(self._context.mpi.Allreduce, MPI.IN_PLACE, flat, MPI.SUM)
         elif method.adds:
             # In place, MPI would write the sum to the start of the buffer, over the summands of another rank.

@@ -129,6 +129,7 @@ class _NodeBuffers:
     def bind(self, block: SharedBlock) -> None:
         """Create the views into the shared memory."""
         self.block, node_group = block, self._node_group
+        # Arrays of the first rank: totals 0 and 1, and the result 2. One array is all of these without emulated nodes.
         self.result = self.total(node_group.here[0], 2 if node_group.emulated else 0)
         self.totals = [self.total(node_group.here[0], slot) if node_group.emulated else self.result for slot in (0, 1)]
         several = len(node_group.here) > 1
@@ -159,7 +160,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progr
     # All ranks have the same signals, awaited or not, so that their counts agree.
     deposited, added = Signal(flags, here), Signal(flags, here if node_group.leads else ())
     sent, attempt = _sent(buffers, node_group), None
-    across: list[list[Stage]] = [[sent], [sent]]
+    across: list[list[Stage]] = [[sent], [sent]]  # of two alternating sums
     if node_group.leads and node_group.emulated:
         for slot, stages in enumerate(across):
             stages.append(codec.add([buffers.total(head, slot) for head in node_group.heads], buffers.result))
@@ -168,6 +169,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progr
         across = [[sent, attempt], [sent, attempt]]
     head = buffers.timestamps(here[0], 1)
     when = (lambda: sent.arrived) if isinstance(sent, TimestampedSignal) else None
+    # The first rank passes the time of arrival on, so that all ranks of its node report the same.
     arrived = TimestampedSignal(
         flags, () if node_group.leads else here[:1], head, [(head, 0.0)], now=when, raises=node_group.leads
     )

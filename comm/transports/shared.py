@@ -74,7 +74,7 @@ class NodeMemory:
         return 0 if self._stage is None else self._stage.nbytes
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory. Idempotent. Collective over the node."""
         if self._arena is not None:
             self._arena.close()
             self._arena = self._stage = None
@@ -86,6 +86,7 @@ class NodeMemory:
             self.context.agree(contexts.shortage())
             node = base.split_node(comm)
             everybody, here = comm.Get_group(), node.Get_group()
+            # Rank on this node of every rank of the communicator; MPI.UNDEFINED on other nodes.
             self._node_ranks = list(everybody.Translate_ranks(range(comm.size), here))
             everybody.Free()
             here.Free()
@@ -211,6 +212,7 @@ class NodeMemory:
             runs.append(buffers.stages(Plain()))
         nbytes = 2 * flat[deposited[me]].nbytes
         arrival = travel if self.network is not None else None
+        # `start` deposits (`first=1`); `finish` waits and adds up.
         return ReductionPlan(StagedOperation(*runs, first=1), arrival=arrival, nbytes=nbytes, close=[block.free])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
@@ -236,6 +238,7 @@ class NodeMemory:
             plan.arrival = self._travel(block, method, flat.nbytes)
             stages.append(plan.arrival)
             plan.close.append(block.free)
+        # One stage serves as all barriers, because they follow each other.
         codec, barrier = method.codec, Signal(stage.block.flags)
         dtype = flat.dtype if codec.identity else np.dtype(codec.wire)
         pieces = stage.pieces(flat, dtype.itemsize) if method.gathers else stage.parts(flat)
@@ -301,6 +304,7 @@ class _CommonStage:
         """
         whole = shards(flat.size, self.block.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
+        # The parts of a piece, one per rank, must fit the stage together.
         step = STAGE_BYTES // self.block.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
         parts = []
         for i in range(0, longest, step):
@@ -318,6 +322,7 @@ class _CommonStage:
             nbytes = (part.stop - part.start) * size
             deposits.append((self._view(piece.mine, first, nbytes, dtype), flat[part]))
             first += nbytes
+        # Bytes of the deposits before this rank's share.
         begin = size * sum(min(max(own.start - part.start, 0), part.stop - part.start) for part in piece.deposited)
         ranks = range(self.block.ranks)
         summands = [self._view(rank, begin, (own.stop - own.start) * size, dtype) for rank in ranks]
@@ -351,7 +356,7 @@ class SharedWindows:
     sends, recvs
         Per peer, the two buffers that this rank packs into, and the two that the peer packs into.
     arrival
-        Signal of an exchange: this rank has packed, and its peers too.
+        Signal that this rank and all its peers have packed an exchange.
     free
         Functions that free the memory.
     """
