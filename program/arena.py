@@ -30,10 +30,11 @@ __all__ = ["ALIGNMENT", "Placement", "lifetimes", "placement_of"]
 ALIGNMENT = 64
 
 
-#: An arena of at most this multiple of the least possible size is taken, but for at most `FEW` buffers.
+#: No other placement is tried for an arena of at most `NEAR` times the least possible size; with at most `FEW` buffers,
+#: only for one of the least possible size.
 NEAR, FEW = 1.005, 100
-#: Number of orders without success that are derived from one order, for buffers that are released and written again;
-#: and the number for at most `FEW` buffers.
+#: If buffers are released and written again, further orders are tried until `TRIES` in succession give no smaller
+#: arena; with at most `FEW` buffers, until `TRIES_OF_FEW` do.
 TRIES, TRIES_OF_FEW = 4, 30
 
 
@@ -109,6 +110,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
                 if not is_placed(buffer):
                     continue
                 spans = result[buffer] = []
+            # The first use, or the first one after a release, begins a new span.
             if not spans or buffer in released:
                 released.discard(buffer)
                 spans.append((at, at))
@@ -209,6 +211,7 @@ def _in_order(
         # Columns stay sorted by their starts: the running maximum of the stops above relies on it.
         at = int(starts[:number].searchsorted(offset))
         for begins, ends in spans[buffer]:
+            # NumPy copies overlapping slices as if through a temporary array.
             placed[:, at + 1 : number + 1] = placed[:, at:number]
             placed[:, at] = begins, ends, offset, offset + size
             number += 1

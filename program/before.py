@@ -29,6 +29,7 @@ def operations_before(program: Program, goals: Collection[Operation]) -> tuple[s
         elif isinstance(operation, Transfer) and operation.exchange.target.buffer in read:
             operations.add(operation)
             read.add(operation.exchange.source.buffer)
+        # A sum is in place: the buffer that it reads is in `read` already.
         elif isinstance(operation, Total) and operation.sum.view.buffer in read:
             operations.add(operation)
     return operations, read

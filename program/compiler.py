@@ -106,6 +106,7 @@ class _Compiler:
         }
         for node in network.nodes:
             self.add(node)
+        # Before values get storage, which depends on the boxes that ranks hold.
         widen(self.program.steps)
 
     # -- values and steps ----------------------------------------------------------------------
@@ -159,6 +160,7 @@ class _Compiler:
             self._values[node, key] = self.program.values[name] = self.program.inputs[name] = value
             return value
         source = self._values[node, self._cuts[node]]
+        # Other cuts may give the same boxes, for example of axes of extent 1: nothing has to move.
         if layout_of(source.layout.shape, cuts, self.target.size) == source.layout:
             return source
         label = f"{name}->{','.join(f'{axis}={n}' for axis, n in cuts.items() if n != 1) or 'one rank'}"
@@ -209,6 +211,7 @@ class _Compiler:
         for value in self.program.inputs.values():
             self._launch(value)
         for step in self.program.steps:
+            # A redistribution was lowered where it starts (`_launch`); here it finishes.
             operations = self._finish(step) if step.name in self._contexts else self._lower(step)
             self.program.forward.append(Segment(step.name, operations))
             self._launch(step.output)
@@ -218,6 +221,7 @@ class _Compiler:
             value = self.program.values[name]
             self._close(name, value)
             if value.gradient is not None:
+                # It is read after the step.
                 value.gradient.view.buffer.kept = True
 
     def _context(self, step: Step) -> Context:
@@ -259,6 +263,7 @@ class _Compiler:
         for step in reversed(self.program.steps):
             value = step.output
             is_loss = step.name == self._loss_name and self.program.loss is not None
+            # Without contributions, the loss does not depend on the value.
             if not value.trainable or not (value.contributions or is_loss):
                 continue
             self._close(step.name, value)
@@ -305,6 +310,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], rounds: bool = Tr
     """
     dtype, rank = step.output.dtype, step.output.rank
     half, full = is_low(dtype), wide(dtype)
+    # Parameters are float32; kernels of 16 bits read copies that are rounded to 16 bits.
     low = half and not step.layer.exact_parameters
     views: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
@@ -386,6 +392,7 @@ class Alone:
         self._gather(gathered)
         if self.lowered.backward is not None:
             if self.lowered.loss is None:
+                # It stands for the gradient from a layer that reads the output.
                 self.step.output.new_contribution()
                 self.step.output.close_gradient(lambda summands, total: None)
             self.lowered.backward()

@@ -45,7 +45,7 @@ __all__ = [
     "reduce_gradients",
 ]
 
-#: Arrays of buckets, as places of buffers.
+#: Kinds of the arrays of buckets (`Buffer.location`).
 GRADIENTS, PARAMETERS = "bucket gradients", "bucket parameters"
 
 
@@ -266,6 +266,7 @@ class _Placing:
         """Return the computation of a dense layer's gradient from the rows of all ranks."""
         view = kernel.views["rows"]
         assert view is not None
+        # Rows of all ranks: the size of the gathered array over that of a row.
         samples = rows.sizes[0] // (view.shape[1] * view.dtype.itemsize)
         timing = Timing("backward_filter", ((samples, view.shape[1]),))
         return Run(name, kernel, "whole_gradient", timing)

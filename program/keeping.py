@@ -39,11 +39,11 @@ __all__ = ["Keeping", "keep_few"]
 
 #: Largest number of states per layer.
 STATES = 48
-#: Capacities in which the smallest arena is searched, as multiples of the smallest estimate.
+#: Capacities for which the smallest arena is searched, as multiples of the smallest estimate.
 CAPACITIES = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
 #: Ratio of consecutive estimates for which choices are compiled.
 RATIO = 0.995
-#: Parts of the capacity by which the first of them exceeds it, divided by the number of layers.
+#: Part of the capacity by which the first of these estimates exceeds it, times the number of layers.
 MARGIN = 1.2
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
 COSTLY = 20.0
@@ -119,6 +119,7 @@ class Keeping:
         ]
 
         operations, spans = list(program), lifetimes(list(program), program.kept)
+        # Number of operations of the forward pass; those of the backward pass follow.
         begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
         #: Layer of each operation of the backward pass, in the order of the pass.
         self._positions = np.repeat(
@@ -129,6 +130,7 @@ class Keeping:
         #: Last layer whose backward pass reads each output; -1: there is none.
         self._readers = np.full(count, -1)
         for segment in program.backward:
+            # A segment such as "conv1 (sum)" belongs to layer conv1.
             position = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
             for buffer in (b for o in segment.operations for b in o.buffers() if b in owners):
                 self._readers[owners[buffer]] = max(self._readers[owners[buffer]], position)
@@ -166,9 +168,10 @@ class Keeping:
         """
         n, held, last = len(self._steps), self._held, self._last
         layer, after, positions = np.arange(n), np.arange(n + 1), self._positions
+        # total[i]: bytes of the outputs of layers 0 .. i - 1, per operation of the backward pass.
         total = np.vstack([np.zeros(len(positions)), np.cumsum(self._alive, axis=0)])
         inside = layer[:, None] < after  # [output, kept layer after the run]
-        read = (last[:, None] > after) & (held[:, None] > 0)
+        read = (last[:, None] > after) & (held[:, None] > 0)  # by a layer after the run: these outputs are kept
         kept = _sums_from(held[:, None] * (inside & read))
         again = _sums_from(self._seconds[:, None] * (inside & ~read))
         #: Memory of a run, time to repeat it, kept bytes of its outputs, each [beginning + 1, kept layer after it].
@@ -201,6 +204,7 @@ class Keeping:
         finite = np.where(np.isfinite(self._need), self._need + self._more + self._extra, 0.0)
         high = float(finite.max(initial=0.0) + self._held.sum() + self._more.sum(axis=1).max(initial=0.0))
         low = float(self._others.max(initial=0.0))
+        # Bisection: with one state per layer, that of the fewest bytes, the search only decides whether a choice fits.
         while high - low > 1e-5 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
@@ -280,6 +284,7 @@ class Keeping:
         held = np.append(0.0, self._held)[:, None]  # by row: the output that is kept there
         for after in range(n + 1):
             rows = slice(0, after + 1)
+            # For each state: bytes of kept outputs, and of those that are kept only because the run reads them.
             kept = nbytes[rows] + self._more[rows, after, None]
             fits = kept + self._need[rows, after, None] <= capacity
             fits &= (self._end[rows] >= after)[:, None]
@@ -295,6 +300,7 @@ class Keeping:
         if not np.isfinite(seconds[n + 1, 0]):
             return None
         runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer after their run
+        # Back from the end, along the states from which the fastest one was reached.
         while row:
             after = row - 1
             row, state = divmod(int(before[row, state]), most)

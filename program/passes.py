@@ -81,6 +81,7 @@ class Fuse(Pass):
             if not isinstance(operation, Run) or operation.kernel.function is None:
                 continue
             x, y = operation.kernel.views["x"], operation.kernel.views["y"]
+            # Arrays that are read after the step, or outside of the program, must be written.
             if x is None or x.buffer in read or x.buffer.kept or x.buffer.location is not None:
                 continue
             writer = _only_writer(users[x.buffer], operation.kernel)
@@ -92,6 +93,7 @@ class Fuse(Pass):
             kernels[writer.kernel] = replace(
                 writer.kernel, make=kernel, views={**writer.kernel.views, "y": y}, fuse=None, summing=None
             )
+            # Only the gradient remains of the activation's kernel, and it does not read `x`.
             kernels[operation.kernel] = replace(operation.kernel, views={**operation.kernel.views, "x": y})
             fused.add(operation)
         forward, backward = (
@@ -203,12 +205,13 @@ class _FusedSums:
                     runs[name].append(o)
         fused = {}
         for name in runs:
+            # One run computes and reads the sums if they are local; otherwise a sum over ranks lies between two runs.
             candidate = self._writer(kernel, norm, name, len(runs[name]) == 1)
             if isinstance(candidate, str):
                 self.unfused.append((layer, f"sums over {name}: {candidate}"))
             else:
                 fused[name] = candidate
-        self._fused[kernel] = kernel
+        self._fused[kernel] = kernel  # visited, even if nothing is fused
         if not fused:
             return
         views = {**kernel.views, **(norm.narrow if "x" in fused else {})}
@@ -237,6 +240,7 @@ class _FusedSums:
             return "its kernel computes the sums of another norm"
         if over.activation is not None and len(others) > 1:
             return "other operations read it"
+        # Kernels of the forward pass have methods (of training and evaluation), those of the backward pass none.
         if summing.methods and recomputed(self._steps[writer.layer]):
             return "it is computed again"
         x, w, y = (_in_memory(_view_of(writer.kernel, array)) for array in summing.names)
@@ -376,6 +380,7 @@ def _conflicts(run: Run, other: Operation) -> bool:
 
 def _accesses(operation: Operation) -> tuple[frozenset[object], frozenset[object]]:
     """Return the arrays that an operation uses, and those that it may write."""
+    # Outside the arena, several buffers may be one array: calls of one layer share parameters.
     used = frozenset(buffer.location or buffer for buffer in operation.buffers())
     if not isinstance(operation, Run) or operation.guarded:
         return used, used

@@ -36,9 +36,9 @@ class AccessError(RuntimeError):
 
 
 #: By itemsize [B]: type of the bits, the bits of a quiet NaN, and the shift of the number in it. A conversion between
-#: the two types keeps the number.
+#: the two types keeps the number, which it shifts by 52 - 23 = 29 bits, the difference of the mantissas.
 _BITS = {4: (np.uint32, 0x7FC00000, 0), 8: (np.uint64, 0x7FF8000000000000, 29)}
-#: Most numbers that a NaN of 32 bits carries.
+#: Largest number that fits into a NaN of 32 bits.
 _NUMBERS = (1 << 22) - 1
 _ODD = 0xA5
 
@@ -80,7 +80,7 @@ class Poison:
         self._array = array
         self._numbers: dict[Buffer, int] = {}
         self._faults: list[str] = []
-        #: Buffers of messages in flight, with the number of messages.
+        #: Buffers of messages in flight, as keys.
         self._flying: dict[Buffer, int] = {}
         self._ends: dict[Operation, list[Buffer]] = {}
         operations = list(program)
@@ -164,6 +164,7 @@ class Poison:
             before = [array.array.copy() for array in fixed if array.buffer not in self._flying]
             for array in (*away, *blank):
                 _poison(array.array, array.number)
+            # Numbers in declared inputs come from earlier kernels: they are no fault of this one.
             known = _numbers_in(held[name].array for name in read)
             result = call()
             self._check_results(origin, away, results, known, blank)

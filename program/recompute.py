@@ -51,6 +51,7 @@ def exchanges_again(program: Program) -> dict[int, str]:
     """
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     recomputation = Recomputation(program, chosen)
+    # `program` also fills `restored`, which is read below.
     if recomputation.program().placement.size >= program.placement.size:
         return {}
     outputs = {step.output.region.view.buffer for step in chosen.values() if exchanges(step)}
@@ -75,6 +76,7 @@ def recompute(program: Program, again: Mapping[int, str] | None = None) -> Progr
     if not chosen or not program.backward:
         return program
     recomputation = Recomputation(program, chosen, again).program()
+    # With exchanges to repeat, all ranks must repeat them, even if the arena of this rank does not become smaller.
     return recomputation if again or recomputation.placement.size < program.placement.size else program
 
 
@@ -132,6 +134,7 @@ class Recomputation:
         """Return the buffers that are not kept for the backward pass."""
         buffers = {buffer for buffer, numbers in self.makers.items() if all(map(self._may_repeat, numbers))}
         buffers -= self._changed_later
+        # Each buffer that is kept may make others unrepeatable, so repeat this until there are no more.
         while refused := {buffer for buffer in buffers if not self._repeatable(buffer, buffers)}:
             buffers -= refused
         return buffers - self._without_gain(buffers)
@@ -268,6 +271,7 @@ class Recomputation:
         exchange = operation.exchange
         if operation.end == "finish":
             yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(exchange)])
+        # In place, own boxes are computed again where they are.
         elif exchange.source.buffer is not exchange.target.buffer:
             source, target = (
                 _region(exchange.source, exchange.source_origin),

@@ -86,6 +86,7 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
     whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in positions.items()}
     separate = {pair for pair, ends in positions.items() if not whole[pair] or not all(items[at].held for at in ends)}
     separate |= set(known)
+    # A pair outside of graphs cuts a graph in two, which may separate the ends of another pair.
     while True:
         out = [not item.held or item.pair in separate for item in items]
         more = {

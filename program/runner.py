@@ -51,8 +51,8 @@ class Mode:
     counting
         Whether losses only add up their sums of weights, before the first part of a batch is computed.
     state
-        `seed`, `step` and the index of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
-        :meth:`write_state` before every pass.
+        `seed`, `step` and the index of the first sample, in the memory of the kernels: uint64 ``(3,)``.
+        :meth:`write_state` writes the last two before every pass.
     loss_scale
         With float16, the factor of the gradients of the loss: float64 ``(1,)`` on the device; else None.
     """
@@ -147,6 +147,7 @@ class Runner:
         self._instances: dict[object, Any] = {}
         self._forks = defaultdict[KernelSpec, Branch](kernels.device.fork)
         for buffer in placement.offsets:
+            # The arena is zeroed already.
             if buffer.kept and buffer.fill:
                 self._array(buffer).fill(buffer.fill)
         kernels.take_substitutes()  # drops those of earlier programs
@@ -293,7 +294,7 @@ class UnderWay:
         self._reduction, self.under_way = reduction, False
 
     def start(self) -> None:
-        self.finish()
+        self.finish()  # the last step may have started the sum and had no backward pass to finish it
         self.under_way = True
         self._reduction.start()
 

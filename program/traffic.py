@@ -90,6 +90,7 @@ class Move:
         """Return the traffic of every rank of ``0 .. ranks - 1``."""
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
         elements = outer([o.sum(axis=1) for o in self._overlaps])
+        # What stays on a rank is no message.
         own = self._kept()
         messages[: len(own)] -= own > 0
         elements[: len(own)] -= own
@@ -260,8 +261,10 @@ def patterns(
     messages: list[tuple[int, int, int]] = []
     for i, rank in enumerate(ranks):
         if rank < placed:
+            # Pairs (peer, units) over the axes so far; an axis that is not cut has one part.
             others = [(0, 1)]
             for (axis, parts, overlaps), stride in zip(cut, strides):
+                # Coordinate of the rank along the axis: ranks are row-major.
                 row = overlaps[rank // stride % grid[axis]]
                 others = [(peer * parts + part, units * n) for peer, units in others for part, n in row]
             messages += [(i, peer, units) for peer, units in others if peer != rank]

@@ -45,11 +45,13 @@ def widen(steps: Sequence[Step]) -> None:
     for step in steps:
         for value in dict.fromkeys(step.inputs):
             readers.setdefault(value, []).append(step)
+    # Readers first: what they need depends on the boxes that they compute.
     for step in reversed(steps):
         reading = readers.get(step.output, [])
         if step.options.get("wide") and reading and not step.output.kept and all(map(_widens, (step, *reading))):
             step.output.hold(step.output.layout.boxes.joined([_needed(step.output, reader) for reader in reading]))
     for step in steps:
+        # In the order of computation: the box depends on those of the gradients of the inputs.
         if step.output.wide:
             boxes = _gradient(step, readers[step.output])
             step.output.hold_gradient(step.output.layout.boxes.joined([boxes]))
@@ -107,6 +109,7 @@ def hide_sums(program: Program) -> Program:
             plain = next((k for k, operation in enumerate(following) if not _is_plain(operation)), len(following))
             starts = following[plain : plain + 1]
             if starts and isinstance(starts[0], Total) and starts[0].end == "start":
+                # All operations up to the start of the sum; those of other segments are plain, or the loop had ended.
                 moved = [operation for operations in segments[at + 1 : i] for operation in operations] + following[
                     : plain + 1
                 ]
