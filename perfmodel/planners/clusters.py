@@ -50,6 +50,7 @@ def minimum_of_sum(arrays: Sequence[Array]) -> Array:
     if len(arrays) == 1 or np.prod(shape) <= BLOCK:
         return np.asarray(sum(arrays[1:], arrays[0]).min(axis=0))
     out = np.empty(shape[1:])
+    # Rows of the output that have about `BLOCK` entries together.
     rows = max(1, BLOCK * shape[1] // out.size)
     for start in range(0, shape[1], rows):
         block = slice(start, start + rows)
@@ -93,6 +94,7 @@ class Costs:
 
         def single(table: Array) -> Array:
             """Return the first array with the same content as `table`."""
+            # `id` is unique here, because the problem keeps its tables.
             if id(table) not in by_id:
                 digest = hashlib.blake2b(table.data, digest_size=16).digest()
                 by_id[id(table)] = by_content.setdefault((table.shape, digest), table)
@@ -277,6 +279,7 @@ class Clusters:
 
         def put(factor: int) -> None:
             if self.scopes[factor]:
+                # A factor belongs to the cluster of its layer that is eliminated first.
                 waiting[min(self.scopes[factor], key=lambda v: position[v])].append(factor)
 
         for factor in range(len(self.scopes)):

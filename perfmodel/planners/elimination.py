@@ -82,6 +82,7 @@ class Elimination(Planner):
                 work = choice.work + Effort(pruned=pruned.removed)
                 choice = problem.choice(pruned.original(choice.indices), choice.optimal, choice.gap, work)
         if choice is None:
+            # The error states the least memory of any choice.
             smallest = None if problem.limit is None else self._staged(memory_problem(problem))
             raise problem.no_choice(math.inf if smallest is None else smallest.seconds)
         return choice
@@ -137,12 +138,14 @@ class _Solver:
         if math.isinf(self.bound):
             return None
         fastest = self._keep(clusters.decide(self.messages))
+        # The optimum without a limit fits.
         if clusters.exact and self.indices is not None:
             return problem.choice(fastest, optimal=True, work=clusters.work())
         weight = None
         if problem.limit is not None:
             weight = clusters.run(Costs(memory_problem(problem)).weighted())
             self.passes += 1
+            # Even the lower bound of the memory is too much.
             if weight.value > problem.limit:
                 return None
             if clusters.exact:
@@ -181,6 +184,7 @@ class _Solver:
             multiplier = max(0.0, (t1 - t0) / (m0 - m1))
             between = self._step(multiplier)
             value = problem.seconds(between) + multiplier * problem.bytes(between)
+            # No choice is below the intersection of the two lines, so it is the maximum of the bound.
             if value >= t0 + multiplier * m0 - rounding:
                 return
             if problem.fits(between):
@@ -213,6 +217,7 @@ class _Solver:
             if selection.indices is not None:
                 self._keep(selection.indices)
             proved = max(proved, selection.proved)
+            # Labels were dropped for their number, so a larger distance proves no more; or no larger one is left.
             if selection.proved < excess or excess == math.inf:
                 break
             excess = excess * 4 if excess < 1e6 * abs(self.bound) else math.inf
@@ -231,6 +236,7 @@ class _Solver:
 
 def _better(first: Selection, second: Selection) -> Selection:
     """Return the faster of two choices, with the smaller of both gaps, and the work of both."""
+    # Both are lower bounds, so the larger one holds.
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
     optimal = second.optimal

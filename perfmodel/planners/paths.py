@@ -26,7 +26,7 @@ def best_along(own: Sequence[Array], between: Sequence[Array | None]) -> list[in
     own
         Cost per layer of the path, ``[candidates]``.
     between
-        Cost per pair of consecutive layers, ``[candidates, candidates]``; None: none.
+        Cost per pair of consecutive layers, ``[candidates, candidates]``; None: a pair without costs.
     """
     reach = own[0]  # cheapest path to each candidate of the current layer
     came_from = []
@@ -107,10 +107,12 @@ def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[
     """
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
+    # This planner finds no choice with less memory; the caller reports it.
     if not problem.fits(small):
         return small, 2
     low, high, best = 0.0, 0.0, small
     usual = sum(float(t[np.isfinite(t)].sum()) for t in problem.times)
+    # The first price makes the memory of the fastest choice cost about as much as its time.
     price = max(abs(usual), 1e-30) / max(abs(problem.bytes(free)), 1.0)
     for step in range(STEPS):
         indices = follow(problem, paths, price)

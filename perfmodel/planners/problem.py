@@ -256,6 +256,7 @@ def _check(problem: Problem) -> None:
     seen: set[tuple[int, bool]] = set()
 
     def check_entries(table: Array, what: str, finite: bool = False) -> None:
+        # Repeated blocks of a network share their tables.
         if (id(table), finite) in seen:
             return
         seen.add((id(table), finite))
@@ -312,7 +313,8 @@ class Chooser(ABC):
     """
 
     name: ClassVar[str]
-    #: Whether the chooser compares its choices with the baselines and the grids; a run then also tries close ones.
+    #: Whether the chooser compares its choices with the baselines and the grids; a run then also times
+    #: those that are predicted to be nearly as fast.
     searches: ClassVar[bool] = False
     #: Whether layers of its choice may become wide (:mod:`halograd.perfmodel.widening`).
     widens: ClassVar[bool] = True

@@ -93,6 +93,7 @@ def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, boun
         trail.append((cluster.layer, rows[kept].astype(np.int32), candidates[kept].astype(np.int32)))
         if not len(kept):
             return Found(None, proved, created)
+    # The cost contains the price of the memory; the fastest choice is the one with the least time.
     row = int((labels.cost - bounds.multiplier * labels.weight).argmin())
     indices = [0] * len(trail)
     for layer, origin, chosen in reversed(trail):  # from the best label back to the first
@@ -153,6 +154,7 @@ def _undominated(labels: _Labels, bounds: Bounds) -> Index:
         return np.zeros(0, dtype=np.intp)
     group = _groups(labels.states)
     seconds = labels.cost - bounds.multiplier * labels.weight
+    # Times that differ by less than the rounding count as equal, so that the memory decides.
     if bounds.rounding > 0:
         seconds = np.round(seconds / bounds.rounding)
     sizes = np.unique(labels.weight, return_inverse=True)[1].reshape(-1)
