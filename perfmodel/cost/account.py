@@ -168,6 +168,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
         for key, spec in () if step.owner else step.parameters.items():
             name = f"{step.name}/{key}"
             own = aligned(blocks[name].boxes[rank].size * itemsize)
+            # If `low` is not 0, kernels read a copy of the parameters in 16 bits.
             memory["parameter"] += own + own * low // itemsize
             memory["parameter gradient"] += own
             flat = flats.get(name)
@@ -182,6 +183,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
         move = Move.of(exchange)
         memory["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
+    # Sums without a layer are those of gradients (`gradients_memory`).
     sums = sums_of(operation for operation in program if operation.layer)
     memory["messages"] += _held(sums, rank, program.target.size)
     return dict(memory)

@@ -38,6 +38,7 @@ def kept_by_layers(program: Program) -> dict[str, Kept]:
     for operation in forward:
         for buffer in operation.buffers():
             own = spans.pop(buffer, ())  # the first operation that uses an array makes it
+            # It is in use on both sides of the boundary between the passes.
             if any(first < len(forward) <= last for first, last in own):
                 by_layer[operation.layer].kept += buffer.nbytes
             elif any(first >= len(forward) for first, _ in own):

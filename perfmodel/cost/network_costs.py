@@ -90,9 +90,11 @@ class Grids:
         for axis in range(self.parts.shape[1] - 1, -1, -1):
             left, at[:, axis] = np.divmod(left, self.parts[:, axis])
         sizes = np.array(self.shape, np.int64)
+        # The first `more` parts of an axis have base + 1 elements, the others `base`.
         base, more = np.divmod(sizes, self.parts)
         start = at * base + np.minimum(at, more)
         stop = start + base + (at < more)
+        # Ranks beyond the last part hold nothing.
         stop[left > 0] = start[left > 0]
         return start, stop
 
@@ -119,6 +121,7 @@ class Grids:
 def _block(position: Ints, base: Ints, more: Ints) -> Ints:
     """Return the number of the block of a balanced cut that contains a position."""
     large = more * (base + 1)
+    # With fewer elements than parts, `base` is 0, and no position is in the small blocks.
     after = more + (position - large) // np.maximum(base, 1)
     return np.where(position < large, position // (base + 1), after)
 
@@ -167,10 +170,12 @@ def _one_way(
     """
     own = source.boxes(rank)
     kept = _overlap(own, target.boxes(rank))
+    # What the rank keeps needs no message.
     messages = target.count(*own) - (kept > 0)
     nbytes = ((own[1] - own[0]).prod(axis=1)[:, None] - kept) * itemsize
     packing = np.zeros(nbytes.shape)
     if not network_model.packed:
+        # The sender packs, and the receiver unpacks.
         packing += network_model.copy(1.0) * 2 * nbytes + network_model.machine.launch * messages
     width = network_model.per_node
     near_messages, near_bytes = messages, nbytes
@@ -182,6 +187,7 @@ def _one_way(
                 common = _overlap(own, target.boxes(peer))
                 near_messages, near_bytes = near_messages + (common > 0), near_bytes + common * itemsize
     if network_model.emulated:
+        # All messages travel at the same time, so the largest one determines the time.
         largest = _largest(source, target) * itemsize
         link = network_model.machine.links["across"]
         far_messages, far_bytes = messages - near_messages, nbytes - near_bytes
@@ -351,6 +357,7 @@ def works_of(
     """
     recorded = Recorded(RooflineTimes(machine))
     pricing = Pricing(NetworkModel(machine, quick=True), recorded, dtype, best_halo=True)
+    # The size of buckets, 1, does not affect which kernels are requested.
     _Maker(network, batch, ranks, [pricing], Training(dtype), full, 1, grids(network, batch, ranks)).price()
     return recorded.requested
 
@@ -461,6 +468,7 @@ class _Maker:
 
     def _memory(self, step: Step, parameters: int) -> float:
         slots = 0 if step.frozen else self.training.slots
+        # Parameters, their gradients, the optimizer's state, and the output.
         total = parameters * (2 + slots) + step.output.layout.boxes.fullest * self.itemsize
         for value in step.inputs:
             for boxes, *_ in value.gathered:
@@ -498,6 +506,7 @@ class _Maker:
     ) -> tuple[list[Floats], Floats]:
         shape, passes, itemsize = (self.batch, *source.shape), 1, self.itemsize
         if not isinstance(source, Input):
+            # Backward redistributes the gradient.
             passes += self.plain[self.network.names[source]].output.trainable
         key = (shape, makers, readers, passes)
         if key not in self._tables:

@@ -194,6 +194,7 @@ class NetworkModel:
         """
         arrays = 3 + 2 * slots
         measured = self.machine.runtime.update
+        # SGD with momentum, which was measured, passes over 5 arrays, and a copy over 2.
         return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
 
     def sum(self, nbytes: float, ranks: Ranks, groups: int = 1) -> float:
@@ -285,6 +286,7 @@ class NetworkModel:
         copy = self.copy(nbytes)
         if not link.emulated:
             copy = max(copy, link.seconds(nbytes))
+        # Of its share (1 / here), a rank reads `here` summands and writes the sum; a copy passes over two buffers.
         addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
         across = self._collective_seconds("allreduce", nbytes, leaders)[0] if len(leaders) > 1 else 0.0
         return NodeSumTimes(copy, addition, across, copy)
@@ -368,6 +370,7 @@ class NetworkModel:
             if self.quick
             else {0, ranks - 1, middle_rank(move.source), middle_rank(move.target)}
         )
+        # Whole nodes: the messages of all devices of a node share its links.
         width = self.machine.devices_per_node
         nodes = {rank // width for rank in sample}
         return tuple(rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width)))
@@ -396,8 +399,10 @@ class NetworkModel:
                 shared = np.maximum(shared, by_node(nbytes * load.beyond) / topology.uplink)
             if topology.node_links:
                 inside = np.split(by_rank(beta * ~load.outside), load.first[1:])
+                # The links carry a node's messages rank by rank, so a rank also waits for those before it.
                 before = np.concatenate([traffic.cumsum() for traffic in inside])
                 slowest = max(slowest, float((load.alphas + before / topology.node_links).max()))
+        # The bytes of a node's ranks share the adapters; only the latencies of one and the same rank add up.
         beyond = shared + load.latest
         return max(slowest, float(beyond.max())), float(shared.max())
 
@@ -421,6 +426,7 @@ def _middle_part(axis: Intervals) -> int:
     """Return the part in the middle; with unequal shares, the largest part that is nearest to the middle."""
     extents = [max(0, stop - start) for start, stop in axis]
     middle, longest = len(extents) // 2, max(extents)
+    # Extents of equal shares differ by 1 at most.
     if extents[middle] + 1 >= longest:
         return middle
     return min((i for i, extent in enumerate(extents) if extent == longest), key=lambda part: abs(part - middle))

@@ -195,11 +195,13 @@ class Pricing:
         in_order = method.adds and network_model.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
         if method.by_nodes:
             parts = network_model.sum_by_nodes(nbytes, members)
+            # The progress thread makes both copies too, so nothing delays the computation.
             if method.in_background:
                 return SumPrice(parts.seconds, in_order=in_order)
             after = parts.addition + parts.across
             return SumPrice(after + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
+            # An all-reduce was measured, of which this is one half.
             work = network_model.sum_work(nbytes, members) / 2
             seconds = max(work, network_model.collective(method.name, nbytes, members, groups))
             busy = network_model.busy(method.name, nbytes, members, groups)

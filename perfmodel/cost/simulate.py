@@ -219,6 +219,7 @@ class Simulation:
             other._price_steps()
         other._known, known = _Remembered(), self._known
         if other.strategy.layers == self.strategy.layers:  # the operations are the same, and so is their memory
+            # Not the costs of replicated layers, which are those of one machine.
             other._known = replace(known, replicated={})
         return other
 
@@ -249,6 +250,7 @@ class Simulation:
         return max((self._memory(rank) for rank in ranks), key=lambda m: sum(m.values()))
 
     def _memory(self, rank: int) -> dict[str, int]:
+        # Ranks with arrays of the same shapes need the same memory.
         same = 0 if rank < self._uniform else rank
         key = same, tuple(exposed_layers(self.strategy, self.network, self.batch))
         if key not in self._known.memory:
@@ -283,7 +285,9 @@ class Simulation:
         return self._known.fullest
 
     def _find_fullest(self) -> int:
+        # Parameters, their gradients and the optimizer's state.
         copies = (2 + self.training.slots) * self._outline.wide.itemsize
+        # The zeros make it an array also if the network has no parameters.
         held = copies * np.sum([blocks.boxes.sizes() for blocks in self.blocks.values()], axis=0) + np.zeros(self.ranks)
         for value in self._outline.values.values():
             needed = {boxes for boxes, *_ in self._gathered.get(value, ())}
@@ -304,6 +308,7 @@ class Simulation:
         scheme, chunked = self.strategy.reduction, self._chunked
         exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
         rule = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
+        # The size of buckets matters only for schemes with buckets.
         key = rule, self.strategy.bucket_bytes * scheme.has_buckets, exposed
         if key not in chunked.buckets:
             nbytes, itemsize = self.strategy.bucket_bytes, self._outline.wide.itemsize
@@ -330,6 +335,7 @@ class Simulation:
         """Return the outline of the program with operations on gradients by the strategy's scheme."""
         exposed = {name: kernel for name, (_, kernel) in self._replicated().items()}
         parts = 2 if self.training.accumulates else 1
+        # No copy in the usual case: most schemes replicate nothing.
         if exposed or outlined.exposed:
             outlined = replace(outlined, exposed=exposed)
         return self._checked(reduce_gradients(outlined, self._buckets, self.strategy.reduction, parts))
@@ -387,6 +393,7 @@ class Simulation:
             own, message = terms.get(step.name, none), sent.get(step.name, (0, 0))
             messages, nbytes = messages + message[0], nbytes + message[1]
             if step.name not in self.network.layers:
+                # An exchange adds only its wait ("halo_exposed") to the step; "halo" is its whole time.
                 moved += sum(own.values()) - own["halo"]
                 continue
             share = shares.get(step.name, (0.0, 0.0))

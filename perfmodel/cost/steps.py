@@ -164,6 +164,7 @@ class _Steps:
         return outlined
 
     def _backward(self, step: Step, layer: _Known, summands: int) -> LayerCost:
+        # Without a gradient of its output, a layer has no backward pass; the loss needs none.
         trained = step.output.trainable and (summands > 0 or (step.name == self._loss and layer.is_loss))
         cost, contributions, gathered = layer.passes(self._gathered_of(step) if trained else None, self._pricing)
         if trained:
@@ -185,6 +186,7 @@ def _key(step: Step, gathered: _Gathered, pricing: Pricing) -> Hashable:
     """Return a key for the cost of a layer: layers with equal keys have equal costs."""
     output = step.output
     inputs = [
+        # Equal indices: the layer reads one value several times.
         (step.inputs.index(v), v.layout.boxes, v.stored, v.dtype, v.trainable, keys)
         for v, keys in zip(step.inputs, gathered)
     ]

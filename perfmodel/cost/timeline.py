@@ -89,6 +89,7 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
     for player in players:
         player.begin_forward(forward)
         player.compute(name, forward, "forward")
+    # Only the forward passes differ: both algorithms have the same backward pass.
     player = min(players, key=lambda player: player.now)
     forward_seconds, algorithm, forward_use = player.now, player.algorithms.get(name, ""), player.use_of_pass()
     player.begin_backward()
@@ -160,10 +161,11 @@ class _Link:
     free
         Time at which the last message has arrived [s].
     load
-        Share of the time until `free` in which the last message uses the adapters of a node.
+        Share of the time until `free` in which the messages in progress use the adapters of a node.
     """
 
     def __init__(self, concurrent: bool = False) -> None:
+        # Not 0: gathers of the previous step start at negative times.
         self._concurrent, self.free, self.load = concurrent, -math.inf, 0.0
 
     def send(self, at: float, seconds: float, in_order: bool = False, busy: float = 0.0) -> float:
@@ -211,6 +213,7 @@ class _Player:
 
     def use_of_pass(self) -> tuple[float, float, float]:
         """Return `busy`, `slack` and `squares` of the pass, as in :class:`LayerCost`."""
+        # Without exchanges, the slack is still infinite.
         return self._busy, self._slack if self._busy else 0.0, self._all
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
@@ -222,6 +225,7 @@ class _Player:
         if name in self._steps or self._again:
             self._spend(operations[0].layer if self._again else name, own, self.pricing.overhead)
         for operation in operations:
+            # A training step does not run these operations.
             if operation.when == "evaluation":
                 continue
             if isinstance(operation, Run):
@@ -349,6 +353,7 @@ class _StepPlayer(_Player):
             if segment.before and not completed:
                 self.run(segment.before)
             cost = costs.get(segment.name)
+            # Sums that use the adapters may delay halos, so known times do not hold.
             if cost is None or gradients.load:
                 own = "forward" if not backward else "again" if segment.again else "backward_data"
                 seconds = self._segment(segment, own)
