@@ -71,6 +71,7 @@ class BoundLayer:
         self.kernels, size, self._dtype = kernels, comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
         classes = {i: layer.counted_classes(i, *shapes) for i in range(len(inputs))}
+        # Times do not depend on how often classes occur, but layers with balanced weights need the counts.
         layer = layer.with_counts({i: [1] * n for i, n in classes.items() if n})
 
         def value(name: str, shape: tuple[int, ...], dtype: np.dtype = self._dtype) -> Value:
@@ -202,6 +203,7 @@ def _fill(array: Any, name: str) -> None:
     flat = array.reshape(-1)
     count = min(flat.size, 1 << 16)
     device = device_of(array)
+    # crc32 is the same in every process, unlike hash().
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(count).astype(array.dtype)
     for first in range(0, flat.size, max(count, 1)):
         part = flat[first : first + count]

@@ -217,6 +217,7 @@ class TimeCache:
         with writing(f"cache {self.path}", f"choose another folder with {CACHE_VARIABLE}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
+                # The lock ends when the file is closed.
                 fcntl.flock(file, fcntl.LOCK_EX)
                 size = file.seek(0, os.SEEK_END)
                 # A killed run may have left an incomplete last line.
@@ -231,6 +232,7 @@ class TimeCache:
         if self.path is None:
             return
         try:
+            # Damaged bytes should only cost their own line.
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except (FileNotFoundError, NotADirectoryError):
             return  # if it cannot be created, the first write reports it
@@ -280,6 +282,7 @@ def device_name(kernels: Any) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
+    # Reversed, so that of all processors the first one counts.
     facts = dict(reversed([(k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in lines) if v]))
     parts = [facts[k] for k in ("model name", "cpu family", "model", "stepping") if k in facts]
     return " ".join(parts) or platform.processor() or platform.machine()

@@ -65,6 +65,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     nodes = Nodes(tuple(map(str, comm.nodes)))
     # An emulated network between all ranks counts as the link within their node.
     grouping = nodes if nodes.has("node") else hosts
+    # The time that messages travel over a network is wall time, also if ranks share cores.
     clock = time.perf_counter if comm.waits_for_network else Oversubscription.of(comm, kernels).clock
     channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
     for level in ("node", "across"):
@@ -73,6 +74,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
             channel[level] = timer.channel(partner)
             face[level] = timer.face(partner, strided=False)
             strided[level] = timer.face(partner, strided=True)
+    # All ranks copy at the same time, because they share the bandwidth of their memory.
     comm.barrier()
     copy = fit_copy(clock=clock)
     sums = _reductions(comm, clock)
@@ -112,6 +114,7 @@ def _links(
     """
     links, nearest = {"device": copy.link("copy")}, "device"
     for level in ("node", "switch", "across"):
+        # A profile does not know which nodes share a switch.
         measured = "across" if level == "switch" else level
         if measured not in face:
             links[level] = Link(links[nearest].alpha, links[nearest].beta, f"not measured: copied from {nearest}")
@@ -178,8 +181,10 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
 
     peak = {dtype: 2 * MATRIX**3 / product(dtype, MATRIX) for dtype in kernels.dtypes if not kernels.emulates(dtype)}
     dtype = kernels.dtypes[0]
+    # The product of two numbers takes little more than the start of a kernel.
     launch = product(dtype, 1)
     source, target = kernels.zeros((STREAM,), np.uint8), kernels.zeros((STREAM,), np.uint8)
+    # A copy reads and writes.
     bandwidth = 2 * STREAM / fastest(lambda: kernels.xp.copyto(target, source))
     # The efficiency is fitted to convolutions of several sizes: t = launch + (flops + half) / (peak * compute).
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), groups=1)
@@ -189,7 +194,9 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
         w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), dtype)
         seconds.append(fastest(kernels.conv_forward(x, w, None, y, geometry)))
     variation = _variation(comm, oversubscription, kernels, kernels.conv_forward(x, w, None, y, geometry))
+    # 3 x 3 kernels; a multiplication and an addition are two operations.
     line = fit_line([2.0 * 9 * _CHANNELS**2 * extent**2 for extent in EXTENTS], seconds)
+    # A machine file allows at most 1 for the whole device.
     compute = min(1.0, 1 / (line.beta * peak[dtype])) if line.beta else 1.0
     half = max(0.0, line.alpha - launch) * peak[dtype] * compute
     efficiency = Efficiency(compute=compute, half=half, least=_LEAST)

@@ -69,9 +69,11 @@ class LayerTimer:
         """
         with ExitStack() as stack:
             bound = stack.enter_context(self._bind(work))
+            # The first run is slower: libraries generate code, and memory gets its pages.
             bound.run()
             seconds = self._clock(bound.forward)
             bound.write_dy()
+            # The maximum, so that all ranks repeat equally often.
             rough = float(self.comm.allreduce_scalar(seconds + sum(self._backward(bound)), "max"))
             twin, flushed = None, len(self._passing)
             # No twin if all data stay in the cache, nor for large layers, whose code is negligible. A loss runs once in
@@ -213,6 +215,7 @@ def measure_layers(
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works)
+    # Rank 0 decides, because measurements are collective and the caches of ranks may differ.
     needed = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
     state = Coverage(known=needed.count(False))
 
@@ -225,6 +228,7 @@ def measure_layers(
             report(done)
             if not missing:
                 continue
+            # Clocks differ: that of rank 0 decides for all ranks.
             if comm.bcast(budget is not None and time.perf_counter() - begin > budget):
                 state.left += 1
                 continue

@@ -142,7 +142,7 @@ class MessageTimer:
     def reduction_behind(
         self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED
     ) -> tuple[Fit, Fit]:
-        """Time sums of float32 over all ranks that overlap with computation.
+        """Time sums of float32 over all ranks during a computation.
 
         Some transports sum in the background; others (shared memory) sum only in ``finish()``.
 
@@ -164,6 +164,7 @@ class MessageTimer:
             for k, i in itertools.product(range(self.rounds), range(len(sizes))):
                 comm.barrier()
                 reductions[i].start()
+                # Long enough for the sum to end, if it travels in the background at all.
                 _compute(2 * waited.at(sizes[i]) + 2e-3)
                 comm.barrier()  # a late rank must not have had more time to sum
                 before = self.clock()
@@ -175,6 +176,7 @@ class MessageTimer:
         for reduction in reductions:
             reduction.close()
         exposed = fit_line(sizes, _slowest(comm, left))
+        # The largest sum shows it best: if it was in the background, finish() has little left to do.
         in_background = exposed.at(sizes[-1]) < waited.at(sizes[-1]) / 4
         fit = fit_sums(sizes, _slowest(comm, arrival))
         return (fit if in_background else waited), exposed
@@ -199,6 +201,7 @@ class MessageTimer:
             self.comm.barrier()
             begin = self.clock()
             for _ in range(in_a_row):
+                # A rank without a partner may have no messages, but takes part in the barriers.
                 for message in messages[i : i + 1]:
                     run(message)
             return (self.clock() - begin) / in_a_row
@@ -207,6 +210,7 @@ class MessageTimer:
         for i in range(len(sizes)):
             for message in messages[i : i + 1]:
                 run(message)
+            # The maximum, so that all ranks repeat equally often.
             in_a_row.append(1 if self.comm.allreduce_scalar(timed(i, 1), "max") > LONG else IN_A_ROW)
         seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(self.rounds)])
         for message in messages:
@@ -230,6 +234,7 @@ def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:
     """Time copies within the memory of a rank, and fit a line. Local; all ranks call it at the same time."""
+    # Written arrays, so that no copy has to wait for the system to allocate pages.
     sources = [np.ones(n, np.uint8) for n in sizes]
     targets = [np.ones(n, np.uint8) for n in sizes]
     seconds = np.empty((ROUNDS, len(sizes)))
@@ -249,6 +254,7 @@ class _Spans:
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
         if category == "communication":
+            # Not 0: `fit_line` requires positive times.
             self.last = max(t1 - t0, 1e-9)
 
 

@@ -95,6 +95,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
         alpha, beta = _solve(n / t, 1 / t, weights)
         residuals = np.abs((alpha + beta * n) / t - 1)
         limit = _HUBER * max(float(np.median(residuals)), 1e-12)
+        # The lower limits prevent a division of 0 by 0 if the fit is exact.
         weights = np.minimum(1.0, limit / np.maximum(residuals, 1e-300))
     error = float(np.sqrt(np.mean(residuals**2)))
     return Fit(alpha, beta, error, tuple(n.tolist()), tuple(t.tolist()))
@@ -124,6 +125,7 @@ def fit_sums(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
     (5.0, 1.0)
     """
     line = best = fit_line(nbytes, seconds)
+    # Each of the two lines needs at least two points.
     for k in range(2, len(nbytes) - 1):
         short, long = fit_line(nbytes[:k], seconds[:k]), fit_line(nbytes[k:], seconds[k:])
         if short.alpha < long.alpha and short.beta > long.beta:
