@@ -64,6 +64,7 @@ class Changes:
                 key = tuple(new)
                 if key not in result or result[key].gain < gain:
                     result[key] = Change(gain, self._memory(indices, new, [layer for layer, _ in changes]), key)
+        # A region's present cut, or one that none of its first layers has as a candidate, changes nothing.
         result.pop(tuple(indices), None)
         return sorted(result.values(), key=lambda change: -change.gain)
 
@@ -73,9 +74,11 @@ class Changes:
         sums = [s[i] - s for s, i in zip(self.costs.sums, x)]
         for v, costs in enumerate(own):
             gains = costs[x[v]] - costs
+            # Candidates that are not allowed have infinite costs.
             for c in np.flatnonzero(np.isfinite(gains)):
                 yield [(v, int(c))], gains[c], gains[c] + sums[v][c]
         for (u, v), table in self.costs.edges.items():
+            # The own costs count the edge between u and v with the other layer's present candidate; here both are new.
             joint = own[u][:, None] - table[:, x[v]][:, None] + own[v][None, :] - table[x[u]][None, :] + table
             hidden = joint[x[u], x[v]] - joint
             hidden[x[u]], hidden[:, x[v]] = -np.inf, -np.inf  # changes of one layer
@@ -83,6 +86,7 @@ class Changes:
             for a, b in _largest(hidden, waited, PAIRS):
                 yield [(u, a), (v, b)], hidden[a, b], waited[a, b]
         for region in self._regions(x):
+            # A region may adopt another cut from either end.
             yield from self._beginnings(region, x)
             yield from self._beginnings(region[::-1], x)
 
@@ -110,6 +114,7 @@ class Changes:
                 for w in (w for edge in self._of[v] for w in edge if w not in seen and cuts[w] == cuts[first]):
                     seen.add(w)
                     waiting.append(w)
+            # Changes of one layer and of pairs cover smaller regions.
             if len(region) > 2:
                 regions.append(sorted(region))
         return regions
@@ -142,6 +147,7 @@ class Changes:
     def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
         """Return the growth of the memory if `layers` change from `old` to `new` [B]."""
         grown = sum(self.costs.memory[v][new[v]] - self.costs.memory[v][old[v]] for v in layers)
+        # A set, so that an edge between two changed layers counts once.
         for edge in {edge for v in layers for edge in self._of[v]}:
             table = self.costs.edge_memory.get(edge)
             if table is not None:

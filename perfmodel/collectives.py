@@ -18,9 +18,9 @@ of a switch, switches. An all-reduce is a reduce-scatter within the node, an all
 same part on other nodes, and an all-gather within the node (as in NCCL's and Aluminum's two-level algorithms).
 Reduce-scatter and all-gather proceed stage by stage. The devices of a node share its network adapters: with one
 adapter, all their parts, that is, the whole vector, go through it. Nodes of a switch have adapters of their own, so
-after that stage every node carries only its own part, on the links that they share in a tapered tree. The flat ring
-over all ranks passes each node's adapter once in either direction at the speed of the slowest link; it is used if it is
-cheaper.
+after that stage every node carries only its own part; in a tapered tree, nodes share the links between switches. The
+flat ring over all ranks passes each node's adapter once in either direction at the speed of the slowest link; it is
+used if it is cheaper.
 
 A machine file may instead describe the all-reduces of a library of collectives (`library_seconds`).
 
@@ -61,6 +61,7 @@ def _ring(n: float, p: int, link: Link) -> float:
 
 
 def _gather_bruck(n: float, p: int, link: Link) -> float:
+    # `_log` rounds down, so this is ceil(lg p) messages.
     return _spread(_log(p - 1) + 1, n, p, link)
 
 
@@ -72,6 +73,7 @@ def _gather_doubling(n: float, p: int, link: Link) -> float:
 def _scatter_halving(n: float, p: int, link: Link) -> float:
     if _power_of_two(p):
         return _spread(_log(p), n, p, link)
+    # Each surplus rank first sends its whole vector to a neighbor, which returns its part (Thakur et al. 2005).
     return (_log(p) + 2) * link.alpha + 2 * link.beta * n
 
 
@@ -89,6 +91,7 @@ def _reduce_doubling(n: float, p: int, link: Link) -> float:
 
 
 def _rabenseifner(n: float, p: int, link: Link) -> float:
+    # Only the largest power of two of ranks takes part in the halving and the doubling.
     return 2 * _spread(_log(p), n, 1 << _log(p), link) + _folded(n, p, link)
 
 
@@ -165,6 +168,7 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     if not stages or nbytes == 0:
         return 0.0
     staged = _staged(collective, nbytes, stages)
+    # With equal links, the ring is among the algorithms of the stage.
     if len(stages) == 1:
         return staged
     ranks = math.prod(stage.size for stage in stages)
@@ -202,6 +206,7 @@ def library_seconds(
     times = [_protocol_seconds(protocol, part * nbytes, ranks, nodes, groups, part) for protocol in valid]
     if not times:
         return None
+    # A library chooses by its own estimate, which does not contain the time of the chunks.
     (seconds, transfer), chosen = min(zip(times, valid), key=lambda pair: pair[0])
     return seconds + _pipeline_seconds(chosen, nbytes, ranks, nodes, groups), transfer
 
@@ -216,6 +221,7 @@ def _protocol_seconds(
     else:
         hops = (ranks - 1) * (protocol.network if nodes > 1 else protocol.node)
         transfer *= 2 * (ranks - 1) / ranks
+    # An all-reduce passes all hops twice: up and down a tree, or around a ring for the sums and for the results.
     return protocol.start + part * 2 * hops + transfer, transfer
 
 
@@ -229,7 +235,9 @@ def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int,
     if protocol.algorithm != "tree" or not protocol.chunk:
         return 0.0
     inside, between = _hops(ranks, nodes)
+    # All channels of all groups pass a chunk on at the same time, over the same links.
     chunks = groups * protocol.channels * chunk_bytes(protocol, nbytes, inside + between)
+    # The first hop, which is left out, is within the node, if the node has several ranks.
     first = min(inside, 1)
     # The bandwidths are those of both directions together.
     return chunks * ((inside - first) / protocol.node_bandwidth + (between - 1 + first) / protocol.bandwidth)
@@ -238,9 +246,9 @@ def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int,
 def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
     """Return the size of the chunks of a tree [B], by the rule of NCCL 2.4 (`computeColl` in its src/enqueue.cu).
 
-    A chunk is halved as long as a channel has fewer than 8 chunks per hop and the chunk exceeds 4 times its least size;
-    then as long as there are fewer than 4 and it exceeds twice that size; then as long as there is fewer than one and
-    it exceeds that size.
+    A chunk is halved as long as a channel has fewer than 8 chunks per level of the tree (`hops` + 1) and the chunk
+    exceeds 4 times its least size; then as long as there are fewer than 4 and it exceeds twice that size; then as long
+    as there is fewer than one and it exceeds that size.
 
     >>> from halograd.perfmodel.machine import Protocol
     >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)
@@ -251,6 +259,7 @@ def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
     for most, least in ((8, 4), (4, 2), (1, 1)):
         while nbytes < protocol.channels * chunk * most * (hops + 1) and chunk > least * protocol.least_chunk:
             chunk /= 2
+    # The part of a channel may be smaller than the smallest chunk.
     return min(chunk, nbytes / protocol.channels)
 
 

@@ -103,6 +103,7 @@ def candidates(
 
 def fits(node: Node, parts: Parts, batch: int) -> bool:
     """Return whether a layer can have this cut, with balanced blocks."""
+    # The layer cannot cut these axes: their parts must be 1. (1,) refuses nothing.
     refused = {"no": parts[4:], "channelwise": parts[5:], "contracts": (1,)}[node.layer.cuts_channels]
     extents = _extents(node.layer, [source.shape for source in node.inputs], node.shape, batch)
     return max(refused) == 1 and _fits(extents, parts, balanced=True)
@@ -112,6 +113,7 @@ def _extents(layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int,
     """Return the extents that cuts of a layer have to fit."""
     extents: list[Extent] = [((0,), batch), *spatial_extents((shapes[0], output))]
     if layer.cuts_channels != "no":
+        # Both kinds of channel parts cut the channels of the output (`layout_of`).
         extents.append(((4, 5), output[-1]))
     if layer.cuts_channels == "contracts":
         extents.append(((5,), shapes[0][-1]))
@@ -127,6 +129,7 @@ def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:
     [((2,), 6), ((3,), 4), ((2, 3), 24)]
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
+    # Depth, height and width are 1, 2 and 3 in `AXES`: an image (H, W, C) begins at 2.
     first = 5 - max(map(len, shapes), default=1)
     extents: list[Extent] = []
     for shape in shapes:
@@ -193,6 +196,7 @@ def _fits(extents: Sequence[Extent], parts: Parts, balanced: bool) -> bool:
             continue
         if n < count or (balanced and -(-n // count) * count > UNEVEN * n):
             return False
+        # Axes 4 and 5 are channels.
         if balanced and axes[-1] > 3 and n < CHANNELS * count:
             return False
     return True
@@ -209,6 +213,7 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
         return (product,)
     best = min(
         ((*rest, last) for last in divisors(product) for rest in [_squarest(product // last, axes - 1)]),
+        # Among factorizations of one product, the most equal one has the smallest sum.
         key=lambda factors: (sum(factors), [-f for f in factors]),
     )
     return tuple(sorted(best, reverse=True))

@@ -108,12 +108,14 @@ class LayerWork:
         if outputs is not None:
             local, sample = local.of_outputs(shapes[0][1:], tuple(outputs))
             shapes = ((shapes[0][0], *sample), *shapes[1:])
+        # 2 stands for any number of ranks: kernels depend only on whether statistics are summed over several.
         local, spread = local.of_statistics(1 if options is None else 2, options or {})
         return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
 
     @cached_property
     def kind(self) -> str:
         """Class name of the layer."""
+        # Classes of users in different modules may have the same name.
         kind = type(self.layer)
         return kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -172,6 +174,7 @@ class KernelTimes(ABC):
         options: Mapping[str, Any] | None = None,
     ) -> LayerTime:
         """Return the time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
+        # A tuple, because a cut layer without this option, (None,), differs from a layer on one rank, None.
         statistics = None if options is None else (options.get("statistics"),)
         cut = (filters, outputs and tuple(outputs), statistics)
         known = (layer, tuple(inputs), dtype, trainable, input_gradient, *cut)
@@ -238,6 +241,7 @@ class RooflineTimes(KernelTimes):
             work_back = flops * work.layer.backward_flops
             data = kernel("backward_data", work_back, passes.inputs(True, xs) + passes.data[1] * y + weights)
         if has_filter:
+            # It reads x and dy, and writes dw.
             filter_ = kernel("backward_filter", flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)
 

@@ -343,6 +343,7 @@ class Machine:
     rounds_gradients: bool = True
 
     def __hash__(self) -> int:
+        # Mappings among the other fields have no hash. Equal hashes of different machines only cost a comparison.
         return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
 
     @classmethod
@@ -446,6 +447,7 @@ class Machine:
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
+        # The sums were measured on the real links: on the emulated network they are unknown.
         unknown: Any = {key: {} for key in SUMS}
         runtime = dataclasses.replace(self.runtime, **unknown)
         machine = dataclasses.replace(
@@ -495,6 +497,7 @@ class Machine:
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
         sharing = (-(-counts[0] * groups // self.rails), 1, 1)  # nodes of a switch have adapters of their own
         links = dict(self.links)
+        # Without a stage within the node, `sharing` has no effect: here it is the groups that share the adapters.
         if groups > 1 and counts[0] == 1 and not (self.topology and self.topology.network):
             for level in ("switch", "across"):
                 links[level] = links[level].shared_by(-(-groups // self.rails))
@@ -504,9 +507,11 @@ class Machine:
             sharing = (counts[0], 1, 1)
             for level in ("switch", "across"):
                 devices = counts[0] * groups
+                # Together the devices send at most at `network`, and each of them at most at the bandwidth of its link.
                 beta = groups * max(1 / self.topology.network, links[level].beta / devices)
                 links[level] = dataclasses.replace(links[level], beta=beta)
         if self.topology is not None and self.topology.uplink:
+            # The nodes that take part share the uplinks of all nodes of their switch.
             share = counts[1] / (self.nodes_per_switch * self.topology.uplink)
             links["across"] = dataclasses.replace(links["across"], beta=max(links["across"].beta, share))
         stages = zip(LEVELS[1:], counts, sharing)
@@ -563,6 +568,7 @@ def expected_maximum(count: int) -> float:
     """
     if count < 2:
         return 0.0
+    # Midpoint rule on [-8, 8]: beyond it, F differs from 0 or 1 by less than 1e-15.
     step = 1 / 64
     cdf = [0.5 * math.erfc(-(i + 0.5) * step / math.sqrt(2)) for i in range(-512, 512)]
     return step * sum((1 if i >= 512 else 0) - value**count for i, value in enumerate(cdf))
@@ -582,6 +588,7 @@ def _protocol(protocol: Protocol) -> dict[str, Any]:
 
 def _quantities(record: Any, **units: str) -> dict[str, Any]:
     """Return the fields as keys of a file, with their units; rates and sizes of 0, the default, are left out."""
+    # A file cannot contain rates and sizes of 0: its types reject them.
     values = {key: value for key, value in vars(record).items() if value or units.get(key, "s") == "s"}
     return {key: format_quantity(value, units[key]) if key in units else value for key, value in values.items()}
 
@@ -589,6 +596,7 @@ def _quantities(record: Any, **units: str) -> dict[str, Any]:
 def _lines(table: Mapping[Any, Any], section: str = "") -> Iterator[str]:
     """Yield the lines of TOML of a table, then those of the tables within it."""
     names = {key: str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else to_toml(key) for key in table}
+    # In TOML, keys after the header of a table belong to this table, so the tables come last.
     inner = [key for key in table if isinstance(table[key], Mapping)]
     yield from (f"{names[key]} = {to_toml(table[key])}" for key in table if key not in inner)
     for key in inner:

@@ -141,6 +141,7 @@ class PlanCandidates:
         if plan_candidate.simulation.computing >= faster_than:
             return None
         for variant in self.variants(plan_candidate):
+            # Variants are sorted by time, so the others are slower still.
             if variant.seconds >= faster_than:
                 return None
             if variant.fits(limit):
@@ -159,6 +160,7 @@ class PlanCandidates:
         fastest: list[PlanCandidate] = []
         for plan_candidate in sorted(self, key=lambda other: other.simulation.computing):
             slowest = fastest[-1].seconds if len(fastest) == count else math.inf
+            # The lower bounds increase, so no later strategy is among the fastest.
             if plan_candidate.simulation.computing >= slowest:
                 break
             best = self.best_of(plan_candidate, limit, slowest)
@@ -217,13 +219,14 @@ def planned_schemes(
 def first_chunks(network: Network) -> list[int]:
     """Return promising numbers of layers in the first of two chunks, in increasing order.
 
-    These chunks end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of VGG-A). If there
-    are fewer than three of them, equal parts of the layers are added.
+    In backward order, these chunks end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of
+    VGG-A). If there are fewer than three of them, equal parts of the layers are added.
 
     >>> from halograd.models import build
     >>> first_chunks(build("vgg_a"))
     [3, 6, 9, 12]
     """
+    # Backward order: the gradients of the last layers are complete first.
     counted = [kind for kind in reversed(kinds_of(network).values()) if kind != "other"]
     firsts = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
     if len(firsts) < 3:
@@ -253,6 +256,7 @@ def rank_schemes(
     training = training or Training()
     pricing = Pricing(NetworkModel(machine), times, training.dtype)
     whole = Simulation(network, strategy, batch, pricing, training, ranks)
+    # The layers are priced once; a scheme only changes the sums of gradients.
     priced = {scheme: whole.with_reduction(scheme).step_seconds for scheme in schemes}
     return dict(sorted(priced.items(), key=lambda item: item[1]))
 

@@ -95,6 +95,7 @@ class LayerRecord:
     @property
     def seconds(self) -> float:
         """Time that the layer adds to the step [s]."""
+        # Only waits count: `halo` and `allreduce` include what computation hides.
         exposed = self.halo_exposed + self.channel + self.allreduce_exposed
         kernels = self.forward + self.backward + self.again
         return kernels + self.statistics + self.redistribution + self.packing + exposed
@@ -336,6 +337,7 @@ class Plan:
 
         Errors name `source`, as those of `load`.
         """
+        # A strategy is JSON too, and easily confused with a plan: the message states the difference.
         if not isinstance(data, dict) or _MARK not in data:
             got = "other JSON"
             if isinstance(data, dict):

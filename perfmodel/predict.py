@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "block": ("pointwise", "block"),
     "auto": ("pointwise", "block"),
 }
-#: Multiple of the limit above which the estimated memory of the leanest choice ends a search; others save less.
+#: The search ends if the leanest choice needs more than this multiple of the limit: others need still more.
 HOPELESS = 2.0
 #: Number of cuts for which outputs to compute again are chosen.
 CUTS = 6
@@ -184,6 +184,7 @@ class StrategySearch:
         planning: Planning,
         quick: Pricing | None = None,
     ) -> None:
+        # Raises UserError for more ranks than a plan can examine.
         build(Ranks, ranks, at="ranks")
         self.chooser = PLANNERS.find(planning.planner, "planner")()
         self.network, self.batch, self.ranks, self.machine = network, batch, ranks, machine
@@ -279,6 +280,7 @@ class StrategySearch:
         """Yield the plan of each limit, and the leanest one."""
         began, level, last = time.perf_counter(), self.limit, self.limit
         self.limit = math.inf
+        # The search under this limit only finds the fastest strategies; each level below explores its own limit.
         self.chooser.look(self)
         while True:
             self.limit = level
@@ -328,6 +330,7 @@ class StrategySearch:
             grid = self.plan_candidates.best_of(self.compared[GRID], math.inf)
             self._descend(grid, math.inf, min(NEAR_GRID, self.budget // 2))
         best = self.plan_candidates.fastest()
+        # Without a limit, every strategy fits.
         assert best is not None
         level = float(best.memory_bytes)
         if level > self.limit:
@@ -376,6 +379,7 @@ class StrategySearch:
             return by_grid[parts].seconds
 
         choices = grids(self.network, self.batch, self.ranks)
+        # Inputs may have too few positions for so many parts.
         if not choices:
             return []
         if len(choices) > self.budget:
@@ -402,6 +406,7 @@ class StrategySearch:
             try:
                 choice = self.planner.plan(self.costs.problem(exposed, capacity))
             except NoneFits:
+                # That nothing fits a reduced capacity does not prove that nothing fits the limit.
                 if attempt:
                     return
                 raise
@@ -448,6 +453,7 @@ class StrategySearch:
             keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
             sharded = next((variant for variant in variants if variant.strategy.reduction.kind.shards), variants[0])
             for variant in dict.fromkeys((variants[0], sharded)):
+                # What remains for outputs: the memory of everything else does not depend on which of them are kept.
                 capacity = self.limit - (variant.memory_bytes - keeping.most)
                 seconds = variant.seconds + keeping.estimate(max(capacity, keeping.least))
                 if keeping.may_fit(capacity):
@@ -553,8 +559,10 @@ class StrategySearch:
         if self.planning.recompute == "none":
             for plan in self._other(recompute="auto"):
                 yield 'recompute = "auto"', plan.step_seconds
+        # Only the smallest number of parts that fits; it must divide the batch.
         for parts in (k for k in range(2, self.batch + 1) if self.batch % k == 0):
             for plan in self._other(batch=self.batch // parts, training=replace(self.training, accumulates=True)):
+                # The other parts only run both passes; the plan's step contains the sums of gradients and the update.
                 passes = plan.prediction.forward_seconds + plan.prediction.backward_seconds
                 yield f"accumulate = {parts}", plan.step_seconds + (parts - 1) * passes
                 break

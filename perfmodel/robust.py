@@ -54,12 +54,13 @@ __all__ = ["FACTOR", "RobustPlan", "VariedMachine", "VariedTimes", "plan_robust"
 FACTOR = 3.0
 #: Number of strategies of each search that may be the choice.
 FEW = 3
-#: Number of choices by costs between those of the machines, and growth of the weight of the largest regret.
+#: Number of choices by weighted costs of all machines, and exponent by which each raises the weight of the largest
+#: regret.
 ROUNDS, STEEP = 3, 1.5
-#: Layers to simulate on one machine and changes to try at least, per start; largest estimated loss of a change, as a
-#: part of the step.
+#: Per start of a descent, number of layers to simulate on one machine, and minimum number of changes to try; largest
+#: estimated loss of a change, as a part of the step.
 WORK, FEWEST, SLACK = 2500, 16, 0.03
-#: Part of the mean regret in the objective, which otherwise is the largest one.
+#: Weight of the mean regret in the objective, which is otherwise the largest regret.
 MEAN = 0.05
 #: Number of machines towards whose best strategies the choice changes.
 TARGETS = 3
@@ -101,6 +102,7 @@ class VariedTimes(KernelTimes):
         known = self._times.of_work(work)
 
         def kernel(seconds: float) -> float:
+            # A time of 0 means that the layer has no such kernel.
             return self._varied + max(0.0, seconds - self._launch) / self._rate if seconds else 0.0
 
         return LayerTime(*map(kernel, (known.forward, known.backward_data, known.backward_filter)))
@@ -199,6 +201,7 @@ def plan_robust(
                 f"robust: expected a planner that chooses among strategies, such as elimination, got "
                 f"{planning.planner!r}; leave one of both out"
             )
+        # The first of them is the machine itself, which has its own search.
         varied_machines = list(variations(machine, times, factor))[1:]
         # One search lowers the candidates for all machines: lowering takes longer than pricing.
         first.also = [
@@ -271,6 +274,7 @@ class _StepTable:
         first, weights = self._searches[0], np.ones(len(self._costs))
         for _ in range(ROUNDS):
             regrets = np.array(self.regrets(self.choose()))
+            # The weight of the largest regret grows by the factor exp(STEEP) in each round.
             weights = weights * np.exp(STEEP * regrets / max(regrets.max(), ROUNDING))
             # Costs are additive, so the planner solves their weighted sum exactly.
             between = self._between(weights)
@@ -389,6 +393,7 @@ class _StepTable:
 
     def _simulated(self, i: int, machine: int) -> Simulation:
         known, strategy = self._simulations[self._keys[i][0]], self._candidates[i].strategy
+        # The simulation on any machine serves, because programs do not depend on the machine.
         if machine not in known:
             known[machine] = next(iter(known.values())).on(self._searches[machine].pricing)
         return known[machine].with_reduction(strategy.reduction, strategy.bucket_bytes)

@@ -35,7 +35,8 @@ __all__ = ["MACHINE", "SmallLayers", "suit_small_layers"]
 
 #: Machine that is assumed if nothing was measured.
 MACHINE = "cpu-core"
-#: Fraction by which another cut of a layer, and the step under all other cuts, has to be faster; and by how much [s].
+#: Fractions by which another cut of a layer, and the step under all changed cuts, have to be faster; least gain of the
+#: step [s].
 MARGIN, WORTH, LEAST = 0.1, 0.04, 1e-3
 #: Fractions of the sums of gradients that are charged to layers, one choice each; `simulate` decides between them.
 EXPOSED = (1.0, 0.0)
@@ -102,6 +103,7 @@ def suit_small_layers(
     best = uncut = simulated(strategy)
     choices = _choices(network, strategy, batch, ranks)
     if max(map(len, choices.values())) > 1:
+        # The messages of a few ranks are enough for the many candidates, because `simulated` decides.
         quick = Pricing(NetworkModel(machine, quick=True), times, training.dtype)
         arguments = (network, batch, ranks, quick, training, False, strategy.bucket_bytes, choices)
         costs = network_costs(*arguments)
@@ -166,7 +168,9 @@ def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
     memory = costs.problem().bytes((0,) * len(costs.names))
     for exposed in EXPOSED:
         problem = costs.problem(exposed, memory)
+        # Candidate 0 is the given cut.
         biased = tuple(np.append(t[:1], t[1:] * (1 + MARGIN)) for t in problem.times)
+        # The planner may reach the limits of its work; the given cut then stays.
         with suppress(UserError):
             yield Elimination().plan(replace(problem, times=biased)).indices
 
@@ -176,6 +180,7 @@ def _with_cuts(strategy: Strategy, costs: NetworkCosts, indices: Sequence[int]) 
     layers = dict(strategy.layers)
     for name, options, i in zip(costs.names, costs.candidates, indices):
         if i:
+            # An entry without any part would mean the common cut.
             parts = {axis: n for axis, n in zip(AXES, options[i]) if n > 1} or {"sample": 1}
             layers[name] = {**layers.get(name, {}), **parts}
     return replace(strategy, layers=layers)

@@ -7,8 +7,8 @@ every length in `RUNS` the whole network is simulated. The runs that gain most b
 strategy. A plan takes the fastest that fits if it is faster than all plain ones by `MARGIN`: the times of kernels on
 larger blocks, and of copies, are less certain than those of exchanges.
 
-Nothing is simulated where the step would not be fast enough even if wide values saved as much as they can, and no
-longer runs where the shorter ones save too little.
+Nothing is simulated where the step would not be fast enough even if wide values saved as much as they can. Longer runs
+are left out where shorter ones save too little.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def wider(
     if plain.step_seconds - _savable(plain.layers) >= below:
         return []
     links = _links(plain.layers)
+    # A list, because mappings have no hash.
     tried = [strategy.layers]
     seconds: dict[Simulation, float] = {}
     gains: list[tuple[float, range]] = []
@@ -73,6 +74,7 @@ def wider(
             break
     chosen, used = list[range](), set[int]()
     for gain, run in sorted(gains, key=lambda pair: -pair[0]):
+        # Gains of runs with a common link do not add up.
         if gain > 0 and not used & {*run}:
             chosen.append(run)
             used |= {*run}
@@ -116,6 +118,7 @@ def _wide(plain: Prediction, links: Sequence[range], runs: Sequence[range]) -> l
     for run in runs:
         numbers += [i for link in run[:-1] for i in links[link]]
         last = links[run[-1]]
+        # Without a norm, no layer of the last link becomes wide.
         numbers += range(next((i for i in last if plain.layers[i].statistics), last.stop), last.stop)
     return [plain.layers[i].name for i in numbers]
 
