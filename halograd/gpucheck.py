@@ -26,6 +26,7 @@ def main() -> int:
     """
     if not (ROOT / "tests" / "gpu" / "command.py").exists():
         raise UserError(f"gpucheck: expected tests/gpu of the repository in {ROOT}, got none; run it in a clone")
+    # `tests` is not a part of the installed package.
     sys.path.insert(0, str(ROOT))
     return int(importlib.import_module("tests.gpu.command").main())
 

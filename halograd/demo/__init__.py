@@ -46,6 +46,7 @@ def run_demo(out: Path, settings: DemoSettings) -> HeldOutResults:
     with clock.stage("train"):
         headline = _train(mpiexec, files, settings)
     with clock.stage("evaluate"):
+        # All samples, because the thresholds are chosen on those of the training.
         arguments = ["evaluate", str(files.run), "--samples", "all", "--predictions", str(files.predictions)]
         run_ranks(mpiexec, settings.ranks, [*arguments, "--set", "output.timeline=false"], _quiet)
     with clock.stage("logistic regression"):
@@ -75,11 +76,13 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
             nonlocal done
             if not line.startswith("trained to "):  # names the folder, which is renamed afterwards
                 print(f"    {line}", flush=True)
+            # Progress is counted by the lines of the job, which is another process.
             done += line.startswith("epoch ")
             progress(done, settings.epochs)
 
         arguments = ["train", str(files.config), "--set", f"output.directory={files.new_run}"]
         lines = run_ranks(mpiexec, settings.ranks, arguments, print_progress)
+    # Only now: a training that fails leaves the finished run as it is.
     replace_run(files.new_run, files.run)
     print("3/4 evaluation, and a logistic regression of the same channels", flush=True)
     return next((line for line in lines if " parameters, " in line), "")

@@ -129,6 +129,7 @@ def prepare(files: Files) -> None:
     if not os.access(files.out, os.W_OK):
         raise UserError(f"--out: expected a folder that can be written to, got {files.out}; choose another one")
     if files.new_run.exists():
+        # Raises UserError if another demonstration trains there.
         with RunLock(files.new_run) as lock:
             lock.acquire()
             clear_run(files.new_run)
@@ -149,6 +150,7 @@ def replace_run(new: Path, old: Path) -> None:
     for path in _own_files(new):
         target = old / path.relative_to(new)
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the same file system, so each file is replaced at once.
         os.replace(path, target)
     clear_run(new)
 
@@ -211,12 +213,13 @@ timeline = true                   # writes timeline.json, for https://ui.perfett
 
 
 def write_config(files: Files, settings: DemoSettings) -> Path | None:
-    """Write ``config.toml``. Return the new name of an existing edited one. Local."""
+    """Write ``config.toml``. An existing file with another text is renamed; return its new path, else None. Local."""
     text = _text(files, settings)
     kept = None
     if files.config.exists():
         if files.config.read_text(encoding="utf-8", errors="replace") == text:
             return None
+        # The user may have edited it.
         kept = _free_name(files.config)
         files.config.rename(kept)
     with atomic_path(files.config) as partial:
@@ -227,7 +230,7 @@ def write_config(files: Files, settings: DemoSettings) -> Path | None:
 def _text(files: Files, settings: DemoSettings) -> str:
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
     values |= {"ranks": settings.ranks, "widths": list(settings.widths), "config": files.config}
-    # A JSON string is a TOML string.
+    # A JSON string is a TOML string, up to U+FFFF.
     values |= {"data": json.dumps(str(files.data)), "run": json.dumps(str(files.run)), "mine": files.out / "mine"}
     return TEMPLATE.format(**values)
 
@@ -263,6 +266,7 @@ def _has_settings(path: Path, settings: DemoSettings) -> bool:
         attributes = {}
     if attributes.get("format") != FORMAT:
         raise UserError(f"expected no file or a mesh-tangling data set at {path}, got another file; move it away")
+    # Data of other settings, or of another version, are generated again.
     return all(attributes.get(key) == value for key, value in expected.items()) and _is_complete(path, settings)
 
 

@@ -47,7 +47,7 @@ class StageTimes:
 
 @dataclass
 class Clock:
-    """Clock of the stages of a demonstration, in the order of their ends."""
+    """Times of the stages of a demonstration, in the order in which they end."""
 
     stages: list[StageTimes] = field(default_factory=list)
 
@@ -65,6 +65,7 @@ class Clock:
 
 def _cpu() -> float:
     times = os.times()
+    # Ranks of a job are children of mpiexec; their times count once they have ended.
     return times.user + times.system + times.children_user + times.children_system
 
 
@@ -123,6 +124,7 @@ def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
         training, held_out = split(len(dataset), settings.validation, settings.seed, dataset.groups)
         (inputs, masks), names = _read(dataset), dataset.fields["x"].channel_names
         density, now = (inputs[held_out, ..., names.index(n)] for n in ("Density", "scaledJacobian"))
+    # In place, so that network and regression have the same inputs; density and quality were copied before.
     _statistics(files).apply(inputs)
     model = fit(lambda: ((inputs[i], masks[i]) for i in training))
     # Thresholds are chosen on training samples: on held-out ones they would make the scores too good.
@@ -171,6 +173,7 @@ def _limit(files: Files) -> float:
 
 
 def _scores(positive: np.ndarray, truth: np.ndarray) -> dict[str, float | None]:
+    # 0 or 1 instead of probabilities: the threshold of the predictor was applied before.
     counted = Confusion(2, threshold=0.5)
     counted.add(positive.astype(np.float32), truth)
     return counted.scores()
@@ -235,6 +238,7 @@ def draw_pictures(files: Files, results: HeldOutResults) -> None:
         ("logistic regression per cell", results.scores[1].iou),
         "weighted cross-entropy [nat/cell]",
     )
+    # In epochs: the step of the first validation is the number of steps per epoch.
     at, validated_at = ([entry["step"] / held_out[0]["step"] for entry in entries] for entries in (steps, held_out))
     draw_curves(files.out / "loss.png", steps, held_out, at, validated_at, quality)
     draw_masks(files.out / "predictions.png", _masks(results))

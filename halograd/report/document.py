@@ -24,6 +24,7 @@ def write_html(template: str, path: Path, **values: Any) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("halograd.report"),
         autoescape=True,
+        # A misspelled variable is an error, instead of an empty text.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

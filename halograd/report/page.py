@@ -60,6 +60,7 @@ def write_page(record: Record, path: Path, predictions: Path | None = None, deta
     """
     left_out: list[str] = []
     status = status_of(record)
+    # The page contains its pictures, so their files are temporary.
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder)
         write_html(
@@ -91,6 +92,7 @@ def _summary(status: Status, begin: Entry) -> list[tuple[str, str]]:
         rows.append(("samples per second in the last two epochs", f"{status.samples_per_second:.4g}"))
     if status.seconds_left is not None:
         rows.append(("time left", duration_text(status.seconds_left)))
+    # Logs of old versions do not have all of these.
     if begin.keys() >= ABOUT:
         rows += [
             ("network", f"{begin['network']}, {begin['parameters']:,} parameters"),
@@ -279,7 +281,7 @@ def _shown_masks(
 def _are_masks(target: h5py.Dataset) -> bool:
     """Return whether targets have only the values 0 and 1, and possibly one ignored number."""
     known, others = False, np.empty(0)
-    for k in range(len(target)):  # of all samples, because the field of one may be 0, or all of it ignored
+    for k in range(len(target)):  # of all samples: the target of one may be 0 everywhere, or ignored everywhere
         values = np.unique(target[k])
         inside = np.isin(values, (0, 1))
         known, others = known or bool(inside.any()), np.union1d(others, values[~inside])
@@ -314,6 +316,7 @@ def _image(
                 given = data["path"] if SAMPLE in str(data.get("inputs")) else path
                 if str(given) not in opened:
                     opened[str(given)] = stack.enter_context(_open(given, data))
+                # ValueError, which is caught below, if the data set does not have this file any more.
                 (part,) = (part for part in opened[str(given)].parts if str(part.path) == path)
                 image, title = _image_of(part, int(numbers[k]), spatial, data)
                 images.append(_slice(image))
@@ -344,6 +347,7 @@ def _image_of(part: Any, index: int, spatial: tuple[int, ...], data: dict[str, A
     if data.get("patches") or (data.get("augment") or {}).get("crop"):
         if data.get("rule") is not None:
             raise DataError(f"{part.path}: the window of predictions that are reduced is not known")
+        # Predictions of patches or crops: extents of the window, converted from targets to inputs, which may be finer.
         window = tuple(n * mine // n_target for n, mine, n_target in zip(spatial, window, target.shape))
     channel = field.channel_names.index("Density") if "Density" in field.channel_names else 0
     image = np.empty((*window, 1), np.float32)

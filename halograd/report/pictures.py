@@ -138,7 +138,7 @@ def draw_curves(
 
 
 def draw_speed(path: Path, steps: Entries, epochs: Sequence[float]) -> None:
-    """Draw samples per second, and the learning rate, over the number of epochs after each step. Local."""
+    """Draw samples per second and learning rate against `epochs`, the number of epochs after each step. Local."""
     at = _thinned(np.array(epochs))
     with picture(path, 9.0, 2.6) as figure:
         left, right = figure.subplots(1, 2)
@@ -146,6 +146,7 @@ def draw_speed(path: Path, steps: Entries, epochs: Sequence[float]) -> None:
         left.plot(at, _thinned(speed), color=SKY, linewidth=0.7, label="each step")
         median = float(np.median(speed))
         left.axhline(median, color=BLUE, linewidth=1.2, label=f"median of all steps: {median:.4g} samples/s")
+        # The fastest percent of the steps does not set the scale.
         left.set(ylabel="samples/s", title="Speed", ylim=(0, 1.1 * float(np.quantile(speed, 0.99))))
         left.legend(loc="lower right")
         right.plot(at, _thinned(np.array([s["learning_rate"] for s in steps])), color=DARK, linewidth=1.2)
@@ -161,9 +162,11 @@ def _draw_loss(
     losses = np.array([s["loss"] for s in steps])
     axes.plot(_thinned(at), _thinned(losses), color=SKY, linewidth=0.7, alpha=0.7, label="training, each step")
     whole = np.ceil(at - 1e-9).astype(int)  # step k of the first epoch is at k / steps of an epoch
+    # Only complete epochs.
     ended = [e for e in np.unique(whole) if e <= at[-1] + 1e-9]
     means = [losses[whole == e].mean() for e in ended]
     label = "training, mean of the epoch"
+    # A mean is drawn in the middle of its epoch, over the losses that it averages.
     axes.plot(np.array(ended) - 0.5, means, color=BLUE, marker="o", markersize=3, label=label)
     if validations:
         y = [np.nan if v["loss"] is None else v["loss"] for v in validations]
@@ -171,6 +174,7 @@ def _draw_loss(
     if losses.min() > 0 and losses.max() > 2 * losses.min():
         axes.set(yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
+        # Labels at 2, 3 and 5 times a power of 10: all nine would overlap.
         axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "235" else "")
     axes.set(title="Loss")
     axes.legend()
@@ -183,6 +187,7 @@ def _draw_quality(
     for colour, (name, label) in zip(_COLOURS, metrics.items()):
         values = [np.nan if v.get(name) is None else v[name] for v in validations]
         axes.plot(at, values, color=colour, marker="s", markersize=3, label=label)
+        # Without NaN.
         known = [value for value in values if value == value]
         most, least = max([most, *known]), min([least, *known])
     if quality.baseline is not None:
@@ -263,6 +268,7 @@ def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
     Positions whose truth is not a class do not count.
     """
     counted, known = Confusion(classes), (truth >= 0) & (truth < classes)
+    # One-hot, because the predicted class is the channel with the largest value.
     counted.add(np.eye(classes, dtype=np.float32)[mask[known].astype(int)], truth[known].astype(int)[..., None])
     return counted.scores()["iou"] or 0.0
 
@@ -309,6 +315,7 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
     for panel, predicted in zip(panels[1:], masks.predicted.values()):
         mask = predicted[k].astype(int)
         if binary:
+            # Indices of the colors: 0 correctly negative, 1 hit, 2 missed, 3 false alarm.
             outcome = np.where(truth, np.where(mask, 1, 2), np.where(mask, 3, 0))
             _show(panel, np.ma.array(outcome, mask=~known), ListedColormap([LIGHT, BLUE, MISSED, FALSE]), 3)
         else:

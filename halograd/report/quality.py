@@ -36,6 +36,7 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
         return None
     details = read_details(details_path)
     try:
+        # Several metrics of one prediction have the same confusion matrix, which is shown once.
         tables = [p.get("confusion") for p in details["predictions"]]
         return {
             "count": f"{details['count']:,}",
@@ -53,7 +54,7 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
 
 
 def _prediction(details: Mapping[str, Any], pictures: Path, number: str, repeats: bool) -> dict[str, Any]:
-    """Return the scores of a prediction, and its classes unless these repeat another's: a further metric of it."""
+    """Return the scores of a prediction, and its table of classes unless this `repeats` that of an earlier metric."""
     scores = [(key, _number(value)) for key, value in details["scores"].items()]
     rows, confusion, calibration = [], None, None
     if details["kind"] == "classes" and not repeats:
@@ -100,7 +101,9 @@ def _calibration(details: Mapping[str, Any], path: Path) -> dict[str, Any] | Non
 
 def draw_confusion(path: Path, counts: np.ndarray) -> None:
     """Draw the confusion matrix, as shares of each true class (rows); shares are written if there is space. Local."""
+    # A class may be absent: its row has shares of 0.
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    # In inches: a margin for labels and color bar, and an edge per class.
     size = 2.2 + 0.32 * len(counts)
     with picture(path, size + 0.8, size) as figure:
         axes = figure.subplots()

@@ -22,7 +22,7 @@ __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "statu
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint file: step (None if unknown from the name), time of writing [s] as in `time.time`, and size [B]."""
+    """A checkpoint file: step (None if the name has none), time of writing [s] as in `time.time`, and size [B]."""
 
     path: Path
     step: int | None
@@ -67,11 +67,12 @@ class Record:
     @property
     def since_begin(self) -> list[Entry]:
         """Lines of the latest job, without steps."""
+        # A resumed run appends to the log of the earlier jobs.
         begins = [i for i, entry in enumerate(self.events) if entry["event"] == "begin"]
         return self.events[begins[-1] :] if begins else self.events
 
     def epochs_of(self, entries: Sequence[Entry]) -> list[float]:
-        """Return how many epochs were done after the step of each entry, a fraction within an epoch.
+        """Return, for each entry, the number of epochs completed at its step, with the fraction of the current one.
 
         Steps of each job count by its own number of steps per epoch: a resumed run may have batches of another size.
         """
@@ -283,6 +284,7 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
         rank, where = describe_stall(positions)
         stalled = f"no progress for {duration_text(max(0.0, now - since))}: " if since else ""
         stalled += f"rank {rank} on {positions[rank].host}: {where}"
+    # With output.log_steps, lines are rarer than steps.
     every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
     gone = _is_gone(record.directory)
     if gone or age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
@@ -312,6 +314,7 @@ def _pace(record: Record) -> float | None:
     window = max([s for s in timed if s["step"] >= least], timed[-3:], key=len)
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
         return (window[-1]["time"] - window[0]["time"]) / (window[-1]["step"] - window[0]["step"])
+    # With one or two lines there is no interval between steps: the time of the last step alone.
     return float(own[-1]["seconds"]) if own else None
 
 

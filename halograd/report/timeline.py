@@ -50,6 +50,7 @@ class Bar:
 def read_bars(path: Path) -> list[Bar]:
     """Return the bars of a Chrome trace that a run has written. Local."""
     events = json.loads(path.read_text())["traceEvents"]
+    # Threads of the trace are the rows, processes are the ranks.
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     bars = []
     for e in events:
@@ -57,6 +58,7 @@ def read_bars(path: Path) -> list[Bar]:
             row, kind = rows[e["pid"], e["tid"]], e["cat"]
             if kind == "communication":  # a halo, or an all-reduce of gradients, statistics or the loss
                 kind = e["name"].partition(":")[0]
+            # Times of Chrome traces are in microseconds.
             bars.append(Bar(e["pid"], row, kind, 1e-3 * e["ts"], 1e-3 * (e["ts"] + e["dur"])))
     return bars
 
@@ -73,6 +75,7 @@ def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
     begins = np.array(step_begins(bars, 0)[1:])  # the begin of the first step may be missing
     if len(begins) <= count:
         return None
+    # Of `count` consecutive steps, from each step on.
     durations = begins[count:] - begins[:-count]
     first = int(np.argmin(np.abs(durations - np.median(durations))))
     return float(begins[first]), float(begins[first + count])
@@ -145,10 +148,12 @@ def _draw_rank(axes: Any, bars: Sequence[Bar], steps: Sequence[float], origin: f
         for kind, (colour, _) in COLOURS.items():
             spans = sorted((bar.begin, bar.end) for bar in bars if bar.row == row and bar.kind == kind)
             if row == "compute":
+                # A span of computation includes its waits, which have a row of their own.
                 spans = without(spans, waits)
             axes.broken_barh([(b - origin, e - b) for b, e in spans], (y - 0.42, 0.84), facecolor=colour, linewidth=0)
     for begin in steps:
         axes.axvline(begin - origin, color=DARK, linewidth=0.8, linestyle=":")
+    # The axis points down, so that the first row is at the top.
     axes.set(yticks=range(len(ROWS)), yticklabels=ROWS, ylim=(len(ROWS) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0, labelsize=7.5)
     axes.tick_params(axis="x", labelsize=8)
@@ -160,7 +165,7 @@ KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "stati
 
 
 def phase_rows(entry: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return the rows of the tables of ``work`` and ``messages`` for a line ``phases`` of a log [ms/step]."""
+    """Return the rows of two tables, ``work`` and ``messages``, for a line ``phases`` of a log [ms/step]."""
     phases, steps = entry["phases"], max(1, entry["steps"])
     kinds = ("forward", "backward", "again", "update")
     spent = [(COLOURS[c][1], phases[c]["seconds"]) for c in kinds if c in phases]
