@@ -94,6 +94,7 @@ def folder(value: str) -> Raw:
     match = _VARIABLE.fullmatch(value)
     if match is None:
         return word(value)
+    # Only the variable is expanded, and an unset one stops the job; the rest is quoted.
     rest = match[2].rstrip("/")
     return Raw(f"${{{match[1]}:?is not set on this node}}" + (word(rest) if rest else ""))
 
@@ -102,7 +103,7 @@ def _short(text: str) -> str:
     return ascii(text if len(text) <= 60 else text[:57] + "...")
 
 
-#: Slurm's own limit of array tasks is 1001 unless a site has raised it.
+#: Largest number of tasks of an array: Slurm's default, MaxArraySize = 1001, permits indices up to 1000.
 MOST = 1000
 
 
@@ -131,6 +132,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
             )
         axes[key] = _sweep_values(key, text.strip())
     combinations = 1
+    # Counted before the product is made, which could fill the memory.
     for values in axes.values():
         combinations *= len(values)
     if combinations > MOST:
@@ -139,6 +141,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
 
 
 def _sweep_values(key: str, text: str) -> list[str]:
+    # A list in brackets has commas within its values, so it is parsed as TOML.
     if text.startswith("["):
         values = [to_toml(value) for value in parse_option("--sweep", key, text)]
     else:

@@ -87,6 +87,7 @@ class Resources:
                 f"--ranks-per-node: expected one rank per GPU, got {self.ranks_per_node} ranks for "
                 f"{self.gpus_per_node} GPUs of a node; request as many GPUs as ranks"
             )
+        # The limit of Slurm's option --signal.
         if self.warning > 65535:
             raise UserError(f"--warning: expected at most 65535 seconds, got {self.warning}")
         if self.time is not None and not _TIME.fullmatch(self.time) and self.time.lower() not in _CONTINUOUS:
@@ -149,10 +150,12 @@ def _seconds(time: str) -> int | None:
     [1800, 150, 3600, 216000, 91800, None]
     """
     days, dash, rest = time.rpartition("-")
+    # "infinite" or "unlimited".
     if not rest[:1].isdigit():
         return None
     parts = [int(part) for part in rest.split(":")]
     if dash:
+        # After days, the first number is hours; alone, one number is minutes.
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:
         hours, minutes, seconds = parts
@@ -237,6 +240,7 @@ class Software:
         _one_of("--container-runtime", self.runtime, CONTAINERS)
         for name in ("folder", "python", "mpirun", "container"):
             value = getattr(self, name)
+            # A path that begins with - would be read as an option.
             if value is not None and (not checked_line(f"--{name}", value).strip() or value.startswith("-")):
                 raise UserError(f"--{name}: expected a path, got {value!a}")
         for bind in self.binds:
@@ -281,6 +285,7 @@ class Software:
         """Path of the mpirun for the MPI of the job's Python."""
         if self.mpirun is not None:
             return self.mpirun
+        # The mpiexec of an MPI wheel is installed next to Python.
         neighbor = Path(self.interpreter).with_name("mpiexec")
         return str(neighbor) if self.container is None and neighbor.exists() else "mpirun"
 
@@ -296,6 +301,7 @@ class Software:
     def mounted(self) -> list[str]:
         """Paths that are mounted in the container: `folder`, and those of `binds` outside of it."""
         inside = self.folder.rstrip("/") + "/"
+        # A path within `folder` is visible already.
         return [self.folder, *(path for path in dict.fromkeys(self.binds) if not f"{path}/".startswith(inside))]
 
 

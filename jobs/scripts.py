@@ -157,7 +157,9 @@ def _train(job: Job) -> str:
 def _sweep(job: Job) -> str:
     if not job.settings:
         raise UserError("--sweep: expected KEY=VALUE,VALUE,... at least once, got none")
+    # Slurm's suffix %N limits the tasks that run at the same time.
     last, limit = len(job.settings) - 1, "" if job.at_most is None else f"%{job.at_most}"
+    # A folder per task: runs cannot write to the same one.
     runs = [f"{job.run}/{i:03d}" for i in range(len(job.settings))]
     settings = [[*changes, f"output.directory={to_toml(run)}"] for changes, run in zip(job.settings, runs)]
     return _fill("sweep", job, _directives(job, array=f"0-{last}{limit}"), settings=settings, runs=runs)
@@ -173,6 +175,7 @@ def _profile(job: Job) -> str:
     command += [] if profiling.budget is None else ["--budget", f"{profiling.budget:g}"]
     command += _options(profiling)
     measuring = replace(job, name=f"{job.name}-profile", resources=replace(job.resources, nodes=profiling.nodes))
+    # Without a signal: a profile writes no checkpoint, and keeps the times of measured layers anyway.
     options = _directives(measuring, signal=False)
     return _fill("profile", measuring, options, profile=command, machine_file=f"{job.run}/machine.toml")
 
@@ -187,6 +190,7 @@ def _plan_then_train(job: Job) -> str:
     # One process computes the plan, without a GPU.
     alone = replace(job.resources, nodes=1, ranks_per_node=1, gpus_per_node=0)
     planning = replace(job, name=f"{job.name}-plan", resources=alone)
+    # Replaces the whole table [strategy], whose other keys are for making a plan.
     trained = replace(job, overrides=[*job.overrides, f"strategy={to_toml({'file': f'{job.run}/plan.json'})}"])
     others = {"profile_script": _profile(job).rstrip("\n"), "train_script": _train(trained).rstrip("\n")}
     return _fill("plan-then-train", planning, _directives(planning, signal=False), plan=command, **others)
@@ -236,6 +240,7 @@ def _directives(job: Job, array: str | None = None, signal: bool = True) -> list
     if signal:
         # B: to the shell of the script, which passes it on to the launcher until training has ended.
         directives["signal"] = f"B:USR1@{resources.warning}"
+    # The next job of a chain continues the run, so a requeued one would train it at the same time.
     directives["no-requeue" if job.links > 1 else "requeue"] = None
     return list({**directives, **dict(resources.directives)}.items())
 
@@ -255,6 +260,7 @@ def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) 
     values |= {"settings": (), "after_crash": job.after_crash, "warning": resources.warning, "software": software}
     values |= {"ranks": resources.ranks, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_node}
     values |= {"config": _path(job.config), "directives": options, "enter": enter, "container_flags": flags}
+    # Normalized, because a path that ends with / or .. has no usable last part.
     values["staged"] = os.path.basename(os.path.normpath(os.path.join(software.folder, job.data)))
     # Parts of a template that do not apply leave blank lines, which the substitution merges.
     text = _environment().get_template(f"{KINDS[kind]}.j2").render({**values, **more})
@@ -313,6 +319,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
             jobs.append(_call(["sbatch", "--parsable", *waiting, str(script)]).split(";")[0])
         except UserError:
             if jobs:
+                # Else jobs of an incomplete chain would run.
                 subprocess.run(["scancel", *jobs], check=False)
             raise
     return jobs
