@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[..., Network]] = {
         *(mesh, mesh_1k, mesh_2k, unet2d, unet3d, vit_b_16, swin_t, swin_unet, diffusion_unet),
     )
 }
-#: The general model of each model that presets some of its options.
+#: General model by the model that presets some of its options.
 _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
     **dict.fromkeys((vgg_a, vgg16, vgg128, vgg256, vgg512), vgg),
     **dict.fromkeys((resnet50, resnet152), resnet),
@@ -122,6 +122,7 @@ def build(name: str, /, **options: Any) -> Network:
         )
     checked = schema.build(_table(name), options, at="model")
     try:
+        # Only options that were given: others keep the default of the model, or of its general model.
         return MODELS[name](**{option: getattr(checked, option) for option in options})
     except ValueError as error:
         raise UserError(f"model: cannot build {name}: {error}") from error

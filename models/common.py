@@ -66,6 +66,7 @@ def scaled(filters: int, width: float, multiple: int = 1) -> int:
     """
     if not width > 0:
         raise ValueError(f"width: expected a number > 0 (1 is the published network), got {width!r}")
+    # Groups of a convolution must divide its filters, so these are multiples.
     return max(1, round(filters * width / multiple)) * multiple
 
 
@@ -82,6 +83,7 @@ def unit(
 
     With odd kernels and stride 1, "same" pads both sides equally.
     """
+    # No bias: the norm subtracts the mean, and with it any bias.
     y = Conv(filters, kernel, stride, padding, bias=False, name=f"conv{label}")(y)
     return BatchNorm(activation="relu", name=f"bn{label}", **norm)(y)
 
@@ -124,5 +126,6 @@ def classifier(
     }
     loss = SoftmaxCrossEntropy(**options, name="ce")(logits, target)
     for other in auxiliary:
+        # Evaluation leaves auxiliary classifiers out.
         loss = loss + training_only(weight * SoftmaxCrossEntropy(**options)(other, target))
     return Network({"prediction": logits, "loss": loss}, name=name)

@@ -65,11 +65,13 @@ def diffusion_unet(
         Inputs ``x (*resolution, channels)``, ``step (1,)`` (a number per sample) and ``target (*resolution, channels)``
         (the noise); outputs ``prediction`` and ``loss`` (mean squared error).
     """
+    # Every level after the first halves the extents.
     multiple = 2 ** (len(factors) - 1)
     if any(n % multiple for n in resolution):
         raise ValueError(f"resolution: expected multiples of {multiple} for {len(factors)} levels, got {resolution}")
     x, step = Input((*resolution, channels), name="x"), Input((1,), name="step")
     target = Input((*resolution, channels), name="target")
+    # Embedding of the step; two dense layers make it (4 * width,).
     time = SinusoidalEmbedding(width, name="time")(step)
     time = Dense(4 * width, activation="silu", name="time_1")(time)
     time = Dense(4 * width, activation="silu", name="time_2")(time)
@@ -91,6 +93,7 @@ def diffusion_unet(
     y = _attended(y, heads, groups, "middle.attention")
     y = _residual(y, time, y.shape[-1], groups, dropout, "middle2")
     for level in reversed(range(len(factors))):
+        # The encoder has left blocks + 1 outputs per level: its blocks, and the layer that begins the level.
         for number in range(blocks + 1):
             y = Concat(name=f"join{level}.{number}")(y, skips.pop())
             y = block(y, level, f"decoder{level}.{number}")
@@ -103,13 +106,14 @@ def diffusion_unet(
 
 
 def _residual(x: Node, time: Node, filters: int, groups: int, dropout: float, label: str) -> Node:
-    """Add a residual block; the step shifts its channels."""
+    """Add a residual block, whose channels are shifted by a projection of `time`, the embedding of the step."""
     y = GroupNorm(groups, activation="silu", name=f"{label}.norm1")(x)
     y = Conv(filters, 3, padding=1, name=f"{label}.conv1")(y) + Dense(filters, name=f"{label}.time")(time)
     y = GroupNorm(groups, activation="silu", name=f"{label}.norm2")(y)
     if dropout:
         y = Dropout(dropout, name=f"{label}.dropout")(y)
     y = Conv(filters, 3, padding=1, name=f"{label}.conv2")(y)
+    # A 1 x 1 convolution fits the shortcut to another number of channels.
     return y + (x if x.shape[-1] == filters else Conv(filters, 1, name=f"{label}.shortcut")(x))
 
 

@@ -23,8 +23,8 @@ def build_foreign(kind: str, where: str, settings: Mapping[str, Any]) -> Network
     where
         Value of the key: location of a function, or a file.
     settings
-        Options of the function, and ``loss``: the name of a loss, or the location of a function from the network to one
-        with a loss.
+        Options of the function, and ``loss``: the name of a loss, or the location of a function that takes the
+        network and returns one with a loss.
 
     Raises
     ------
@@ -81,7 +81,7 @@ _OF_CLASSES = ("SoftmaxCrossEntropy",)
 
 
 def _with_loss(network: Network, loss: Any) -> Network:
-    """Return a network with the loss of a name or of a user's function."""
+    """Return `network` with the loss of this name, or the result of the user's function at this location."""
     if isinstance(loss, str) and is_location(loss):
         try:
             loss_node = load(loss, "model.loss")(network)
@@ -96,6 +96,7 @@ def _with_loss(network: Network, loss: Any) -> Network:
     if loss not in (*_OF_CLASSES, *_OF_NUMBERS):
         remedy = "set it (in a command: --option loss=NAME)" if loss is None else "choose one of these"
         raise UserError(f'model.loss: expected one of {known}, or "FILE.py:FUNCTION", got {loss!r}; {remedy}')
+    # A name does not define which of several outputs is the prediction.
     if len(network.outputs) > 1:
         raise UserError(
             f'model.loss: expected "FILE.py:FUNCTION" for a network with several outputs '
@@ -103,6 +104,7 @@ def _with_loss(network: Network, loss: Any) -> Network:
         )
     (prediction,) = network.outputs.values()
     target = Input(prediction.shape, "target")
+    # One class index per element, instead of one number per channel.
     if loss in _OF_CLASSES:
         target = Input((*prediction.shape[:-1], 1), "target", "int32")
     layer: Loss = getattr(layers, loss)()

@@ -79,6 +79,7 @@ def googlenet(
     """
     y: Node = Input((resolution, resolution, channels), name="x")
     y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)
+    # Pooling before the norm, as in Caffe; the second norm is before its pooling.
     y = LocalResponseNorm(5, 1e-4, 0.75, name="norm1")(_pool(y, "1"))
     y = Conv(scaled(64, width), 1, activation="relu", name="conv2_reduce")(y)
     y = Conv(scaled(192, width), 3, padding=1, activation="relu", name="conv2")(y)
@@ -87,6 +88,7 @@ def googlenet(
     for label, filters in MODULES.items():
         y = _module(y, tuple(scaled(f, width) for f in filters), label)
         if auxiliary and label in ("4a", "4d"):
+            # A network without dropout is deterministic, so these have none either.
             heads.append(_auxiliary(y, classes, width, 0.7 if dropout else 0.0, label))
         if label in ("3b", "4e"):
             y = _pool(y, label[0])
@@ -202,6 +204,7 @@ class _Builder:
     ) -> Node:
         """Add a unit with a scaled number of filters."""
         width = scaled(filters, self.width)
+        # torchvision's epsilon for this network; that of other batch norms is smaller.
         return unit(y, width, kernel, label, stride, padding, statistics=self.statistics, eps=1e-3)
 
     def chain(self, y: Node, steps: Sequence[tuple[int, _Kernel]], label: str) -> Node:
@@ -244,6 +247,7 @@ class _Builder:
 
     def module_c(self, x: Node, inner: int, label: str) -> Node:
         """Add the module of Figure 6: 1x1, 7x7, two 7x7, pooling. Each 7x7 is a 1x7 and a 7x1 in sequence."""
+        # (height, width) of the kernels.
         rows, columns = (1, 7), (7, 1)
         double: list[tuple[int, _Kernel]] = [(inner, 1), (inner, columns), (inner, rows), (inner, columns), (192, rows)]
         return Concat(name=f"join{label}")(

@@ -66,6 +66,7 @@ def mesh(
         Inputs ``x (H, W, channels)`` and ``target (h, w, 1)``; outputs ``prediction`` (logits) and ``loss``.
     """
     height, width = (resolution, resolution) if isinstance(resolution, int) else resolution
+    # The decoder doubles extents, so each block must halve them exactly.
     scale = 2 ** len(widths)
     if decoder and (height % scale or width % scale):
         raise ValueError(f"resolution: with a decoder, expected multiples of {scale}, got {height} x {width}")
@@ -79,6 +80,7 @@ def mesh(
             y = unit(y, filters, kernel, f"{i}_{j}", 2 if first else 1, kernel // 2, statistics=statistics)
         skips.append(y)
     if decoder:
+        # The last output is `y` itself, not a skip connection.
         y = _decoder(y, skips[:-1], widths, statistics)
     logits = Conv(1, 1 if decoder else 3, padding=0 if decoder else 1, name="predict")(y)
     target = Input(logits.shape, name="target")

@@ -20,6 +20,7 @@ from .foreign import FOREIGN, build_foreign
 
 __all__ = ["build_own", "call_own", "give", "is_made", "load_function", "options_of_own", "source_of"]
 
+#: Objects that a script has registered, by location.
 _MADE: dict[str, Any] = {}
 
 
@@ -47,8 +48,8 @@ def build_own(where: str, settings: Mapping[str, Any]) -> Network:
     Raises
     ------
     UserError
-        If there is no such function, if an option is unknown or invalid, if it raises an error or does not return a
-        network.
+        If there is no such function, an option is unknown or invalid, or the function raises an error or returns
+        something else.
     """
     if where in _MADE:
         return _MADE[where]
@@ -69,14 +70,14 @@ def build_own(where: str, settings: Mapping[str, Any]) -> Network:
 
 
 def options_of_own(where: str) -> tuple[str, ...]:
-    """Return the names of the options of a user's function; empty for a network that a script has registered."""
+    """Return the names of the options of a user's function; empty for networks of scripts, torch or ONNX."""
     if is_made(where) or foreign_kind(where):
         return ()
     return tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
-    """Call a function of the user and return its result. Local.
+    """Call a function of the user and return its result; an object of a script is returned itself. Local.
 
     `where` is the location of the function, `key` the configuration key that names it.
 
@@ -114,11 +115,15 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 
 def source_of(where: str) -> tuple[str, str]:
-    """Return the location of a function and a checksum of its file, which a run records as its source. Local."""
+    """Return location and checksum of the file of a function, which a run records as the source of its network. Local.
+
+    For a network of torch or ONNX, the location is ``torch`` or ``onnx``, and torch has no checksum.
+    """
     kind, _, location = where.partition(":")
     if foreign_kind(where):  # a kept file may be moved with its run
         return kind, f"{zlib.crc32(Path(location).read_bytes()):08x}" if kind == "onnx" else ""
     script = where.startswith(f"{SCRIPT}:")
+    # An object of a script has the file of the script, if any: a notebook has none.
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""
     return where, f"{zlib.crc32(text):08x}"
@@ -128,6 +133,7 @@ def _checked(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[s
     """Return the options, checked by the annotations of a function. Options without annotation may have any type."""
     parameters = inspect.signature(function).parameters.values()
     named = {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    # A function with **options takes further ones, which have no annotation to check.
     free = {k: v for k, v in options.items() if k not in named} if len(named) < len(parameters) else {}
     rest = {k: v for k, v in options.items() if k not in free}
     try:

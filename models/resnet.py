@@ -58,6 +58,7 @@ def resnet(
     y = MaxPool(3, 2, padding=1, name="pool1")(y)
     for stage, blocks in enumerate(depths, start=2):
         for block in range(1, blocks + 1):
+            # The pooling has halved the extents before the first stage.
             stride = 2 if block == 1 and stage > 2 else 1
             y = _bottleneck(y, width * 2 ** (stage - 2), stride, f"{stage}_{block}", statistics)
     logits = Dense(classes, name="dense")(GlobalAveragePool(name="pool")(y))
@@ -72,6 +73,7 @@ def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str)
     if stride > 1 or x.shape[-1] != 4 * filters:
         shortcut = Conv(4 * filters, 1, stride, bias=False, name=f"conv{label}s")(x)
         shortcut = BatchNorm(statistics=statistics, name=f"bn{label}s")(shortcut)
+    # The norm adds the shortcut before its activation, in the same kernels.
     return BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}c")(y, shortcut)
 
 

@@ -65,7 +65,7 @@ def swin(
     classes, channels, resolution
         Classes of the head; channels and edge of the samples.
     random_depth
-        Rate at which the branches of the last block are left out for a sample; from the first block, it grows linearly.
+        Rate at which the branches of the last block are left out for a sample; it grows linearly from 0 in the first.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 
@@ -112,6 +112,7 @@ def _block(x: Node, heads: int, window: int, shifted: bool, factor: float, rate:
     y = LayerNorm("channels", name=f"{label}.norm1")(x)
     x = branch(_windowed(y, heads, window, shifted, f"{label}.attn"), "depth1")
     y = LayerNorm("channels", name=f"{label}.norm2")(x)
+    # The perceptron acts on each position, as a 1 x 1 convolution.
     y = Conv(int(factor * x.shape[-1]), 1, activation="gelu", name=f"{label}.mlp.0")(y)
     return branch(Conv(x.shape[-1], 1, name=f"{label}.mlp.3")(y), "depth2")
 
@@ -183,15 +184,18 @@ def swin_unet(
             y = _block(y, number, window, block % 2 == 1, hidden_factor, rates.pop(0), f"down{stage}.{block}")
     for stage in reversed(range(len(depths) - 1)):
         y = Concat(name=f"join{stage}")(skips[stage], _expanded(y, width * 2**stage, 2, f"expand{stage}", skips[stage]))
+        # The concatenation has twice the channels of the stage.
         y = Conv(width * 2**stage, 1, name=f"reduce{stage}")(y)
         for block in range(depths[stage]):
             y = _block(y, heads[stage], window, block % 2 == 1, hidden_factor, 0.0, f"up{stage}.{block}")
+    # Back to the elements of the sample: a patch is one position.
     y = _expanded(LayerNorm("channels", name="norm")(y), width, patch, "expand", x)
     return classifier(Conv(classes, 1, name="predict")(y), name, class_weights, ignore_index=ignore_index)
 
 
 def _expanded(y: Node, filters: int, factor: int, label: str, like: Node) -> Node:
     """Add an expansion of positions to `factor` positions along each axis, cut to the extent of `like`."""
+    # Each position gets the channels of the factor**d positions that PixelShuffle makes of it, in d dimensions.
     y = Conv(filters * factor ** (len(y.shape) - 1), 1, bias=False, name=f"{label}.linear")(y)
     y = LayerNorm("channels", name=f"{label}.norm")(PixelShuffle(factor, name=f"{label}.patches")(y))
     return y if y.shape[:-1] == like.shape[:-1] else Crop([(0, m - n) for m, n in zip(y.shape, like.shape[:-1])])(y)

@@ -74,10 +74,10 @@ def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
 
 
 def unet2d(resolution: Extent = 256, **options) -> Network:
-    """Build a U-Net for squares."""
+    """Make a U-Net for square 2-D samples."""
     return unet(**{"resolution": (resolution,) * 2, "name": "unet2d", **options})
 
 
 def unet3d(resolution: Extent = 64, **options) -> Network:
-    """Build a U-Net for cubes, with three levels as in Çiçek et al."""
+    """Make a U-Net for cubic 3-D samples, with three levels as in Çiçek et al."""
     return unet(**{"resolution": (resolution,) * 3, "levels": 3, "width": 32, "name": "unet3d", **options})

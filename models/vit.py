@@ -61,12 +61,14 @@ def vit(
     """
     x = Input((resolution, resolution, channels), name="x")
     y = PatchEmbedding(patch, width, name="conv_proj")(x)
+    # (patches, width): from here on a sequence.
     y = Reshape((-1, width), name="tokens")(y)
     y = Token(name="class_token")(y)
     y = _dropped(Embedding(name="encoder.pos_embedding")(y), dropout, "encoder.dropout")
     for block in range(depth):
         y = _block(y, heads, hidden_width, dropout, f"encoder.layers.encoder_layer_{block}")
     y = LayerNorm("channels", 1e-6, name="encoder.ln")(y)
+    # The tokens are positions of one axis, named width; the class token is the first.
     token = Flatten(name="flatten")(Slice(0, 1, name="first", axis="width")(y))
     return classifier(Dense(classes, name="heads.head")(token), name, class_weights)
 
