@@ -69,6 +69,7 @@ def adapted(
 
     def free(*names: str) -> bool:  # unless the user set one of them, a part of it ("a.b.c") or its table ("a")
         pairs = [(f"{key}.", f"{name}.") for key in keys for name in names]
+        # With dots at the ends, "data.lag" does not match "data.lagged".
         return not any(key.startswith(name) or name.startswith(key) for key, name in pairs)
 
     def change(section: str, values: dict[str, Any], without: Collection[str] = ()) -> None:
@@ -100,8 +101,10 @@ def adapted(
             change(*configuration)
             network = make_network(config)
     if 0 < looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
+        # A batch may not have more samples than there are.
         change("training", {"batch": looked.samples}, without=["accumulate"])
     if free("strategy") and not config.strategy.auto:
+        # Last, because the cuts that fit depend on the extents and on the batch.
         cut = _other_cut(config, network, ranks)
         if cut is not None:
             change("strategy", cut, without=[*AXES, "file"])
@@ -205,6 +208,7 @@ def _look(config: Config, network: Network, further: int) -> _Looked:
                 have = shape_of(array, input_kind(array, file.path, layout))
                 looked = _Looked(0, _others(have, shape), None if data.layout else shown)
             looked = replace(looked, samples=looked.samples + max(0, len(array) - further))
+        # More samples change no setting, and there may be thousands of files.
         if looked.samples >= config.training.at_once:
             break
     return looked

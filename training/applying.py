@@ -95,7 +95,7 @@ class Output:
     shape
         Shape ``(*spatial, C)`` of a sample in the file.
     boxes
-        Boxes that the ranks hold of the samples that are computed at a time, in the coordinates of the file.
+        Boxes that the ranks hold of a batch (with sliding windows, of one sample), in the coordinates of the file.
     dtype
         Dtype in the file.
     of_block
@@ -273,6 +273,7 @@ def _compute(
     other ranks wait for its messages.
     """
     comm, count, size = session.comm, len(session.samples.dataset), at_once(session)
+    # A rank may hold nothing of an output, and HDF5 datasets of no elements have no offset.
     kept = [number for number, output in enumerate(outputs) if output.boxes[comm.rank].size]
     mine = [output for output in outputs if output.boxes[comm.rank].size]
     arrays = [PartArray(output.name, output.boxes[comm.rank], output.dtype) for output in mine]

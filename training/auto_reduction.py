@@ -268,6 +268,7 @@ class AutoReduction:
         most = len(executor.replicable)
         # A change to shards needs another optimizer, and more replicated layers another executor.
         possible = [s for s in ranked if s.replicated_dense <= most and not (s.kind.searches or s.kind.shards)]
+        # The default scheme, if none of the ranked ones is possible.
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
@@ -275,6 +276,7 @@ class AutoReduction:
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
+        # `host_accumulate` adds up chunks in the memory of a node.
         if not self.tuning.step or layers < 2 or comm.size == 1 or not comm.shares_memory:
             return None
         return ChunkSearch(layers, self.tuning.step, self.tuning.range)

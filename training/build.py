@@ -217,6 +217,7 @@ def make_strategy(
         )
     if config.file is not None:
         data = read_json(config.file, "strategy")
+        # A strategy by `Strategy.save`, without the network and ranks that a plan names.
         if not is_plan(data):
             return schema.build(Strategy, data, f"strategy {shown_path(config.file)}")
         plan = Plan.from_dict(data, f"plan {shown_path(config.file)}")
@@ -346,7 +347,7 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     Parameters
     ----------
     samples
-        Number of samples for training, or of all samples for an evaluation, which fills its last batch.
+        Number of training samples; for an evaluation, which fills up its last batch, that of all samples.
     """
     batch, patches = config.training.batch if trainable else config.training.at_once, 1
     if trainable:
@@ -500,6 +501,7 @@ def _fitting_rule(
     config: Config, comm: Communicator, network: Network, strategy: Strategy, workspace: int | None
 ) -> str | None:
     """Return the rule of recomputation with which the arrays fit; None if neither rule suffices. Collective."""
+    # The strategy decides already what is computed again.
     if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
         return None
     for rule in ("pointwise", "block"):

@@ -180,6 +180,7 @@ def write_checkpoint(
     DataError
         If the file cannot be written (disk full, no folder, no permission). No partial file is left.
     """
+    # A disk without this space is reported before anything is written.
     needed = sum(array.nbytes for arrays in snapshot.groups.values() for array in arrays.values())
     progress = progress or TrainingProgress()
     with atomic_path(path, needed=needed) as partial, ChunkWriter(partial) as raw:

@@ -101,6 +101,7 @@ class CheckpointFolder:
             try:
                 reader = CheckpointReader(path, comm, whole=True)
             except UnusableCheckpoint as error:
+                # Without the remedy: another file is tried.
                 faults.append(str(error).partition(";")[0])
                 damaged = damaged and isinstance(error, DamagedCheckpoint)
                 if isinstance(error, DamagedCheckpoint):
@@ -226,6 +227,7 @@ class Checkpoints:
         config = session.config
         self._settings = config.output
         self._config_text = config.model_dump_json(exclude_unset=True)
+        # Step of the state that has a checkpoint; a state without updates needs none.
         self._at = 0
         self._written = False
         self._last = time.monotonic()

@@ -60,6 +60,7 @@ def checkpoint_of(path: Path) -> Path:
     checkpoint = Path(os.path.realpath(path))
     with contextlib.suppress(OSError, UnicodeDecodeError):  # opening the file will report the error
         status = os.stat(checkpoint)
+        # A name is short: checkpoints themselves are not read here.
         if stat.S_ISREG(status.st_mode) and status.st_size < 256:
             name = _POINTER.fullmatch(checkpoint.read_text(encoding="ascii"))
             return checkpoint if name is None else checkpoint.with_name(name[1])
@@ -324,6 +325,7 @@ class RunLock:
             # With a limit: the thread may hang in a call of the file system.
             self._thread.join(BEAT)
             with contextlib.suppress(OSError):
+                # Another run may have taken the lock over while this one was suspended.
                 if self._is_mine():
                     os.unlink(self.path.name, dir_fd=self._folder)
         if self._created_folder and self._stays():

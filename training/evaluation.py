@@ -82,6 +82,7 @@ class Evaluation:
         first, owners = self._pairs[0], dict.fromkeys(self.names, "the loss")
         for name in metrics:
             *space, channels = first.prediction.layout.shape[1:]
+            # Metrics in addition to those of the loss get the mean of an ensemble.
             shape = (*space, channels // first.spec.members)
             metric = checked_metric(lambda name=name: METRICS.make(name), first.name, first.spec, shape)
             self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))

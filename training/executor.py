@@ -157,6 +157,7 @@ class Executor:
         self.debug = debug
         self.memory = Memory(kernels)
         self.device = self.memory.device
+        # Called only for the message of an allocation that fails.
         needs, held = partial(self._needs, trainable), partial(getattr, self, "predicted_bytes")
         with ExitStack() as opened, comm.agreement(), memory_errors(trainable, needs, held):
             for name in self.probed:
@@ -215,12 +216,14 @@ class Executor:
         if trainable:
             check_possible(self.store, self.comm, self.store.scheme)
         replicable, target = self.replicable if trainable else (), self._target(trainable)
+        # Without operations on gradients, which change with the scheme (`_reduced`).
         self._layers = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
         self.program = self._reduced()
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         arrays["rounded"] = store.rounded
         self.runner = Runner(self._layers, self.comm, self.kernels, arrays, self.mode, self.debug)
+        # Closed after all that is opened below, which refers to its arrays and kernels.
         opened.callback(self.runner.close)
         for use, nbytes in self._layers.placement.uses.items():
             self.memory.count(nbytes, use)
@@ -314,6 +317,7 @@ class Executor:
 
     def _calls(self, items: Iterable[Item], phase: str, kind: str) -> list[Call]:
         """Return the calls of a pass, with progress reports and timing; with `graph`, training passes are replayed."""
+        # Some operations are only for training, or only for evaluation.
         items = [item for item in items if item.when in (None, kind)]
         calls = list[Call]()
         key = attrgetter("layer", "again", "on_gradients")

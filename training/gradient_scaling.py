@@ -164,6 +164,7 @@ class OverflowCheck:
         if self._sum is not None:
             np.copyto(self._count, scale.flag)
             self._sum.run()
+            # The sum counts ranks; the flag is 0 or 1.
             np.copyto(scale.flag, np.minimum(self._count, 1), casting="unsafe")
         # `adapt` clears the flag, maybe before the updates of this step run; they read this copy.
         np.copyto(scale.skip, scale.flag)

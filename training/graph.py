@@ -89,6 +89,7 @@ class GraphedPass:
     ) -> None:
         self._comm, self._device, self._enter, self._prepare, self._count = comm, device, enter, prepare, 0
         self.measures = measures
+        # Passes count from 0: this is the fifth or the third one.
         self._captured_at = self.DECIDES if measures else self.WARM
         self._measured: Any = None
         self.sections = sections(items, _separate_anywhere(comm, items))

@@ -214,6 +214,7 @@ class Confusion(Metric):
             own = counted(weights, prediction.shape)
             mask &= own if truth.ndim == prediction.ndim else own[..., 0]
         guess, truth = guess[mask], truth[mask]
+        # One number per pair of classes: their histogram is the confusion.
         index = truth * self.classes + guess
         self.counts += np.bincount(index, minlength=self.classes**2).reshape(self.counts.shape)
         if self.calibration is not None:
@@ -280,6 +281,7 @@ def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     array([[False, False, False],
            [ True,  True,  True]])
     """
+    # Weights ``(N, C)`` get axes of 1 between samples and channels.
     n, *rest = weights.shape
     axes = len(shape) - weights.ndim
     return np.broadcast_to((weights > 0).reshape(n, *(1,) * axes, *rest), shape)
@@ -421,6 +423,7 @@ class _Overlap(Metric):
             raise UserError(f"output.metrics: {self.name}: expected a loss of classes, got one of numbers; remove it")
         settings = spec.threshold, spec.ignored, spec.probabilities
         self._confusion = Confusion(spec.classes, *settings)
+        # The same array, which the ranks sum in place.
         self.counts = self._confusion.counts
         self.better = MappingProxyType(dict.fromkeys(self.scores(), "higher"))
 

@@ -55,8 +55,8 @@ class OptimizerSettings(Table):
 
 
 class Optimizer:
-    """Base class of optimizers. Local: gradients are summed already, and all ranks make the same updates of their
-    copies.
+    """Base class of optimizers. Local: gradients are summed already; ranks make the same updates of their copies, or
+    each one those of its shard.
 
     A step is `begin_step`, then `update` of every bucket, in any order. A subclass of your own defines :meth:`rule` and
     its state, by `state_names` or :meth:`states`. The library cuts the state into shards if updates are sharded, stores
@@ -175,6 +175,7 @@ class Optimizer:
             # Empty where the shard of this rank has nothing of the run: every rank makes the same number of kernels.
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
             params, state, scalars = bucket.params[part], self._state(bucket, part), self._scalars[group]
+            # `AVERAGE` is the last state, and no argument of the rule.
             average = state.pop() if self.average else None
             copy = None if bucket.copies is None else bucket.copies[part]
             decays = within(self.ranges(bucket), part)
@@ -229,6 +230,7 @@ class Optimizer:
         if sent is not None:
             sent.wait()  # it was enqueued two steps ago
         known = isinstance(gradient_scale, (int, float))
+        # Column 0 follows: the rates differ between groups.
         pinned[:] = (0.0, gradient_scale if known else 1.0, *self.corrections(), self._weight)
         np.multiply(self._factors, learning_rate, out=pinned[:, 0])
         self._device.upload(pinned, self._scalars)
@@ -237,6 +239,7 @@ class Optimizer:
         if not known:
             np.copyto(scales, gradient_scale)
         if self.store.loss_scale is not None:
+            # The gradients are those of the scaled loss.
             np.multiply(scales, self.store.loss_scale.inverse, out=scales)
 
     @property

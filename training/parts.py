@@ -196,6 +196,7 @@ class PartFile:
     def _verify(self, record: PartRecord) -> None:
         """Read the part, and raise DamagedFile unless its bytes match the record."""
         status = os.fstat(self._file)
+        # A file with a second name may be that of another program, which writes would change.
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise DamagedFile("it is no regular file of one name")
         if (record.job, record.rank) != (self._job, self._rank):

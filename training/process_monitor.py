@@ -38,7 +38,8 @@ class MonitoredRanks:
     host, size
         Name of this node, and number of all ranks of the job.
     files
-        Number of all files in the folder of `ranks`, which has one per rank that has neither ended nor failed.
+        Number of files in the folder of these files when the job starts, also those of ranks on other nodes; a rank
+        that leaves its run removes its file.
     ranks
         Process, and path of its file, by rank.
     """

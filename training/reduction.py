@@ -106,6 +106,7 @@ class Reducer:
         specs = [
             (summed.groups, ReductionSpec(array, summed.kind, summed.name, summed.method, summed.codec))
             for summed, (state, gathers) in sums.items()
+            # In place: sums on gradients, gathers of updated shards on parameters.
             for array in [state.bucket.params if gathers else state.bucket.grads]
         ]
         reductions = dict(zip(sums, reductions_in_groups(self.comm, specs)))
@@ -115,6 +116,7 @@ class Reducer:
                 state.gather = total
                 continue
             state.total = total
+            # Error feedback: the encoding adds what rounding left out to the next sum.
             if total is not None and total.encoding is not None and state.bucket.errors is not None:
                 total.encoding.compensate(state.bucket.errors)
         return reductions
@@ -248,6 +250,7 @@ class Reducer:
             state.total.encoding.collect()
             with closing(group.reduction(bucket.errors, kind="errors")) as whole:
                 whole.run()
+            # Their sum is added once, by the first rank.
             if group.rank:
                 bucket.errors.fill(0)
 

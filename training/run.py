@@ -154,6 +154,7 @@ def train(
         elif config.training.init_from is not None:
             run.begin_from(Path(config.training.init_from))
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, run.sampler))
+        # Not earlier: set-up, such as planning or reading all samples, may take longer than the limit.
         watchdog.follow(session.executor.heartbeat)
         with session.memory_errors():
             result = run.train()
@@ -266,6 +267,7 @@ class TrainingRun:
             # With another batch, the numbers of steps are not comparable.
             if before == self.sampler.batch:
                 self._warn_of_schedule(entries, progress.schedule)
+        # Only rank 0 has read the log.
         self.watch.first, self.watch.diverged = comm.bcast((first, diverged.get(self.optimizer.step)))
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
@@ -300,6 +302,7 @@ class TrainingRun:
             return checkpoint_of(path)  # latest.h5 may soon name another file
 
         with closing(CheckpointReader(on_root(comm.mpi, find), comm)) as checkpoint:
+            # The other run may have had samples of another size.
             checkpoint.restore(self.session.executor.store, self.optimizer, extents=False)
         # The schedule begins anew, while the corrections of Adam continue from the step of the other run.
         self.trainer.ahead = -self.optimizer.step
@@ -385,6 +388,7 @@ class TrainingRun:
 
     def _begin(self) -> None:
         """Stop if a signal arrived during set-up; else do the validation that the last job left out. Collective."""
+        # Votes travel with the loss of a pass, but no pass has run yet.
         vote = self.session.comm.allreduce_scalar(self.signals.vote, "max")
         if vote and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)

@@ -124,6 +124,7 @@ class Samples:
         Sets the class counts in the loss of `network`.
         """
         data = config.data
+        # Samples may differ in size if windows are cut out of them, or if each size is computed by itself.
         several = cuts_windows(data, labelled) or not trainable
         dataset: Dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled, several)))
         with comm.agreement():
@@ -158,6 +159,7 @@ class Samples:
                 augmentation.prepare(_ranges(network), weighted_targets(network))
         invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
         if data.invalid in ("fill", "mask"):
+            # NaN in these inputs is not an error: the loader fills it.
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
         training, validation = np.arange(len(dataset)), np.arange(0)
         if labelled:
@@ -318,7 +320,7 @@ def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[
 
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
-    """Return the first fault of each invalid sample, by its index. Collective: each rank reads a share."""
+    """Return the first fault of each invalid sample, by its index. Collective: the ranks divide the samples."""
     if data.invalid not in ("skip", "fill"):
         return {}
     with comm.agreement():

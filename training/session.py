@@ -111,6 +111,7 @@ class Session:
             samples = Samples.open(config, network, comm, stack, known, trainable, labelled, slide)
             timeline = None
             if config.output.timeline or planned:
+                # Before the executor, which makes calls that are timed only if there is a recorder.
                 timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
                 timeline.paused = not config.output.timeline
             kernels = stack.enter_context(open_kernels(config.backend, comm))
@@ -187,6 +188,7 @@ class Session:
         """Copy each batch to the inputs of the executor, then yield it. Local."""
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
         heartbeat = self.executor.heartbeat
+        # Also here, because the loader may hang before the first batch.
         heartbeat.at("data", "")
         with closing(self.loader.iterate(batches)) as loaded:  # also if the caller ends early: a thread reads ahead
             for item in loaded:
@@ -308,6 +310,7 @@ def begin_with(session: Session) -> None:
         for name in file.names:
             target = store.params[name] if name in store.params else store.state[name]
             block = store.box(name)
+            # An array of which this rank holds nothing is not read.
             if block.size:
                 device_of(target).assign(target, file.read(name)[block.slices()])
     store.refresh()

@@ -43,6 +43,7 @@ def placed(session: Session, value: Value) -> tuple[tuple[int, ...], Blocks]:
         return value.layout.shape[1:], value.layout.boxes
     *own, channels = value.layout.shape[1:]
     extents = windows.extents_of(0)
+    # A window of `w` elements has `m` outputs.
     shape = [n * m // w for n, m, w in zip(extents, own, windows.window)]
     axes: list[Intervals] = [((0, 1),), *(((0, n),) for n in shape), ((0, channels),)]
     cut = windows.longest(0)

@@ -123,6 +123,7 @@ class Bucket:
             np.add(self.sums, self.grads, out=self.sums)
         else:
             np.add(self.grads, self.sums, out=self.grads)
+            # The loss of a part is a mean over its samples, and all parts have as many.
             np.multiply(self.grads, 1 / parts, out=self.grads)
 
 

@@ -206,6 +206,7 @@ class Spans:
         self._device, self._recorder = device, recorder
         self._waiting: deque[tuple[str, str, TimedEvent, TimedEvent]] = deque()
         if recorder is not None and not device.is_host:
+            # The device is idle, so that both clocks are read at the same time.
             device.synchronize()
             self._origin, self._began = device.timestamp(), time.perf_counter()
 

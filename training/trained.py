@@ -70,6 +70,11 @@ def evaluate(
         As for :func:`halograd.training.train`.
     details
         JSON file to which rank 0 writes results by class: confusion, scores, calibration.
+
+    Returns
+    -------
+    dict
+        ``loss`` and scores by name (None: undefined), ``step`` and ``checkpoint``.
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
@@ -214,6 +219,7 @@ def apply(
     trained = _trained(config, world, planner, checkpoint, progress, labelled=False, slide=slide)
     with trained as (ranks, session, identity):
         with ranks.agreement():
+            # The user's file of the format must be the same on all nodes.
             check_files([format], own)
             outputs = outputs_of(session, what, progress.described, rollout)
             writer = WRITERS.make(format)

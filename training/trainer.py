@@ -135,6 +135,7 @@ class Trainer:
                 f"reduce_by(): expected {now.name!r} to stay, because its optimizer has other state, got {scheme}"
             )
         self.executor.reduce_by(scheme)
+        # Its kernels have views of the old buckets.
         self.optimizer.bind()
         if self._clip is not None:
             self._clip.bind()
@@ -262,6 +263,7 @@ class Trainer:
         if scaling is not None:
             scaling.adapt()
         loss = mean_of(losses)
+        # On the host, the loss has been checked already.
         if isinstance(loss, PendingLoss):
             self._last = loss
         return loss

@@ -283,10 +283,12 @@ class Watchdog:
         self._hosts = [host for host, *_ in ranks]
         self._file = _StallFile(folder / names[comm.rank])
         self._seen = [rank for rank, shared in enumerate(comm.allgather_objects(self._file.shared)) if shared]
+        # A process ID is valid on one node, in one namespace: a monitor watches the ranks of its own.
         mine = ranks[comm.rank][:2]
         node = {rank: (ranks[rank][2], str(folder / names[rank])) for rank in self._seen if ranks[rank][:2] == mine}
         if comm.size > 1 and mine[1] and comm.rank == min(node, default=None):
             self._monitor = start_monitor(MonitoredRanks(str(self._log), mine[0], comm.size, len(self._seen), node))
+        # Only the main thread can set handlers; one of the user stays.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             self._handler = signal.signal(signal.SIGTSTP, self._suspend)
         self._arm(self._patience + LOCKED)
@@ -297,6 +299,7 @@ class Watchdog:
         """Stop watching; idempotent. Local."""
         self._closing.set()
         if self._thread is not None:
+            # First, because the thread sets the timer anew.
             self._thread.join()
             self._thread = None
             if self._handler is not None:
