@@ -47,9 +47,9 @@ __all__ = [
     "StandardAugmentation",
 ]
 
-# Separate the random streams from each other and from others of a run.
+# Separate the random streams from each other and from others of a run (1, 2: sampler.py; 3, 8, 9: windows.py).
 _ALTER, _NOISE, _OWN, _SMOOTH = 4, 5, 6, 7
-#: Changes with a random stream each, so that one more change does not change the others.
+#: Changes, each with a random stream of its own. A stream depends on the position in this tuple.
 _CHANGES = ("rotate", "scale", "stretch", "shear", "elastic", "gamma", "blur", "noise", "brightness", "contrast")
 _FOLDS = 0.4  # share of the spacing of control points from which on an elastic deformation may fold
 
@@ -311,6 +311,7 @@ class StandardAugmentation(Augmentation):
         # Bounds in the order in which `placement` draws: a flip per axis, then the turns.
         windows.shift(settings.shifts, [2] * sum(name in settings.flips for name in self._names) + [4] * settings.turns)
         self._vectors = {name: self._components(field) for name, field in self.fields.items()}
+        # Interpolation, and value outside of the sample; `prepare` replaces those of targets.
         self._ways: dict[str, tuple[Interpolation, float | None]] = {
             name: ("nearest", None) if field.is_target else ("linear", math.nan) for name, field in self.fields.items()
         }
@@ -496,6 +497,7 @@ class StandardAugmentation(Augmentation):
         grid = GridMap(smooth, placement.axes, placement.mirrored, starts, window)
 
         def read(ranges: Sequence[tuple[int, int]], channels: tuple[int, int], part: NDArray[Any]) -> None:
+            # Ranges in the whole sample: `grid` has added the start of the window.
             dataset.read(name, [index], Box.of_ranges([(0, 1), *ranges, channels]), part[None])
 
         interpolation, outside = self._ways[name]
@@ -606,7 +608,7 @@ class StandardAugmentation(Augmentation):
     ) -> None:
         """Add noise. Every row of a sample has its own random stream, so a rank draws the same numbers for its columns.
         """
-        if len(shape) == 1:
+        if len(shape) == 1:  # numbers per sample: one row of one column
             sample, ranges, shape = sample[None], [(0, 1), *ranges], (1, *shape)
         *leading, columns, channels = ranges
         for at in itertools.product(*(range(low, high) for low, high in leading)):

@@ -194,6 +194,7 @@ class _JoinedVariables:
                 self.leave_out(name, f"in {part.path}: {why}")
                 continue
             same = {k: v for k, v in mine.attributes.items() if mark(v) == mark(theirs.attributes.get(k))}
+            # `result_type` would drop the metadata with which h5py marks a string.
             dtype = mine.dtype if mine.dtype == theirs.dtype else np.result_type(mine.dtype, theirs.dtype)
             self.variables[name] = replace(mine, attributes=same, dtype=dtype)
             self._paths[name].append(theirs.path)
@@ -288,6 +289,7 @@ class _CoordinateWriter:
         self._write_values()
         for name in self._axes:
             self._name_in_attributes(name)
+        # NetCDF programs need a scale on every axis; without any scale, labels name the dimensions.
         if self._joined.has_scales or self._scales:
             self._attach()
             return
@@ -403,6 +405,7 @@ class _CoordinateWriter:
         elif axis in self._dimensions:
             return self._dimensions[axis]
         else:
+            # SAMPLE is -1, so `axis + 1` counts from the samples.
             usual = ("sample", *_SPATIAL[-len(self._joined.spatial) :])[axis + 1]
             names = [self._joined.dimensions.get(axis, usual), usual, last]
         chosen = next(name for name in chain(names, (f"{last}_{n}" for n in count(2))) if name not in self._file)
@@ -586,6 +589,7 @@ class Hdf5Surroundings(Surroundings):
     def _add_scales(self, axis: int, label: str) -> None:
         """Add the scales of an axis; without scales, the dataset named by the axis label."""
         attached = [scale for own, scale in self._attached if own == axis]
+        # A dimension of netCDF without a variable has a name, but no numbers.
         paths = [scale.name for scale in attached if not _text(scale, "NAME").startswith(NO_VARIABLE)]
         if attached or label:
             self.dimensions[axis] = posixpath.basename(attached[0].name if attached else label)
@@ -635,6 +639,7 @@ class Hdf5Surroundings(Surroundings):
         with ExitStack() as stack:
             try:
                 mapping = self._find(path)
+                # Not `_storage.check`: a grid mapping may have any type, and its attributes suffice.
                 at = None if mapping is None else self._storage.follow(self._file, mapping, stack)
                 if not isinstance(at, h5py.Dataset):
                     raise DataError("it is missing")

@@ -127,7 +127,7 @@ class Hdf5Dataset:
         unpack: bool = True,
         format: str | None = None,
     ) -> None:
-        self.path, self._location = Path(path), path
+        self.path, self._location = Path(path), path  # a FileGroup opens several files, and has the path of the first
         self._format, self._allow_external = format, allow_external
         self.bytes_read = 0
         self.ranges = dict(ranges or {})
@@ -252,7 +252,7 @@ class Hdf5Dataset:
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
         """Return a warning if reading this box of every sample uses a small part of the chunks; else "". Local."""
         field = self.fields[name]
-        part = box & Box.of_shape((box.stop[0], *field.shape))
+        part = box & Box.of_shape((box.stop[0], *field.shape))  # without padding
         if field.chunks is None or not part.size:
             return ""
         where = _selection(field.kind, 0, part.slices()[1:])

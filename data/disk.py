@@ -126,7 +126,7 @@ def open_to_read(path: Path) -> h5py.File:
     OSError
         Any other error of h5py.
     """
-    regular_size(path)
+    regular_size(path)  # raises for a named pipe, whose opening would block
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
@@ -249,7 +249,7 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
     """
     final = Path(path)
     with contextlib.suppress(OSError, ValueError):  # ValueError: a null character in the name
-        if final.is_dir() and is_ours(final):
+        if final.is_dir() and is_ours(final):  # before `check_writable`, which refuses folders
             return
     check_writable(final)
     try:
@@ -283,7 +283,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             partial.touch()
             partial.unlink()
     except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, DataError):  # of `_check_location`; a DataError is a ValueError
             raise
         raise DataError(f"cannot write {final}: {reason_of(error)}; give another path") from error
 

@@ -324,6 +324,7 @@ class FileSet:
         if part.size == 0:
             return filled
         first, last = part.ranges[0]
+        # One by one, because the samples of a batch lie in any of the files.
         for k in range(first, last):
             file, local = self._locate(int(indices[k]))
             at = k - box.start[0]
@@ -489,6 +490,7 @@ def _samples(folder: Path, datasets: Mapping[str, str], others: Mapping[str, str
         for file, sample in _matches(folder, _split(pattern)[0]):
             if file not in best or len(sample) < len(best[file]):
                 best[file] = sample
+                # A file of a dataset that is not read does not make a sample of its own.
                 (own.add if pattern in needed else own.discard)(file)
     names = sorted({best[file] for file in own}, key=natural)
     if not names:
@@ -512,6 +514,7 @@ def _samples(folder: Path, datasets: Mapping[str, str], others: Mapping[str, str
 def _matches(folder: Path, pattern: str) -> Iterator[tuple[str, str]]:
     """Yield the files below a folder that match a pattern, relative to it, and the names of their samples."""
     first, *others = [re.escape(text) for text in pattern.split(SAMPLE)]
+    # A second {sample} in the pattern must match the same name.
     expression = re.compile(f"{first}(?P<sample>[^/]+)" + "(?P=sample)".join(others))
     for path in folder.glob("/".join("*" if SAMPLE in word else glob.escape(word) for word in pattern.split("/"))):
         file = path.relative_to(folder).as_posix()
@@ -546,6 +549,7 @@ class _SampleFile(StoredFile):
         self.path, self._location, self._files = location.paths[0], location, dict(files)
         self._first = self._files[self.path]
         self.attrs, self.of_samples = self._first.attrs, self._first.of_samples
+        # With their sizes, so that a later check finds a file that was replaced.
         own = {os.path.realpath(path): regular_size(path) for path in location.paths[1:] if path.is_file()}
         self.files = {name: size for file in files.values() for name, size in file.files.items()} | own
 
@@ -565,7 +569,7 @@ class _SampleFile(StoredFile):
                 f"{file.path}: expected one array, or its name after the file name, as in "
                 f'"{SAMPLE}{file.path.suffix}:{names[0]}", got {", ".join(names)}'
             )
-        return file.find(names[0] if names else "data")
+        return file.find(names[0] if names else "data")  # without arrays, `find` raises the error
 
     def names(self) -> Iterator[str]:
         """Yield the names of the datasets."""

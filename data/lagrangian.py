@@ -169,6 +169,7 @@ class Flow:
             field.evaluate(still, np.ascontiguousarray(at.T), out)
             return out.T
 
+        # Steps of dt / 2, because RK4 of the mesh needs the flow in the middle of its steps, too.
         h, tracks = self._half, [start]
         for k in range(half_steps):
             at, t = tracks[-1], k * self._half

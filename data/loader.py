@@ -164,6 +164,7 @@ class Loader:
                     raise item
                 slot, batch = item
                 yield LoadedBatch(self._slots[slot], batch, slot)
+                # The consumer has requested the next batch, so this one may be overwritten.
                 worker.free.put(slot)
         finally:
             # Not close(): when an abandoned loop is garbage-collected, another loop may be running.

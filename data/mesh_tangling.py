@@ -138,6 +138,7 @@ class MeshSimulation:
         for step in range(max(steps) + s.interval_steps + 1):
             watching = [k for k, at in enumerate(steps) if at <= step <= at + s.interval_steps]
             if watching:
+                # A cell counts if it is below the limit at any step of the interval, even if it recovers.
                 mask[watching] |= mesh.quality() < s.limit
             for k in watching:
                 if steps[k] == step:

@@ -280,6 +280,7 @@ class ArrayDataset:
         part, filled = overlap(box, (len(indices), *field.shape))
         if part.size == 0:
             return filled
+        # An array (N,) has no axis for its single channel.
         where: tuple[slice, ...] = part.slices()[1:] if len(array.shape) > 1 else ()
         for k in range(*part.ranges[0]):
             # Arrays of NumPy would count a negative number from the end.

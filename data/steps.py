@@ -53,6 +53,7 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
             distances = np.diff(own[chain])
             # The median, because gaps are few and may be long.
             usual = np.median(distances) if len(distances) else 0.0
+            # Each gap or step backwards begins a new number.
             breaks[rows[chain[1:]]] = np.cumsum(~((distances > 0) & (distances <= _GAP * usual)))
     if breaks.any():
         _log.warning(

@@ -276,6 +276,7 @@ class Storage:
     def _check_virtual(self, dataset: h5py.Dataset, checked: _Checked) -> None:
         mapped = h5s.create_simple(dataset.shape)
         mapped.select_none()
+        # Sources that follow one another in one file are checked with one opening.
         for name, parts in groupby(self._sources(dataset), key=lambda source: source.file):
             with self._source_file(dataset, name) as other:
                 for part in parts:
@@ -293,6 +294,7 @@ class Storage:
     def _sources(self, dataset: h5py.Dataset) -> Iterator[_Source]:
         """Yield the parts of a virtual dataset; a pattern like ``part-%b.h5`` yields one for each existing block."""
         for entry in dataset.virtual_sources():
+            # A whole source may have any shape: it need only have as many elements.
             whole = entry.src_space.get_select_type() == h5s.SEL_ALL
             slabs = None if whole else hyperslabs(entry.src_space, ())
             filled = hyperslabs(entry.vspace, dataset.shape)

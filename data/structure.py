@@ -203,6 +203,7 @@ def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
     name = _text(inputs.attrs.get("layout")) if own else layout
     if name is None and _is_map_in_time(inputs):
         name = "NHW"
+    # Axes that are not spatial: samples, and channels.
     axes = 1 if isinstance(name, str) and _LAYOUTS.get(name) == "no channels" else 2
     if not axes + 1 <= len(shape) <= axes + 3:
         expected = "(N, *spatial)" if axes == 1 else "(N, *spatial, C) or (N, C, *spatial)"
@@ -281,6 +282,7 @@ def static_axes(dataset: StoredArray, inputs: StoredArray, kind: Kind) -> str:
         return stated if len(set(stated)) == len(stated) else ""
     letters = f"NC{spatial}" if kind == "channels first" else f"N{spatial}C"
     theirs, own = inputs.scales, dataset.scales
+    # Only if the samples have a scale: otherwise an axis of samples would not be recognized.
     if own and all(own) and theirs[0]:
         by_scale = [next((a for a, labels in zip(letters, theirs) if scales[0] in labels), "") for scales in own]
         return "".join(by_scale) if all(by_scale) and "N" not in by_scale and dataset.ndim else ""

@@ -184,6 +184,7 @@ def _look_at_input(
         look = look_at(dataset, name, usable=usable)
         constant, where = look.constant, _looked_at(look.samples, len(usable))
     else:
+        # Any element has the value of a constant channel.
         values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
         where = "in all training samples, to 7 digits, and 0 after normalization"

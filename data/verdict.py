@@ -136,10 +136,11 @@ class Quads:
 
     @cached_property
     def cosines(self) -> list[Array]:
-        """Cosine of the angle at corners 1, 2, 3, 0; NaN where an edge has no length."""
+        """Cosine of the angle at each corner; NaN where an edge has no length."""
         raw = [np.sqrt(x * x + y * y) for x, y in zip(self.ex, self.ey)]
         dots = [self.ex[k - 1] * self.ex[k] + self.ey[k - 1] * self.ey[k] for k in range(4)]
         with np.errstate(divide="ignore", invalid="ignore"):
+            # Minus, because the edge k - 1 points towards corner k.
             return [np.clip(-dots[k] / (raw[k - 1] * raw[k]), -1, 1) for k in range(4)]
 
     @cached_property
@@ -385,6 +386,7 @@ def _angles(q: Quads, angle: Array, extreme: Callable[[Array, Array], Array]) ->
         (a, b, c), _ = q.triangle
         empty = (a == 0) | (b == 0) | (c == 0)
         safe = [np.where(empty, 1.0, s) for s in (a, b, c)]
+        # The law of cosines for squared sides.
         cosines = [
             np.clip((safe[k] + safe[k - 1] - safe[k - 2]) / (2 * np.sqrt(safe[k] * safe[k - 1])), -1, 1)
             for k in range(3)

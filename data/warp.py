@@ -385,6 +385,7 @@ def sample_block(
     *spatial, (first, last) = box
     vectors = {k: v for k, v in (vectors or {}).items() if first <= k < last}
     needed = [*range(first, last), *(k for _, channels in vectors.values() for k in channels)]
+    # Channels are read as one range, which may contain others than those needed.
     lowest, highest = min(needed), max(needed) + 1
     matrix = grid.vectors() if vectors else None
 
@@ -476,7 +477,7 @@ def _sampler(
     corners = [np.broadcast_to(corner, shape) for corner in corners]
 
     def channel(number: int) -> NDArray[Any]:
-        view = flat[number:]
+        view = flat[number:]  # the channel is the last axis of what was read
         values = [view.take(corner) for corner in corners]
         absent = np.any([value == 0 for value in values], axis=0) if interpolation == "weight" else None
         # Corners are in binary order, the last axis fastest: each pass joins pairs along one axis, the last one first.

@@ -440,6 +440,7 @@ class SlidingWindows(SampleWindows):
         super().__init__(dataset, extents, key=KEY)
         self._inputs, self._overlap, self._multiple = dict(extents), overlap, tuple(multiples)
         steps = [max(1, step) for step in self._steps[self.moved[0]]]
+        # In units: starts are multiples of a unit and of `multiples`.
         self._multiples = [math.lcm(step, n) // step for step, n in zip(steps, multiples)]
         wrong = np.flatnonzero((self._units % self._multiples != 0).any(axis=1))
         if len(wrong):

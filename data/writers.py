@@ -178,6 +178,7 @@ def copy_whole(source: Path, path: Path) -> None:
                 for scale in axis.values():
                     axis.detach_scale(scale)
                     own.attach_scale(scale)
+            # A dataset cannot change its storage: the new one takes the name of the virtual one.
             del new[name]
             new.move(joined.name, name)
         new.attrs.pop("needs", None)
