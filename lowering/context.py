@@ -168,6 +168,7 @@ class Context:
         If a later layer has gathered the output into an array with halos, and reads this array again in its backward
         pass, the result is a part of that array, and the output itself is not kept.
         """
+        # The output stays in memory anyway, and is packed.
         if self.output.kept or self.y.buffer in self._reread:
             return self.y
         for (boxes, _, padded), view in self.output.gathered.items():
@@ -216,6 +217,7 @@ class Context:
 
     def with_arrays(self, params: Mapping[str, View], grads: Mapping[str, View]) -> Context:
         """Return the same context with other parameters and gradients; both add to one list of operations."""
+        # A shallow copy, so that both have the same list of operations.
         other = copy.copy(self)
         other.params, other.grads = params, grads
         return other
@@ -286,6 +288,7 @@ class Context:
     def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
         """Add one kernel for all copies ``(source, target)`` between arrays of the same shape; no-op without copies."""
         if pairs:
+            # `recompute` recognizes copies by the function `copying`.
             views = {f"{name}{i}": v for i, pair in enumerate(pairs) for name, v in zip(("source", "target"), pair)}
             self.run(self.kernel(copying, **views), timing=timing)
 
@@ -294,6 +297,7 @@ class Context:
         outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         if phase == "forward" and self.output.wide:
+            # A wide output is computed with its margin, from all inputs that this needs.
             inputs = tuple(self.clipped(i).longest for i in range(len(self.inputs)))
             outputs = self.output.held.longest[1:-1]
         elif phase == "backward_data" and any(v.held_gradient != v.layout.boxes for v in self.inputs):
@@ -332,7 +336,7 @@ class Context:
         self._operations += _end_of(self.name, message, "start", when)
 
     def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
-        """Add the finish of an exchange or of a sum, which does nothing unless that was started; no-op for None."""
+        """Add the finish of an exchange, or of a sum, which does nothing if the sum was not started; no-op for None."""
         self._operations += _end_of(self.name, message, "finish", when)
 
     def move(self, exchange: ExchangeSpec) -> None:
@@ -389,6 +393,7 @@ class Context:
         key = (boxes, fill, padded)
         if key in value.gathered:
             return Gathered(self, value.gathered[key], boxes[self.rank])
+        # No element of this rank's box is outside the array, so the storage itself may serve, without a fill.
         if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
             fill = None
         owned = value.layout.boxes
@@ -417,6 +422,7 @@ class Context:
         if boxes == own:
             return Returned(self, target, None)
         array, origin = self.scratch(boxes[self.rank].shape, value.dtype), boxes[self.rank].start
+        # `array` holds the whole box, also if only a part of it (`owned`) is sent.
         exchange = self.exchange(owned or boxes, own, array, target, source_origin=origin, combine="sum")
         return Returned(self, array, exchange)
 

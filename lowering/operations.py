@@ -99,13 +99,13 @@ class NormSums:
     over
         The sums by the array's name in the norm's kernel.
     without
-        ``without(names)`` returns a `make` of the norm's kernel with sums in operations of their own, in which other
-        kernels compute those over the arrays `names`.
+        ``without(names)`` returns a `make` of the norm's kernel whose sums are separate operations, without those over
+        the arrays `names`, which other kernels compute.
     eps
         Number that is added to the variance.
     narrow
-        Arrays, by name, that replace those of the norm's kernel if another kernel computes the sums over ``x``: it
-        writes these without a conversion, because no sum over ranks reads them.
+        Arrays, by name, that replace those of the norm's kernel if another kernel computes the sums over ``x``: that
+        kernel writes them without a conversion. Only for sums that are not added up over ranks.
     """
 
     over: Mapping[str, SumsOver]
@@ -237,7 +237,7 @@ class Sum:
         return carrying(self.method, self.codec)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared by identity: the same work may occur several times in a program
 class Operation:
     """Entry of a program.
 
@@ -338,9 +338,9 @@ class ForkEnd(Operation):
 
 @dataclass(eq=False)
 class Release(Operation):
-    """End of the contents of buffers, which later operations write again. It runs nothing.
+    """Release of buffers whose contents are not needed until later operations write them again. It runs nothing.
 
-    Until they are written again, other buffers may use their memory.
+    Until then, other buffers may use their memory.
     """
 
     released: tuple[Buffer, ...]

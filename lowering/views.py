@@ -18,7 +18,7 @@ from ..dtensor import Blocks, Box, Layout, hull
 __all__ = ["Buffer", "Region", "Value", "View", "is_packed"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared by identity: buffers of the same shape are different memory
 class Buffer:
     """Memory of one packed array on one rank.
 
@@ -94,6 +94,7 @@ class View(NamedTuple):
         if not self.size:
             return True
         full = True
+        # From the last axis: one axis may be a part of the buffer's; the axes before it must then have extent 1.
         for have, want in zip(reversed(self.buffer.shape), reversed(self.extent)):
             if not full and want > 1:
                 return False
@@ -241,12 +242,14 @@ class Value:
     def choose_storage(self, needs: Sequence[Blocks]) -> None:
         """Choose the storage for readers that need these boxes, clipped to the array."""
         if self.read:
+            # Blocks of another grid cannot be joined: the layer that needs them gathers them by an exchange.
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
             box = self.stored[self.rank]
         else:
             box, own = self.held[self.rank], [blocks[self.rank] for blocks in needs if blocks != self.held]
             if own:
                 own.append(box)
+                # Margins must leave the held box, and all boxes that readers need, packed: kernels take packed arrays.
                 grown = hull(own)
                 box = grown if all(is_packed(grown, part) for part in own) else box
         shape = (*box.shape[:-1], max(self.stored_channels, box.shape[-1])) if self.stored_channels else box.shape
@@ -264,6 +267,7 @@ class Value:
         """Return a packed array for another reader's contribution, of the shape of the held gradient."""
         held = self.held_gradient[self.rank]
         if self._home is None:
+            # Only the first contribution has margins: the sum of all contributions is written into it.
             self._home = Region(Buffer(self.gradient_box.shape, self.dtype, "transient").view, self.gradient_box)
             view = self._home.part(held)
         else:
@@ -279,7 +283,7 @@ class Value:
             self.gradient = self._home or Region(self.contributions[0], self.held_gradient[self.rank])
             return
         summands = list(self.contributions)
-        if self._home is None:
+        if self._home is None:  # all contributions are shared arrays (`Context.pass_gradient`), which must not change
             self.new_contribution()
         assert self._home is not None
         self.gradient = self._home
@@ -293,4 +297,5 @@ def is_packed(storage: Box, box: Box) -> bool:
     if not storage.contains(box):
         return False
     cut = [axis for axis, (have, want) in enumerate(zip(storage.shape, box.shape)) if have != want]
+    # As in `View.packed`: the last axis that is cut may have any extent, but all axes before it must have extent 1.
     return not cut or all(n == 1 for n in box.shape[: cut[-1]])
