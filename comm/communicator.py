@@ -216,8 +216,8 @@ class Communicator:
         return self.channels([ChannelSpec(send_counts, recv_counts, dtype, kind, name, device)])[0]
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
-        """Return several channels with the collectives of one; see :meth:`channel`. Collective, in the same order on
-        all ranks.
+        """Return several channels, by as many collectives as one channel needs; see :meth:`channel`. Collective, in the
+        same order on all ranks.
 
         The channels are all for arrays of the host, or all for the same kind of device.
         """

@@ -133,7 +133,7 @@ class TimedEvent(Protocol):
 class Branch:
     """Work that may run concurrently with work enqueued after it, until it is joined. Local.
 
-    This class runs the work where it is enqueued.
+    This base class enqueues the work in order, like all other work.
     """
 
     def __call__(self, run: Callable[[], object]) -> None:

@@ -34,7 +34,7 @@ def choose_ordinal(requested: str | int | Sequence[int], local_rank: int, count:
     Raises
     ------
     DeviceError
-        If there is no device, or not the wanted one.
+        If there is no device, or not the requested one.
 
     Examples
     --------
@@ -86,8 +86,8 @@ def count_devices(cupy: Any) -> int:
 
 
 def cupy_device(ordinal: int = 0) -> CupyDevice:
-    """Return the device of this number and make it current. Each is opened once per process, so its arrays share a
-    stream.
+    """Return the device of this number and make it current. A device is opened once per process, so that all its arrays
+    share a stream.
     """
     device = _opened.get(ordinal)
     if device is None:
@@ -284,6 +284,7 @@ class CupyDevice(Device):
         return _StreamEvent(self._cupy, self.compute, timed=True)
 
     def seconds(self, first: Any, second: Any) -> float:
+        # CUDA returns milliseconds.
         return float(self._cupy.cuda.get_elapsed_time(first.recorded, second.recorded)) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> DeviceGraph:

@@ -115,6 +115,7 @@ def hull(boxes: Sequence[Box]) -> Box:
     """
     if not boxes:
         raise ValueError("boxes: expected at least one box, got none")
+    # If all boxes are empty, the first one gives the number of axes.
     full = [b for b in boxes if b.size] or [boxes[0]]
     return Box(
         tuple(min(b.start[d] for b in full) for d in range(full[0].ndim)),
@@ -168,9 +169,12 @@ class Window:
         """
         if stop <= start:
             return 0, 0
+        # ceil((start + pad_lo - extent + 1) / stride): the first output whose last tap is at `start` or after it.
         reach = -((self.extent - 1 - start - self.pad_lo) // self.stride)
+        # The last output whose first tap is at `start` or before it.
         anchor = (start + self.pad_lo) // self.stride
         first = max(0, min(reach, anchor))
+        # ceil((stop + pad_lo) / stride): the first output whose first tap is at `stop` or after it.
         last = min(outputs, -(-(stop + self.pad_lo) // self.stride))
         return (first, last) if first < last else (0, 0)
 

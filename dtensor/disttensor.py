@@ -157,6 +157,7 @@ class Halo:
         held, owned = tensor.held, tensor.layout.boxes
         start = held[tensor.comm.rank].start
         self._ends = End(owned, tensor.local, start), End(held, tensor.local, start)
+        # Source and target are one array: what a rank owns stays where it is, and only the margins are written.
         self._fill = Exchange(tensor.comm, *self._ends)
         self._back: Exchange | None = None
         self._comm = tensor.comm

@@ -93,7 +93,7 @@ class Exchange:
 
     @classmethod
     def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
-        """Build several exchanges with the number of collectives of one. Collective.
+        """Build several exchanges with as many collectives as one exchange needs. Collective.
 
         `many` holds the keyword arguments of each exchange. All arrays are on the host, or all on one device.
         """
@@ -134,6 +134,7 @@ class Exchange:
             own = [(device.empty(piece.box.shape, dtype), piece.box) for piece in local]
             for slot in (0, 1):
                 pack[slot].extend((kept, _view(source.array, box, at_source)) for kept, box in own)
+                # Pieces are sorted by source: this is where the summand of this rank comes in their order.
                 before = sum(piece.source < rank for piece in recvs)
                 unpack[slot][before:before] = [(kept, _view(target.array, box, at_target)) for kept, box in own]
             local = []
@@ -149,6 +150,7 @@ class Exchange:
         #: Per slot of the channel.
         self._pack = [device.copies(pairs) for pairs in pack]
         self._unpack = [(device.sums if self._sum else device.copies)([(v, m) for m, v in pairs]) for pairs in unpack]
+        # In a target that is zeroed first, local pieces are summands like the received ones.
         self._copy = (device.copies if self._clear is None else device.sums)(here)
 
     def _bind(self, pieces: Sequence[Piece], peer_of: str, buffer, array, origin) -> tuple[list, list]:
@@ -157,6 +159,7 @@ class Exchange:
         filled: dict[int, int] = {}
         for piece in pieces:
             peer = getattr(piece, peer_of)
+            # The pieces of a peer follow each other in one message, in the order that both ranks share.
             first = filled.get(peer, 0)
             filled[peer] = first + piece.box.size
             view = _view(array, piece.box, origin)

@@ -74,6 +74,7 @@ class Groups:
         for parts, kind in zip(grid, kinds):
             if parts == 1:
                 continue
+            # Grids that divide ranks into the same groups then have equal runs, so the groups are created only once.
             if runs and runs[-1][1] == kind:
                 parts *= runs.pop()[0]
             runs.append((parts, kind))
@@ -129,6 +130,7 @@ class Groups:
             stride *= parts
         if len(spans) > 1:
             return tuple(first + sum(steps) for steps in itertools.product(*reversed(spans)))
+        # Without an axis of the kind "all", a group has one rank.
         (span,) = spans or [range(1)]
         return range(first, first + span.stop, span.step)
 
@@ -165,6 +167,7 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
     groups_of_comm = _groups.setdefault(comm, {})
     if groups not in groups_of_comm:
         group = comm.split(groups.color(comm.rank))
+        # Groups of one rank send nothing.
         if groups.members_each > 1:
             comm.share_devices(group)
         groups_of_comm[groups] = group
@@ -188,6 +191,7 @@ def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], 
     group = group_of(comm, groups)
     if group is comm:
         return make(comm)
+    # A rank with a fault is in an agreement of `comm`: raise its fault here, not amid the collectives of a group.
     comm.agree(None)
     with comm.agreement():
         if group is None:

@@ -130,6 +130,7 @@ class Layout:
     @classmethod
     def _along_first(cls, shape: Sequence[int], held: Sequence[int]) -> Layout:
         """Return the layout in which each rank holds the first `held` elements of axis 0, and all of the other axes."""
+        # One part of axis 0 per rank, so that each rank may have another interval.
         return cls(tuple(shape), Blocks([tuple((0, n) for n in held), *(((0, n),) for n in shape[1:])]))
 
     @property
@@ -185,6 +186,7 @@ def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
     if not shares or min(shares) < 1:
         raise ValueError(f"expected shares >= 1, one per part, got {tuple(shares)}")
     whole = sum(shares)
+    # Rounded to the nearest integer, halves upwards, without floating-point numbers.
     return (0, *((2 * size * held + whole) // (2 * whole) for held in itertools.accumulate(shares)))
 
 
@@ -323,7 +325,9 @@ class Blocks(Sequence[Box]):
         if self.axes == others.axes:
             return True
         if self.grid == others.grid:
+            # Each interval that is not empty belongs to a box with elements, unless all boxes of `others` are empty.
             return all(_contains(a, b) for a, b in zip(self.axes, others.axes)) or not others.fullest
+        # With different grids, a rank has unrelated intervals: compare its boxes.
         return all(a.contains(b) for a, b in zip(self, others))
 
     def map(self, *changes: Callable[[int, int], Interval] | None) -> Blocks:

@@ -65,6 +65,7 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
     sent = [
         Piece(rank, peer, box)
         for peer, box in intersecting(targets, first[rank])
+        # A peer that owns its whole target copies it.
         if peer != rank and not sources[peer].contains(targets[peer])
     ]
     if sources[rank].contains(targets[rank]):
@@ -85,6 +86,7 @@ def _intersects_others(blocks: Blocks, box: Box, rank: int) -> bool:
     if not box.size:
         return False
     parts_of = [_common_parts(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
+    # With several ranks, at least one is another; with none, some axis has no common part.
     if math.prod(map(len, parts_of)) != 1:
         return all(parts_of)
     only = 0
