@@ -113,7 +113,7 @@ def _declare(**changes: Any) -> Callable[[Declared], Declared]:
 
 
 def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], Declared]:
-    """Declare the result of a function: an object of a class with declared methods, or with methods of this access."""
+    """Declare what a function returns: an object of class `kind`, which has the declarations, or one with `methods`."""
 
     def declare(make: Declared) -> Declared:
         make.__dict__["makes"] = methods if kind is None else kind

@@ -89,7 +89,7 @@ class AttentionGeometry:
     scale
         Factor of the scores.
     merge
-        Whether results for other keys are in the output arrays, which are updated to the results for all keys.
+        Whether the output arrays hold results for other keys, which are updated to those for all keys.
     dropout
         Dropout of probabilities, or None. The index of a probability in the mask is its row-major position in
         ``(samples, heads, *queries, *keys)`` of the global arrays.
@@ -168,11 +168,10 @@ class Attentions(Base):
     def attention_forward(
         self, q: Any, k: Any, v: Any, bias: Any, y: Any, lse: Any, geometry: AttentionGeometry
     ) -> Kernel:
-        """Build ``y = softmax(scale * q k^T + bias) v`` over the keys that each query reads. Dropped
-        probabilities do not count.
+        """Build ``y = softmax(scale * q k^T + bias) v`` over the keys that each query reads.
 
         With ``geometry.merge`` `y` and `lse` hold the results for other keys before the call, and for all keys after
-        it.
+        it. Dropout sets probabilities to 0 and scales the others by ``1 / (1 - rate)``; it does not change `lse`.
 
         Parameters
         ----------
@@ -306,7 +305,7 @@ class Reach(ABC):
     extent : int
         Upper bound of the distance of a query from a key that it reads, plus 1, in units of the dilation.
     dilation : int
-        Distance of the keys that a query reads from each other.
+        Distance between adjacent keys that a query reads.
     """
 
     queries: int
@@ -429,7 +428,7 @@ class Neighborhood(_OfOneAxis):
         _expect(self.size >= 0 and min(self.extent, self.dilation) >= 1, self)
 
     def _first(self, queries: Any) -> Any:
-        """Return the number of the first key that each query reads, counted among the keys of its remainder."""
+        """Return the first key that each query reads, as an index among the keys of the same remainder."""
         index, remainder = np.divmod(queries, self.dilation)
         # Number of positions with this remainder: a dilated neighborhood is a dense one among them.
         length = (self.size - remainder + self.dilation - 1) // self.dilation
@@ -526,8 +525,8 @@ Box = tuple[slice, ...]
 def boxes(shape: Sequence[int], most: int, within: Box = (), multiple: int = 1) -> list[Box]:
     """Return boxes that cover `shape`, or the box `within` it, of at most `most` elements each, but at least 1.
 
-    The last axes are cut last. The boxes of an axis are equal, or where this is possible a multiple of `multiple`, and
-    the last one is smaller. ::
+    The last axes are cut last. The boxes of an axis have equal extents, where possible a multiple of `multiple`; the
+    last one may be smaller. ::
 
         boxes((3, 4), 8)     0 0 0 0
                              0 0 0 0
@@ -629,7 +628,7 @@ class TileGroup:
         return tuple(max(0, low, high) for low, high in zip(lows, highs))
 
     def of_bias(self, table: Any, first_head: int, margins: Sequence[int], xp: Any = np) -> Any:
-        """Return the view ``(heads, *queries, *keys)`` of a table with these margins: what each pair adds.
+        """Return the view ``(heads, *queries, *keys)`` of a table with these margins: the bias of each pair.
 
         Pairs of one distance share an element: the view must not be written.
         """
@@ -641,7 +640,7 @@ class TileGroup:
         return xp.lib.stride_tricks.as_strided(begin, shape, (head * self.heads.step, *axes, *(-s for s in axes)))
 
     def windows_of(self, table: Any, first_head: int, margins: Sequence[int], query: Sequence[int], keys: Box) -> Any:
-        """Return the view ``(heads, *keys)`` of a table: what one query of a tile and a box of its keys add."""
+        """Return the view ``(heads, *keys)`` of a table: the biases of one query of a tile and a box of its keys."""
         first = first_head + self.heads.first
         heads = slice(first, first + (self.heads.count - 1) * self.heads.step + 1, self.heads.step)
         index = []
@@ -673,7 +672,7 @@ class TileGroup:
 
 
 def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tuple[list[TileGroup], bool]:
-    """Return the parts of an attention, and whether they cover all local queries.
+    """Return the tile groups of an attention, and whether they cover all local queries.
 
     Axes on which all queries read all keys are joined to one if there is no bias.
     """

@@ -22,7 +22,7 @@ BACKENDS: Registry[Backend] = Registry("backend", Backend, key="backend.kernels"
 
 @BACKENDS.register
 class FastestOnHost(Backend):
-    """The fastest backend that can be loaded on a CPU. The class has no objects: `open` returns another backend."""
+    """The fastest backend that can be loaded on a CPU. It has no instances: `open` returns another backend."""
 
     name = "auto"
 

@@ -63,7 +63,7 @@ def channels_first(shape: Sequence[int], spatial: Sequence[int] | None = None) -
 
 
 def channels_in_memory(array: Any) -> int | None:
-    """Return the distance between two positions of an array ``(N, *spatial, C)`` in channels.
+    """Return the distance between adjacent positions of an array ``(N, *spatial, C)``, in channels.
 
     None if the array would not be packed without the extra channels.
 
@@ -371,9 +371,9 @@ class Geometry:
 
 
 def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
-    """Return the leading extents that are read of an array of extents `spatial`, and the geometry on them.
+    """Return the leading part, of an array of extents `spatial`, that is read: its extents, and the geometry on it.
 
-    This geometry has no negative padding, which libraries do not support: cuDNN has none, and oneDNN's weight gradients
+    That geometry has no negative padding, which libraries do not support: cuDNN has none, and oneDNN's weight gradients
     read outputs of the dropped rows. Nothing is dropped if the stride skips these rows anyway.
 
     >>> read_part((9, 9), Geometry.of((3, 3), 2, ((1, -2), (1, -1))))[0]

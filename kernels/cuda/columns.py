@@ -128,7 +128,7 @@ def row_sums(
     activation: FusedActivation | None = None,
     **members: Any,
 ) -> Kernel:
-    """Return a kernel for the column sums of dy' and of ``dy' * xhat``, where given; see channel_sums.cu."""
+    """Return a kernel for the column sums of dy' (`first`) and of ``dy' * xhat`` (`second`); see channel_sums.cu."""
     channels = dy.shape[-1]
     rows = dy.size // channels
     arrays = [a for a in (dy, members.get("x")) if a is not None]

@@ -226,7 +226,7 @@ class CudnnBackend(CudaKernels):
 
     # ------------------------------------------------------------------ convolution with the sums of a norm
     def fuses_sums(self, conv: SummedConvolution) -> bool:
-        """Return whether the sums are a candidate of autotune; in TF32 those of gradients are, but no statistics."""
+        """Return whether autotune tries a plan with the sums. In TF32 it does so for gradients, not for statistics."""
         # A variance is a difference of sums in float32, which loses digits that the float32 images of TF32 have.
         wide = ("float32",) if conv.backward and self.arithmetic.precision == "tf32" else ()
         return self._engine.tuned and on_tensor_cores(conv, (*HALF, *wide), self.launcher.units)

@@ -196,7 +196,7 @@ class _Temporaries:
         self._buffer: Any = None
 
     def reserve(self, shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
-        """Reserve an array; the result returns it."""
+        """Reserve an array; return a function that returns it."""
         size = nbytes_of(shape, dtype)
         # 256 B, the alignment of an allocation, so that cuDNN and wide copies take each array.
         offset, self.nbytes = self.nbytes, self.nbytes + -(-size // 256) * 256
@@ -405,7 +405,7 @@ class _AttentionCall:
             raise _Refused("results for further keys are merged for whole blocks only")
 
     def _check(self) -> None:
-        """Check what cuDNN would not refuse by itself."""
+        """Raise _Refused for what cuDNN cannot compute, or would compute by another rule than ours."""
         g, dtype = self.geometry, np.dtype(self.arrays.q.dtype).name
         if dtype not in HALF:
             raise _Refused(f"cuDNN's attention takes {' and '.join(HALF)}, not {dtype}")
@@ -557,7 +557,7 @@ class _BackwardCall(_AttentionCall):
 
 
 def _runs(reach: Reach, queries: Interval, keys: Interval) -> list[TileRun]:
-    """Return the tiles of one axis; if all queries read all keys it is one, and no matrix of pairs is formed."""
+    """Return the tiles of one axis: a single one if all queries read all keys, so that no matrix of pairs is formed."""
     if isinstance(reach, Everywhere):
         return [TileRun(range(*queries), range(*keys))]
     return runs(reach, queries, keys)

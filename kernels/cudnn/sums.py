@@ -179,7 +179,8 @@ def _kernel(
 ) -> tuple[SumsKey, Callable[[], Kernel]]:
     """Return the key of a plan, and a function that returns it with the kernels around it.
 
-    It writes the arrays `rows`, or `sums`, in float32; what is not written to `sums` is then copied there.
+    The plan writes the sums in float32 to `rows`; None: to `sums`, or to a temporary if `sums` is float64. Sums that
+    are not written to `sums` are then copied there.
     """
     dtype = operands.arrays[0].dtype.name
     # The plan writes float32 straight into the caller's sums where these are float32 and no gradients are wanted.

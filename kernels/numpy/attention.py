@@ -496,7 +496,7 @@ class _Backward(_Share):
         self._distribute(tiles, rows, columns)
 
     def _distribute(self, tiles: _Tiles, rows: Box, columns: Box) -> None:
-        """Add the sums of the pairs of a box of queries and a box of keys to the table."""
+        """Add the gradients of the pairs of a box of queries and a box of keys to that of the table."""
         pairs = self._pairs(tiles, rows, columns)
         pairs = pairs.reshape(len(pairs), *extents_of(rows), *extents_of(columns))
         # Query by query: the keys of one query are different entries of the table, those of several are not.
@@ -626,7 +626,7 @@ def _rows(array: Any, ndim: int) -> Any:
 
 
 def _counters(arrays: AttentionArrays, geometry: AttentionGeometry) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shares of queries ``(N, *S, heads)`` and of keys ``(N, *T, key_heads)`` in the counters of dropout."""
+    """Return the terms of the dropout counters from queries, ``(N, *S, heads)``, and keys, ``(N, *T, key_heads)``."""
     mask, ndim, samples = geometry.dropout, len(geometry.reaches), arrays.q.shape[0]
     assert mask is not None
     queries, keys = (tuple(b - a for a, b in intervals) for intervals in (geometry.queries, geometry.keys))

@@ -260,7 +260,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         return total(column)
 
     def _smooth(self, z: Any, mass: Any, picked: Any, share: float, weights: Any | None) -> None:
-        """Add the share that label smoothing spreads over the classes to q . z and to the sum of q."""
+        """Add the `share` of every class by label smoothing to ``q . z`` (`picked`) and to the sum of q (`mass`)."""
         of_classes = self._class_weights(z.dtype)
         part, counts = (buffer(self.work, k, picked.shape, z.dtype) for k in ("part", "counted"))
         self._counted_positions(counts, weights)

@@ -78,7 +78,7 @@ class RowBlocks:
         return np.zeros((count, self.repeat, self.channels), dtype)
 
     def adder(self, piece: RowBlock) -> Callable[[Any, Any], None]:
-        """Return a function that writes the sum over all rows of a matrix of this block's shape to `out` ``(C,)``.
+        """Return a function that writes the sum over all rows of a matrix of the shape of `piece` to `out` ``(C,)``.
 
         The columns are summed in the dtype of the matrix, by a product with ones; then the `repeat` sums of each
         channel in float64.

@@ -168,7 +168,7 @@ def global_counters(
 def axis_counters(
     shape: Sequence[int], start: Sequence[int], extents: Sequence[int], axes: Sequence[int]
 ) -> np.ndarray:
-    """Return the share of some axes in ``GOLDEN * index``, see :func:`global_counters`, as a flat array over them."""
+    """Return what some axes add to ``GOLDEN * index``, see :func:`global_counters`, as a flat array over them."""
     total = np.zeros((1,), np.uint64)
     for axis in axes:
         # Python's integers, because the product exceeds 64 bits; NumPy's products and sums wrap around, as they should.

@@ -78,7 +78,7 @@ class _StandIns:
         self._pairs: list[tuple[Any, Any]] = []  # (16-bit array, stand-in)
 
     def __call__(self, array: Any) -> Any:
-        """Return the stand-in of a 16-bit array, or any other array itself; the same for the same elements."""
+        """Return the stand-in of a 16-bit array, one for all views of the same elements; other arrays are returned."""
         if array is None or not is_low(array.dtype):
             return array
         # In-place kernels have an array twice, and must find one memory in both.

@@ -193,11 +193,10 @@ class NumpyUpdates(Updates):
 
 
 def _squares(flat: Any) -> float:
-    """Return the sum of squares, in float64 over rows: a float32 product of millions of elements is less accurate by
-    three digits.
+    """Return the sum of squares: products of rows, and their sum in float64.
 
-    BLAS uses different numbers of partial sums on different processors; with few of them, the product of a million
-    elements is less accurate by two digits.
+    One product of millions of float32 elements is less accurate by two or three digits, depending on the number of
+    partial sums that BLAS uses on the processor.
     """
     # The square of 300 overflows in float16.
     dtype = wide(flat.dtype)

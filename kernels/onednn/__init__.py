@@ -123,7 +123,7 @@ class OnednnBackend(NumpyBackend):
         return False  # oneDNN has no kernel for both
 
     def _reason(self, dtype: str) -> str:
-        """Return the reason why oneDNN would not train in a dtype of 16 bits with the speed of the processor, or ""."""
+        """Return the reason why oneDNN cannot train in a dtype of 16 bits without emulation, or ""."""
         if self.instruction_set not in NATIVE[dtype]:
             return f"the instruction set {self.instruction_set} has no products in {dtype}"
         image, weights = np.zeros((1, 8, 8, 16), as_dtype(dtype)), np.zeros((16, 3, 3, 16), np.float32)

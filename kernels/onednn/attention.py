@@ -194,7 +194,7 @@ def _joined(array: Any) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
 
 
 def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a step along each axis is beyond all of the axes with smaller strides, as oneDNN requires."""
+    """Return whether the stride of each axis is at least the span of the axes with smaller ones, as oneDNN requires."""
     end = 0
     for stride, n in sorted(zip(strides, shape)):
         if stride < end:

@@ -196,7 +196,7 @@ class OnednnBatchNorm:
         return is_far
 
     def _sums_of(self, sums: Any) -> Callable[[], None]:
-        """Return a function that computes the sums of all rows from mean and variance of the merged rows, in `sums`."""
+        """Return a function that computes ``a.sums`` from mean and variance of the merged rows, which `sums` holds."""
         # sum x = rows * mean, sum x^2 = rows * (var + mean^2), by channel of a merged row; repeated channels are added.
         a, rows = self.a, self.a.rows / self.repeat
         mean, square = (np.empty(sums.shape[1:]) for _ in range(2))
