@@ -429,6 +429,7 @@ class Power(_Function):
     def slopes(self, z: Any, out: Any) -> None:
         if self.exponent == 0.5:
             np.sqrt(z, out=out)
+            # 1 / sqrt(0) would be infinite; times the derivative 2 x = 0 of a square before it, it would be NaN.
             np.maximum(out, _SMALLEST_ROOT[np.dtype(z.dtype).name], out=out)
             np.reciprocal(out, out=out)
         else:
@@ -474,6 +475,7 @@ class Softmax(_ChannelSoftmax):
     """
 
     def lower(self, context: Context) -> Lowered:
+        # With 16 bits, the arithmetic is done in a float32 copy.
         low = context.wide != context.dtype
         row = (*context.box.shape[:-1], 1)
         scratch: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
@@ -485,6 +487,7 @@ class Softmax(_ChannelSoftmax):
         def backward() -> None:
             dx = context.gradient(0)
             scratch: dict[str, View | None] = {name: context.scratch(row, context.wide) for name in ("sums", "center")}
+            # Without 16 bits, dx itself holds the intermediate product.
             scratch["product"] = context.scratch(context.box.shape, context.wide) if low else dx
             scratch["top"] = context.scratch(context.box.shape, "bool")
             kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **scratch)
@@ -673,6 +676,7 @@ def activated(layer: Layer, activation: str | Layer | None, by_input: bool | Non
         layer_of, name = _KINDS[activation](), layer.name and f"{layer.name}_{activation}"
     else:
         layer_of, name = activation, activation.name
+    # An activation with a name of its own stays a layer, so that the network has a layer of this name.
     if type(layer_of) in _FUSED and (layer_of is not activation or name is None) and by_input is not None:
         assert isinstance(layer_of, _Activation)
         if by_input or not reads_input(layer_of.function, layer_of.alpha):

@@ -138,6 +138,7 @@ class Attention(Layer):
             )
 
     def __call__(self, *inputs: Node) -> Node:
+        # The base class reports inputs that are not three nodes.
         if not np.any(self.periodic) or len(inputs) != 3 or not all(isinstance(node, Node) for node in inputs):
             return super().__call__(*inputs)
         space = inputs[0].shape[:-1]
@@ -213,6 +214,7 @@ class Attention(Layer):
                 f"Attention: expected queries and keys of the same extents with a window or neighborhood, got {q[:-1]} "
                 f"and {k[:-1]}"
             )
+        # Here the inputs have the added rows already.
         self._check_periodic([n - sum(pair) for n, pair in zip(q, self._continued(len(q) - 1))])
         if q[-1] % self.heads:
             raise ValueError(f"Attention: expected a number of heads that divides {q[-1]} channels, got {self.heads}")
@@ -240,6 +242,7 @@ class Attention(Layer):
         for reach in self.reaches(q, k):
             whole = (0, reach.queries), (0, reach.keys)
             pairs *= sum(len(queries) * len(keys) for queries, keys in reach.tiles(*whole))
+        # Heads of keys are as wide as those of queries.
         width, groups = q[-1] // self.heads, k[-1] * self.heads // q[-1]
         # Two products, and about ten operations of the softmax per score.
         return pairs * self.heads * (2 * width + 2 * v[-1] // groups + 10)
@@ -387,6 +390,7 @@ class _Gathering(_Lowering):
 
     def lower(self) -> Lowered:
         context, layer = self.context, self.layer
+        # Not `context.needed`: if queries read all keys, it has only the owned boxes.
         boxes = [layer.read(i, self.shapes, context.output.layout) for i in range(3)]
         k, v = (context.gather(i, boxes[i]) for i in (1, 2))
         operands = (self.q, k, v)
@@ -523,6 +527,7 @@ class _ReturnedSum:
         value = self.value
         # The first return is the gradient itself; further ones have arrays of their own, which a kernel adds.
         received = self.target if self._first else self.context.scratch(value.box.shape, value.dtype)
+        # If heads are cut, several ranks may have read the same block in one step: their gradients are added.
         exchange = self.context.exchange(boxes, value.layout.boxes, gradient, received, combine="sum")
         self.context.start(exchange)
         self._arriving = received, exchange

@@ -218,10 +218,11 @@ class BatchNorm(Layer):
             both = context.add_up(total, when="training")
         if looks:
             centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))
-            # The guarded operations run only if `cancels` returns True.
+            # The guarded operations (squares about the mean, and their sum) run only if `cancels` returns True.
             context.run(kernel, "cancels", when="training", guarded=[centered, *both, variance])
             context.run(kernel, "take", when="training")
         context.run(kernel, "train", when="training", timing=forward)
+        # After `train`, whose kernels may compute the mean and variance that this reads.
         margin.normalize(self, f)
         if running is not None:
             context.run(kernel, "average", when="training")
@@ -307,12 +308,14 @@ class _BatchNormKernel:
         self.running = arrays["running_mean"], arrays["running_var"]
         self.limit = cancellation_limit(self.mean.dtype)
         x, channels = arrays["x"], len(self.mean)
+        # For an empty array, -1 would be ambiguous.
         self.rows = x.reshape(-1, channels) if x.size else x.reshape(0, channels)
         self._work = Workspace(environment.kernels.device)
         self._pending = self._trained = False
         self.apply = self._kernels(environment, self.running, None)
         # Forward and backward of training share a workspace, so they are created together.
         self.trained = self._kernels(environment, (self.mean, self.var), self._training())
+        # For outputs that are computed again: it reads mean and variance, and updates nothing.
         self.normalized = self._kernels(environment, (self.mean, self.var), None) if numbers.again else None
 
     def _training(self) -> BatchNormTraining:
@@ -426,6 +429,7 @@ class _BatchNormKernel:
         updates the running statistics.
         """
         mean, var = self.moments
+        # In float64, so that the sum over ranks is not rounded to the dtype of the kernels.
         np.copyto(mean, self.mean)
         np.copyto(var, self.var)
         var *= self.n.count / max(self.n.count - 1, 1)
@@ -597,6 +601,7 @@ class _NormMargin:
         context = self.context
         names = ["dx", "dresidual"][: len(context.inputs) if f is not None else 1]
         values = [context.inputs[i] for i in range(len(names)) if context.needs_gradient(i)]
+        # The gradient of the output is needed wherever the gradient of an input is held.
         boxes = context.output.layout.boxes.joined([value.held_gradient for value in values])
         targets = {
             name: Region(context.gradient(i), context.inputs[i].held_gradient[context.rank])

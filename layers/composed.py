@@ -114,6 +114,7 @@ class Crop:
         if (self.amounts is None) == (like is None):
             what = "none" if like is None else "both"
             raise ValueError(f"Crop: expected amounts, or a second node for its extent, got {what}; give one")
+        # `pairs` makes one pair per axis of a number or a pair.
         away = self._to_extent(node, like) if like is not None else Pad(self.amounts).pairs(node.shape)
         if any(n < 0 for pair in away for n in pair):
             raise ValueError(f"Crop: expected rows to remove from {node.shape[:-1]}, got {away}; use Pad to add some")
@@ -153,6 +154,7 @@ class PatchEmbedding:
         """Return the embedded patches. Raises ValueError if patches do not divide the extents."""
         size = self.layer.stencil.kernel
         kernel = (size,) * (len(node.shape) - 1) if isinstance(size, int) else size
+        # zip() ends with the kernel, before the channels.
         if any(n % k for n, k in zip(node.shape, kernel)):
             raise ValueError(
                 f"PatchEmbedding: expected extents that are multiples of the patch {kernel}, got {node.shape[:-1]}; "

@@ -126,6 +126,7 @@ class Token(Shifted):
     def lower(self, context: Context) -> Lowered:
         moved, w = super().lower(context), context.params["w"]
         n, length, channels = context.box.shape
+        # Tokens in this block: none if it begins after them.
         first, own = context.box.start[1], max(0, min(length, self.count - context.box.start[1]))
         # The copy before has written zeros, the value of rows without a source, where the tokens belong.
         rows = (n, own if context.box.size else 0, channels)

@@ -175,6 +175,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     """Lower to the backend's kernels around sums over groups of channels and over the ranks that share samples."""
     boxes, shape = context.output.layout.boxes, context.output.layout.shape
     samples, channels = context.box.shape[0], shape[-1]
+    # Without a halo, this only copies an input that is not packed.
     x = context.gather(0, context.clipped(0))
     views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
     forms = {"sums": (samples, 2, channels), "means": (samples, 2, channels), "totals": (samples, 2, groups)}

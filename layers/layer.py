@@ -97,6 +97,7 @@ class Node:
     def __init__(self, layer: Layer, inputs: Sequence[Node]) -> None:
         self.layer = layer
         self.inputs = tuple(inputs)
+        # This checks the inputs too: errors arise at the call that the user wrote.
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
     #: Set when the package is imported.
@@ -147,6 +148,7 @@ class Node:
         return self._affine(1.0 / other, 0.0)
 
     def _affine(self, factor: float, shift: float) -> Node:
+        # x * 1 and x + 0 create no layer.
         return self if (factor, shift) == (1, 0) else self.arithmetic.affine(self, factor, shift)
 
 

@@ -158,6 +158,7 @@ class Loss(Layer):
     def __call__(self, *inputs: Node) -> LossNode:
         self._refuse_others(inputs)
         check_methods(self, len(inputs), {"check": 2}, ["weights"] if self.takes_weights and len(inputs) > 2 else ())
+        # Blocks of other types compute by kernels, and never call local().
         kernels = self.block_type() not in (LocalLoss, WindowLoss) and is_ours(type(self).block_type)
         if kernels and not is_ours(type(self).local):
             raise UserError(
@@ -298,6 +299,7 @@ class Loss(Layer):
         shape = prediction.layout.shape
         positions = math.prod(shape[1:-1])
         if self.stencil is not None:
+            # The mean is over windows.
             positions = math.prod(w.output_size(n) for w, n in zip(self.windows(shape[1:]), shape[1:]))
         first = prediction.box.start[0]
         position = LossPosition(self, first, shape[0], positions, shape[-1], context.rank, term.weight)
@@ -511,6 +513,7 @@ class LossBlock(ABC):
             np.divide(self.counted, mode.parts, out=self.divisor)
         else:
             self.sum_weights()
+            # The first part of a batch starts a new count.
             np.add(self.divisor, self.counted if mode.part else 0.0, out=self.counted)
 
     def sum_weights(self) -> None:
@@ -575,6 +578,7 @@ class LocalLoss(LossBlock):
         self.rounded: Any = None
         if "copy" in more:
             self.copied, self.rounded = prediction, self.dx
+            # The loss computes on float32 copies; `copied` and `rounded` are the 16-bit arrays.
             self.prediction, self.dx = more["copy"], more.get("dx_copy")
 
     @reads("prediction", "target", "weights", "divisor")
@@ -646,6 +650,7 @@ class WindowLoss(LocalLoss):
 
     @property
     def count(self) -> int:
+        # At the end of a sample, a block may be too short for a window of its own.
         return super().count if all(self.fits) else 0
 
     @reads("weights")
@@ -675,6 +680,7 @@ class WindowLoss(LocalLoss):
         for array, copy in zip(whole, packed):
             if copy is not array:
                 np.copyto(copy, array)
+            # With weights per channel and an array of other channels, one weight of 0 leaves out the position.
             np.copyto(copy, 0, where=none if none.shape[-1] in (1, array.shape[-1]) else none.any(-1, keepdims=True))
         return (*packed, self._weigh_windows(count))
 

@@ -188,6 +188,7 @@ class _Pointwise(_ElementwiseLoss):
             shape, dtype = predictions[part].shape, predictions.dtype
             x, t, slope = (buffer(work, name, shape, dtype) for name in ("x", "t", "slope"))
             np.copyto(x, predictions[part])
+            # Targets may be integers.
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
                 # Missing numbers may be NaN, which times a weight of 0 would stay NaN.
@@ -429,6 +430,7 @@ class CRPS(Loss):
                 np.subtract(x[first], x[second], out=difference)
                 sign = np.sign(difference, out=buffer(work, "sign", difference.shape, difference.dtype))
                 sign *= share
+                # Gradient of -f |x[m] - x[n]|; the two members get opposite signs.
                 slope[first] -= sign
                 slope[second] += sign
                 np.abs(difference, out=difference)

@@ -235,6 +235,7 @@ class _LocalKernel:
     def forward(self) -> None:
         if not self.box.size:
             return
+        # Only for a block with elements: layers of the user need not handle empty arrays.
         y = self.layer.forward(self.inputs, self.params, self.box)
         self._check("forward()", y, self.box.shape)
         np.copyto(self.y, y)

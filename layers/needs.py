@@ -70,6 +70,7 @@ class Stencil:
 
     def __post_init__(self) -> None:
         for name in ("kernel", "stride", "padding", "dilation"):
+            # Hashable, because `_windows` is cached by the stencil.
             object.__setattr__(self, name, _hashable(getattr(self, name)))
 
     def windows(self, spatial: Sequence[int]) -> tuple[Window, ...]:

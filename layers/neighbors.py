@@ -156,6 +156,7 @@ class StructuralSimilarity(_Neighbors):
     images down first; we do not.
     """
 
+    # Three work arrays of the filters, one product and eight statistics: see `strip`.
     arrays = 12
 
     def __init__(
@@ -277,6 +278,7 @@ class GradientError(_Neighbors):
     They compare absolute values of the differences, which does not see a wrong sign; we compare the differences.
     """
 
+    # The error, its derivative and three work arrays of the filters.
     arrays = 5
     passes = Passes((50, 0), (0, 0))
 
@@ -298,6 +300,7 @@ class GradientError(_Neighbors):
         axes = x.ndim - 1
         outputs = (*(n - len(along) + 1 for n in x.shape[:-1]), x.shape[-1])
         error, d, *others = space.take(x.shape), space.take(outputs), *(space.take(x.shape) for _ in range(3))
+        # The operators are linear: D x - D t = D (x - t) needs half of the filters.
         np.subtract(x, t, out=error)
         loss: Any = 0.0
         for axis in range(axes):

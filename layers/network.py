@@ -265,6 +265,7 @@ class Network:
         for name, array in values.items():
             layer, _, key = name.rpartition("/")
             values_before = layers[layer].layer.given_values
+            # A new mapping: copies of the layer (`Layer.changed`) share the old one.
             layers[layer].layer.given_values = {**values_before, key: as_given_values(array)}
         try:
             _check_given(self)

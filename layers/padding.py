@@ -302,6 +302,7 @@ class Pad(Shifted):
         self._layers: dict[Any, Layer] = {}
 
     def __call__(self, *inputs: Node) -> Node:
+        # The base class reports wrong inputs.
         if self.mode == "constant" or len(inputs) != 1 or not isinstance(inputs[0], Node):
             return super().__call__(*inputs)
         (node,) = inputs
@@ -517,6 +518,7 @@ class PadAxis(Pieced):
 
     def most(self, extent: int) -> float:
         """Return the largest number of rows that can be added to an axis of this extent."""
+        # A mirrored axis does not repeat its end row, so one row fewer is available.
         return {"reflect": extent - 1, "circular": extent}.get(self.mode, math.inf)
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -591,6 +593,7 @@ class PadPole(PadAxis):
 
     def pieces(self, shape: Shape) -> list[ShownBox]:
         north, within, south = self.spans(shape[self.axis])
+        # Beyond each pole two pieces, the halves of the circle, which exchange their longitudes.
         across = [
             ShownBox({self.axis: row, self.longitude: column}, self.sign)
             for row in (north, south)

@@ -325,6 +325,7 @@ class GlobalMaxPool(_GlobalPool):
         several = context.scratch(needed[rank].shape, "float64")
         context.move(context.exchange(candidates, needed, own, several, kind="redistribute"))
         samples, _, _, channels = several.shape
+        # several (n, blocks, 2, C): maxima and their numbers; chosen (n, 2, C): the largest; worse (n, blocks, C).
         chosen, worse = (context.scratch((samples, n, channels), "float64") for n in (2, several.shape[1]))
         kernel = context.kernel(_choose, candidates=several, chosen=chosen, worse=worse, y=context.y)
         context.run(kernel)
@@ -373,6 +374,7 @@ def _lower_largest(context: Context, own: View) -> None:
         # Numbers are those of the whole sample, so that candidates of all ranks can be compared.
         stride = math.prod(context.shapes[0][axis:-1])
         search = Search(axis, [(0, shape[axis])], value.box.start[axis] * stride, stride)
+        # Numbers of the first search are below the extent of its axis; later ones count all positions.
         work = context.scratch(shape, number_dtype(context, value.layout.shape[axis]) if number is None else "float64")
         shape[axis] = 1
         y, lowest = (context.scratch(shape, dtype) for dtype in (context.wide, work.dtype))
@@ -601,6 +603,7 @@ class AdaptiveMaxPool(_Adaptive):
             # All stages but the first, in reverse order: the first writes into the returned array.
             for stage in stages[:0:-1]:
                 gradient = stage.lower_backward(context, gradient, context.scratch(stage.x.shape, context.wide))
+            # 16-bit gradients are added up in float32 and rounded once.
             direct = returned.view.dtype == context.wide
             dx = returned.view if direct else context.scratch(returned.view.shape, context.wide)
             stages[0].lower_backward(context, gradient, dx, "backward_data")

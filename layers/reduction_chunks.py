@@ -191,6 +191,7 @@ def check_scheme(scheme: Scheme, network: Network) -> None:
 def replicated_layers(layers: Sequence[GradientLayer], scheme: Scheme) -> frozenset[str]:
     """Return the names of the first `replicated_dense` dense layers in the order of computation."""
     dense = [layer.name for layer in layers if layer.kind == "dense"]
+    # `layers` are in the order of backward: the first layers of the network come last.
     return frozenset(dense[len(dense) - scheme.replicated_dense :]) if scheme.replicated_dense else frozenset()
 
 

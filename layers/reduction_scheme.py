@@ -148,6 +148,7 @@ class Scheme:
                 f"{self.replicated_dense}; remove it, or choose a scheme"
             )
         settable = [name for name, kind in KINDS.items() if kind.settable]
+        # A scheme that cannot set a key accepts its default (`plain`).
         for key, plain in (("payload", self.codec.identity), ("deterministic", not self.deterministic)):
             if not plain and not self.kind.settable:
                 raise UserError(

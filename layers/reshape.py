@@ -98,6 +98,7 @@ class Flatten(_WholeSamples):
 
     def lower(self, context: Context) -> Lowered:
         value = context.inputs[0]
+        # Vectors are sent as maps (a view of the same memory), so that the exchange works on boxes of maps.
         boxes = _whole(context.output.layout, context.shapes[0])
         shape = boxes[context.rank].shape
         move = context.exchange(value.layout.boxes, boxes, value.view, context.y.reshape(*shape), kind="redistribute")
@@ -158,6 +159,7 @@ class Reshape(_WholeSamples):
         value, blocks = context.inputs[0], context.output.layout.boxes
         boxes = _whole(value.layout, context.output.layout.shape[1:])
         shape = boxes[context.rank].shape
+        # The owned box, copied if it is strided: such a view cannot be reshaped.
         x = context.gather(0, value.layout.boxes).run()
         context.move(context.exchange(boxes, blocks, x.view.reshape(*shape), context.y, kind="redistribute"))
 
@@ -189,6 +191,7 @@ class ReshapedMap(Copied):
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         shape, blocks = inputs[i].shape, output.boxes
         first, last = _changed(shape, output.shape)
+        # Elements per row of the input, among the axes that change; `within`: their extents in the output.
         row = math.prod(shape[first + 1 : len(shape) - last])
         within, end = output.shape[first : len(output.shape) - last], len(blocks.axes) - last
         rows = tuple(_rows(ranges, within, row) for ranges in itertools.product(*blocks.axes[first:end]))
@@ -204,6 +207,7 @@ class ReshapedMap(Copied):
             context.run(kernel, timing=self.timing(context, "forward"))
 
         def backward() -> None:
+            # Also for an empty block: an exchange is collective.
             returned = context.return_gradient(0, boxes)
             if context.box.size:
                 kernel = context.kernel(partial(moved, True), x=context.dy, y=returned.view)
@@ -326,6 +330,7 @@ class _Pixels(Copied):
         blocks = sizes["fine"] if self.order == "position" else None
         boxes_of = {read: x.box, written: context.box}
         copies = _copies(**boxes_of, factor=self.factor, blocks=blocks) if context.box.size else []
+        # Pairs (target, source).
         pairs = copies if written == "fine" else _turned(copies)
         kernel = context.kernel(partial(_moving, pairs), x=x.view, y=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
@@ -362,6 +367,7 @@ class PixelShuffle(_Pixels):
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         axes = len(output.shape) - 2
         coarse, channels = partial(_coarse, self.factor), partial(_fine, self.factor**axes)
+        # `_fine` by 1 keeps the samples, but makes empty intervals (0, 0).
         return output.boxes.map(partial(_fine, 1), *[coarse] * axes, channels)
 
 
@@ -446,6 +452,7 @@ class ChannelShuffle(Layer):
             context.run(kernel, timing=context.timing(phase))
 
         moved(context.inputs[0].view, context.y, self.groups, "forward")
+        # A shuffle of C / g groups is the inverse of one of g groups.
         back = context.shapes[0][-1] // self.groups
         return Lowered(lambda: moved(context.dy, context.gradient(0), back, "backward_data"))
 

@@ -161,6 +161,7 @@ class PReLU(ElementwiseLayer):
             context.run(context.kernel(_below, x=views["x"], dy=context.dy, positive=positive, products=products))
             sum_into(context, products, context.grads["slope"])
             if context.needs_gradient(0):
+                # `products` is free once its sum is formed.
                 views_read = {"dy": context.dy, "positive": positive, "slope": views["slope"], "factors": products}
                 kernel = context.kernel(_bent, dx=context.gradient(0), **views_read)
                 context.run(kernel, timing=context.timing("backward_data"))

@@ -261,6 +261,7 @@ class Strategy:
                 self._check_extent(name, node.shape, reader)
 
     def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
+        # zip() ends before the channels.
         for axis, cut, extent in zip(*_folded(len(shape) + 1, self.cuts_of(reader)), shape):
             parts = counts_of({axis: cut})[axis]
             if parts > extent:

@@ -179,6 +179,7 @@ class _Total:
     @reads("value*", "dx*")
     @writes("total", "dx*")
     def __call__(self) -> None:
+        # `always` is not empty: a network rejects a loss without a term in evaluation.
         first, *others = self.always + (self.in_training if self.mode.training else [])
         np.copyto(self.total, first)
         for value in others:
