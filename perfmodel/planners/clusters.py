@@ -145,6 +145,7 @@ def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, l
         v = int(entry[-1])
         if keys[v] != entry:  # its neighbors have changed after this entry
             continue
+        # The cost: `by_fill` swaps the first two numbers of a key.
         total += entry[2] if by_fill else entry[1]
         order.append(v)
         keys[v] = ()
@@ -187,12 +188,14 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
         for u in scopes[v]:
             users[u].append(v)
         if scopes[v]:
+            # The parent in the tree of clusters: the layer of the scope that is eliminated first.
             below[min(scopes[v], key=lambda u: position[u])] += below[v]
     open_users = [len(u) for u in users]
     ready = {v for v in order if not waiting[v]}
     decided: list[int] = []
 
     def key(v: int) -> tuple[int, int, int]:
+        # By how many the open layers grow: `v` may become open, and others lose their last user.
         growth = (open_users[v] > 0) - sum(open_users[u] == 1 for u in scopes[v])
         return growth, below[v], position[v]
 

@@ -101,6 +101,7 @@ class Elimination(Planner):
         except GaveUp:
             pass
         try:
+            # Larger tables split fewer clusters, so the bounds are tighter.
             second = _Solver(problem, Clusters(problem, *self.limits), self.labels).solve()
         except GaveUp:
             if first is None:

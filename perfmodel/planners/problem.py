@@ -154,6 +154,7 @@ class Problem:
         def cut(tables: Mapping[Edge, Array]) -> dict[Edge, Array]:
             result = {}
             for (u, v), table in tables.items():
+                # A table that several edges share remains one object where the same candidates are kept.
                 key = (id(table), kept[u].tobytes(), kept[v].tobytes())
                 if key not in restricted:
                     restricted[key] = table[np.ix_(kept[u], kept[v])]

@@ -171,6 +171,7 @@ def _groups(states: NDArray[np.int32]) -> Index:
     """Return group numbers of the rows: equal rows have equal numbers."""
     group = np.zeros(len(states), dtype=np.intp)
     for column in states.T:
+        # Renumbered after every column, so that the numbers do not overflow.
         group = np.unique(group * (int(column.max()) + 1) + column, return_inverse=True)[1].reshape(-1)
     return group
 
