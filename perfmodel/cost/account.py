@@ -119,6 +119,7 @@ def memory_of(
         Memory that kernels hold in addition to their arrays, if they exist already [B]; None: an estimate
         (:func:`workspace_of`).
     """
+    # A Counter adds: both parts have "messages".
     memory = Counter(layers_memory(program, blocks, ahead))
     memory.update(gradients_memory(program, slots, per_node))
     if workspace is not None:

@@ -194,6 +194,7 @@ def _one_way(
         return packing + (far_messages > 0) * link.alpha + link.beta * np.minimum(far_bytes, largest)
     near = network_model.machine.links["node"]
     far = network_model.machine.links["switch" if ranks <= width * network_model.machine.nodes_per_switch else "across"]
+    # All devices of the node that hold a part send at the same time.
     sharing = np.minimum(width, source.parts.prod(axis=1))[:, None]
     seconds = near.alpha * near_messages + near.beta * near_bytes
     return packing + seconds + far.alpha * (messages - near_messages) + far.beta * sharing * (nbytes - near_bytes)
@@ -447,6 +448,7 @@ class _Maker:
         backward = alone.backward() if trained else []
         summed: list[tuple[int, Ranks]] = []
         parameters = 0
+        # Parameters that another call of the layer owns count there.
         for spec in () if step.owner else plain.parameters.values():
             held = blocks_of(spec, step.parts, step.output.layout)
             nbytes = held.largest * self.itemsize
@@ -461,7 +463,9 @@ class _Maker:
         return rows
 
     def _sum(self, network_model: NetworkModel, nbytes: int, group: Ranks) -> float:
-        """Return the time to sum a layer's gradients: a separate sum if they fill a bucket, else a share of one [s]."""
+        """Return the time to sum a layer's gradients [s]: that of a separate sum if they fill a bucket, else their
+        fraction of the time of a bucket's sum.
+        """
         if nbytes >= self.bucket_bytes:
             return network_model.sum(nbytes, group)
         return network_model.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
@@ -482,6 +486,7 @@ class _Maker:
         self, nodes: Sequence[Node], candidates: Sequence[tuple[Parts, ...]]
     ) -> tuple[list[dict[tuple[int, int], Floats]], dict[tuple[int, int], Floats]]:
         """Return the times of redistributions by machine, and the memory of their copies."""
+        # Inputs are not among the layers; the loop adds each of them with its first reader.
         index_of = {node: i for i, node in enumerate(nodes)}
         edges: list[dict[tuple[int, int], Floats]] = [{} for _ in self.pricings]
         memory: dict[tuple[int, int], Floats] = {}

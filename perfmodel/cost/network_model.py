@@ -76,7 +76,7 @@ class ExchangeTimes(NamedTuple):
     busy
         The part of `seconds` in which a node's adapters are busy; 0 if the machine has no topology.
     peers
-        Number of ranks that a rank receives from.
+        Largest number of ranks from which one rank receives.
     """
 
     seconds: float
@@ -159,6 +159,7 @@ class NetworkModel:
         self._exchanges: dict[Move, ExchangeTimes] = {}
         self._loads: dict[tuple[object, ...], _Loads] = {}
         self._sums: dict[tuple[str, float, Ranks, int], tuple[float, float]] = {}
+        # In the order of the numbers that `levels` returns.
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
         self._beta = np.array([link.beta for link in links])
@@ -227,7 +228,7 @@ class NetworkModel:
         return self._sums[key]
 
     def groups_at_once(self, groups: Iterable[tuple[Ranks, float]], members: Ranks) -> int:
-        """Return how many of `groups` with ranks on the node of the first of `members` communicate at once.
+        """Return how many of `groups` communicate at once on the node of the first of `members`.
 
         Without a topology it is 1, because sums of several groups do not slow each other down.
         """
@@ -320,6 +321,7 @@ class NetworkModel:
         ranks = self._ranks(move)
         sent = [way.pattern(ranks) for way in ways]
         unit, key = sent[0][0], (*(pattern for _, pattern in sent), ranks)
+        # Arrays of other dtypes have the same loads: only `unit` differs.
         if key not in self._loads:
             # Messages are packed and unpacked: those of both directions, or of one counted twice.
             loads = [self._new_load(pattern, np.array(ranks)) for _, pattern in sent]

@@ -91,6 +91,7 @@ class Pricing:
         shapes = tuple(value.layout.shape for value in step.inputs)
         key = step.layer, shapes
         if key not in self._signatures:
+            # Settings of halograd's layers are data, so their keys are complete.
             ours = type(step.layer).__module__.startswith("halograd.")
             self._signatures[key] = LayerWork.of(*key).key if ours else key, step.output.layout.shape
         return self._signatures[key]

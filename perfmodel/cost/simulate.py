@@ -257,6 +257,7 @@ class Simulation:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks, self.training.ahead)
         target = replace(self._outline.target, rank=rank)
         program = self._reduced(replace(self._outline, target=target))
+        # A copy, because the cached memory does not depend on the scheme's sums, which are added.
         memory = Counter(self._known.memory[key])
         memory.update(gradients_memory(program, self.training.slots, self.pricing.network_model.per_node))
         return dict(memory)

@@ -423,6 +423,7 @@ class _StepPlayer(_Player):
                 self._update += seconds
                 self.now += seconds
             elif isinstance(operation, Run):
+                # The weight gradient of a replicated layer, from gathered rows.
                 self._backward += self.kernel(operation)
             elif isinstance(operation, BucketOperation | CheckGradients):
                 self.now += self.pricing.pass_over(operation)

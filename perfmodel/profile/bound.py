@@ -75,6 +75,7 @@ class BoundLayer:
         layer = layer.with_counts({i: [1] * n for i, n in classes.items() if n})
 
         def value(name: str, shape: tuple[int, ...], dtype: np.dtype = self._dtype) -> Value:
+            # Each of the ranks (1, or 2 of `_EqualRanks`) has `batch` samples.
             layout = Layout.blocks((size * batch, *shape), {"sample": size}, size)
             return Value(name, layout, dtype, 0, kept=True)
 
@@ -92,6 +93,7 @@ class BoundLayer:
         mode = Mode(training=True, valid=batch * size)
         self.arrays = self._parameters(layer, shapes)
         arrays = {kind: {f"{step.name}/{k}": a for k, a in own.items()} for kind, own in self.arrays.items()}
+        # In 16 bits, operations refer to copies of the parameters and to rounded gradients.
         arrays |= {"copies": arrays["params"], "rounded": arrays["grads"]}
         self.runner = Runner(self.program, comm, kernels, arrays, mode)
         self.inputs = [self.runner.view(x.view) for x in values]

@@ -86,6 +86,7 @@ class Oversubscription:
         for cores_of_ranks in hosts.values():
             known = [cores for cores in cores_of_ranks if cores is not None]
             count = Cores.together(known) if known else 0
+            # A count of 0: all ranks of the host compute on devices.
             if len(cores_of_ranks) * threads > count > 0:
                 oversubscribed.append(cls(len(cores_of_ranks), count))
         most = cls(max(map(len, hosts.values())))

@@ -125,6 +125,7 @@ class MessageTimer:
         """
         itemsize = np.dtype(np.float32).itemsize
         rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in self.sizes]
+        # Both partners pass the same color.
         pair = self.comm.split(None if partner is None else min(self.comm.rank, partner))
         exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
         fit = self._fit([n * CHANNELS * itemsize for n in rows], exchanges, Exchange.run)
