@@ -52,7 +52,7 @@ def _power_of_two(ranks: int) -> bool:
 
 
 def _spread(messages: int, n: float, p: int, link: Link) -> float:
-    """Return the time of `messages` messages in which each rank transfers all bytes except one rank's share."""
+    """Return the time of `messages` messages in which each rank transfers ``(p - 1) / p`` of `n` bytes."""
     return messages * link.alpha + link.beta * (n * (p - 1) / p)
 
 

@@ -274,7 +274,10 @@ class Baseline(Chooser):
 
     @abstractmethod
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        """Return the parts of a layer, in the order of `AXES`; `samples` is the largest legal number for the batch."""
+        """Return the parts of a layer, in the order of `AXES`.
+
+        `samples` is the largest number of parts of the batch that divides `ranks`.
+        """
 
     def strategy(self, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
         """Return the strategy, legal for the network.
@@ -286,6 +289,7 @@ class Baseline(Chooser):
         ranks
             Number of ranks; some layers may use fewer.
         """
+        # A divisor, so that all groups of samples have equally many ranks.
         samples = max(d for d in divisors(ranks) if d <= batch)
         nodes = network.layers
         parts = {layer: tuple(self.parts(node, batch, ranks, samples)) for layer, node in nodes.items()}

@@ -653,6 +653,7 @@ class CurveTable(Table):
     PHASE is `forward`, `backward_data` or `backward_filter`; a phase without a table has that of the device.
     """
 
+    # Winograd's algorithm multiplies 2.25 (2 x 2 outputs of 3 x 3 kernels) to 4 times (4 x 4) less than is counted.
     compute: Annotated[float, Field(ge=1e-6, le=4)]
     half: Flops
     exponent: Fraction
@@ -709,6 +710,7 @@ class TopologyTable(Table):
     """``[topology]``: links that messages share. With it, halos and sums that travel at the same time share links."""
 
     node_links: Annotated[int, Field(ge=0, le=MOST)] = 0
+    # pydantic does not validate default values, so a missing key is 0, which a file cannot contain.
     network: BytesPerSecond = 0.0
     uplink: BytesPerSecond = 0.0
 
@@ -729,6 +731,7 @@ class ProtocolTable(Table):
 
     def protocol(self) -> Protocol:
         """Return the protocol of the cost model."""
+        # Quantities are parsed as floats.
         sizes = {key: int(getattr(self, key)) for key in ("most", "chunk", "least_chunk")}
         return Protocol(**dict(self) | sizes)
 

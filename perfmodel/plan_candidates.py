@@ -268,6 +268,7 @@ def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
     """
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})
+    # A slice, which is empty if there are no sizes.
     middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]
     preferred = [Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in middle)]
     return [replace(scheme, replicated_dense=f) for f in sorted({0, most}) for scheme in preferred]

@@ -198,17 +198,17 @@ class StrategySearch:
         self.plan_candidates = PlanCandidates(
             network, partial(_schemes, network, batch, machine, planning, self.buckets)
         )
-        #: What plans are compared with, by name; several names may have the same cuts.
+        #: Baselines and the best grid, with which plans are compared, by name; several names may have the same cuts.
         self.compared: dict[str, PlanCandidate] = {}
         #: Costs of all candidates, computed for planners only.
         self.costs: NetworkCosts
         self.has_costs = False
-        #: Whether the leanest choice needs so much memory that none is searched under the limit (`HOPELESS`).
+        #: Whether the leanest choice needs so much memory that a search under the limit is pointless (`HOPELESS`).
         self._hopeless = False
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
         self.planner: Planner
-        #: Cost models of candidates on other machines, and the costs, for which the candidates are lowered once.
+        #: Cost models on other machines, for which candidates are not lowered again, and the costs of candidates there.
         self.also: Sequence[Pricing] = ()
         self.varied: list[NetworkCosts] = []
         #: Search for another machine whose programs, and their memory, are the same.
@@ -505,7 +505,7 @@ class StrategySearch:
                     break
         return chosen
 
-    # -- what comes of it ----------------------------------------------------------------------
+    # -- the result ----------------------------------------------------------------------------
 
     @cached_property
     def _lower_bound(self) -> float:
@@ -544,6 +544,7 @@ class StrategySearch:
         for plan_candidate in leanest if KINDS[self.planning.recompute] else []:
             keeping = plan_candidate.simulation.keeping(KINDS[self.planning.recompute])
             variants = self.plan_candidates.variants(plan_candidate)
+            # The estimate below replaces the memory of all outputs, so the variant must keep them.
             kept = [variant for variant in variants if variant.strategy == variant.strategy.keeping_all] or variants
             variant = min(kept, key=lambda variant: variant.memory_bytes)
             trials.append((variant.memory_bytes - keeping.most + keeping.least, len(trials), variant, keeping))

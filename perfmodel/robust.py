@@ -8,7 +8,8 @@ over several variations of the machine is smallest, among
   lowered once for all of these searches;
 * the planner's choices by weighted sums of the costs on all variations, with more weight where the regret is large;
 * the best of these under other schemes of gradient reduction;
-* changes of the best of these, towards the best strategies of the variations with the largest regrets, and others;
+* changes of the best of these: towards the best strategies of the variations with the largest regrets, and of single
+  layers, pairs and regions;
 * the best of these with wide values (`widening.py`), without the margin by which these must be faster in other plans:
   the variations include machines on which kernels are slower, so their regrets count what wide values compute twice.
 
@@ -247,7 +248,7 @@ class _StepTable:
         self._numbers: dict[tuple[Cuts, object], int] = {}
         self._seconds: dict[tuple[int, int], float] = {}
         self._simulations: dict[Cuts, dict[int, Simulation]] = {}
-        #: Strategies that were tried with wide values, and the machines.
+        #: Strategies that were tried with wide values, each with the machine.
         self._widened = set[tuple[int, int]]()
         #: Number of changes to try per start of a descent.
         self._budget = max(FEWEST, WORK // len(costs[0].names))
@@ -317,6 +318,7 @@ class _StepTable:
                 self._widened.add((i, machine))
                 chosen, plain = (self._simulated(i, at).prediction(account=False) for at in (0, machine))
                 base = with_halos(self._candidates[i].strategy, chosen)
+                # The result is not needed: `_simulate` adds every strategy that `wider` tries.
                 wider(base, plain, partial(self._simulate, machine), plain.step_seconds)
 
     def _simulate(self, machine: int, strategy: Strategy) -> Simulation:
@@ -364,7 +366,7 @@ class _StepTable:
     ) -> Iterator[Change]:
         """Yield changes of a choice: towards the best ones of the machines with large regrets, and single changes.
 
-        Each comes with its layers with wide values, including those of the other choice.
+        Each comes with the layers that have wide values, in the choice itself or in the one that it approaches.
         """
         own = wide_layers(self._candidates[i].strategy)
         for machine in order[:TARGETS]:
@@ -434,7 +436,9 @@ class _StepTable:
 
 
 def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield choices that adopt part of `target`: each run of layers that differ, or the first or last ones of them."""
+    """Yield choices that adopt a part of `target`: a run of adjacent layers that differ, or the first or the last of
+    all layers that differ.
+    """
     differ = [v for v, (a, b) in enumerate(zip(indices, target)) if a != b]
     runs: list[list[int]] = []
     for v in differ:
