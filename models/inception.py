@@ -112,6 +112,7 @@ def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
         conv(x, direct, 1, "1x1"),
         conv(conv(x, reduce3, 1, "3x3_reduce"), three, 3, "3x3"),
         conv(conv(x, reduce5, 1, "5x5_reduce"), five, 5, "5x5"),
+        # Stride 1 and padding keep the extents, which must be those of the other branches.
         conv(MaxPool(3, 1, 1, name=f"pool{label}")(x), projection, 1, "projection"),
     )
 

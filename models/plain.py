@@ -40,6 +40,7 @@ def lenet5(
         ``prediction`` (logits) and ``loss``.
     """
     x = Input((resolution, resolution, channels), name="x")
+    # The paper's samples of 32 x 32 have this margin already.
     y = Conv(scaled(6, width), 5, padding=2, activation="relu", name="conv1")(x)
     y = MaxPool(2, 2, name="pool1")(y)
     y = Conv(scaled(16, width), 5, activation="relu", name="conv2")(y)

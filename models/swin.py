@@ -194,7 +194,7 @@ def swin_unet(
 
 
 def _expanded(y: Node, filters: int, factor: int, label: str, like: Node) -> Node:
-    """Add an expansion of positions to `factor` positions along each axis, cut to the extent of `like`."""
+    """Expand each position to `factor` positions along each axis, cropped to the extents of `like`."""
     # Each position gets the channels of the factor**d positions that PixelShuffle makes of it, in d dimensions.
     y = Conv(filters * factor ** (len(y.shape) - 1), 1, bias=False, name=f"{label}.linear")(y)
     y = LayerNorm("channels", name=f"{label}.norm")(PixelShuffle(factor, name=f"{label}.patches")(y))

@@ -61,6 +61,7 @@ def unet(
         y = MaxPool(2, 2, name=f"pool{level}")(y)
     y = _double(y, width * 2**levels, "bottom", statistics)
     for level in reversed(range(levels)):
+        # Back to the extents and channels of this level's skip connection.
         y = ConvTranspose(width * 2**level, 2, 2, name=f"up{level}")(y)
         y = _double(Concat(name=f"join{level}")(skips[level], y), width * 2**level, f"up{level}", statistics)
     return classifier(Conv(classes, 1, name="predict")(y), name, class_weights, ignore_index=ignore_index)
@@ -68,6 +69,7 @@ def unet(
 
 def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
     for part in "ab":
+        # No bias: the norm subtracts the mean, and with it any bias.
         y = Conv(filters, 3, padding=1, bias=False, name=f"{label}_conv_{part}")(y)
         y = BatchNorm(statistics=statistics, activation="relu", name=f"{label}_bn_{part}")(y)
     return y

@@ -74,6 +74,7 @@ def vit(
 
 
 def _block(x: Node, heads: int, hidden_width: int, dropout: float, label: str) -> Node:
+    # torchvision's epsilon for this network.
     y = LayerNorm("channels", 1e-6, name=f"{label}.ln_1")(x)
     x = x + _dropped(MultiHeadAttention(heads, name=f"{label}.self_attention")(y), dropout, f"{label}.dropout")
     y = LayerNorm("channels", 1e-6, name=f"{label}.ln_2")(x)
