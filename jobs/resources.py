@@ -291,7 +291,7 @@ class Software:
 
     @property
     def prefix(self) -> list[str]:
-        """Words of the command that start the container, before the program."""
+        """Words of the command that start the container; the program follows them."""
         if self.container is None or self.runtime == "pyxis":
             return []
         binds = (word for folder in self.mounted for word in ("--bind", folder))
