@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. `train` records signals from the first line on, because imports may take seconds."""
+    """Run the command line. `train` records stop signals from its start, because further imports may take seconds."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The default action ends the process also inside MPI_Init, which holds Python's lock while it waits for other
         # ranks.

@@ -319,7 +319,7 @@ class _Planner:
         return self.comm.bcast(seconds)
 
     def _fits_alone(self) -> bool:
-        """Return whether this machine has enough memory for a step on one rank. Local."""
+        """Return whether this machine has enough free memory for a step on one rank. Local."""
         pricing = Pricing(NetworkModel(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:
@@ -409,7 +409,7 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 
 def _without(config: Config) -> frozenset[str]:
-    """Return the schemes of gradient reduction that this run cannot use: they need shared memory or whole gradients."""
+    """Return the schemes of gradient reduction that this run cannot use, by its transport or its optimizer."""
     # Hierarchical schemes add up in the shared memory of a node.
     by_nodes = () if TRANSPORTS.make(config.backend.transport).shares else BY_NODES
     whole = OPTIMIZERS[config.optimizer.kind].whole_parameters

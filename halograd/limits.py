@@ -19,7 +19,7 @@ ROOT = Path("/")
 
 
 def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of one of the `ranks` on this node [B]: its share of the minimum of all limits. Local.
+    """Return the memory [B] of one of `ranks` ranks on this node: an equal share of the smallest limit. Local.
 
     The limits are the memory of the node, those of this process's control groups and all their ancestors, and Slurm's
     allocation for the job on this node.
@@ -36,6 +36,7 @@ def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = 
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group, version in _groups(root, "memory"):
         text = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        # Without a limit, version 1 has a number larger than any memory.
         if text.isdigit():  # not "max"
             limits.append(int(text))
     # In MiB; 0 means the whole node.

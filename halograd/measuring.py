@@ -320,7 +320,7 @@ class StepTrial:
 
 
 def near_baselines(plan: Plan) -> list[str]:
-    """Return the baselines, including the grid, that fit and may be as fast as a plan; the best first. Local."""
+    """Return the baselines, including the grid, that fit and may be as fast as a plan, by predicted time. Local."""
     slowest = (1 + NEAR) * plan.step_seconds
     near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
     # Strategies of equal time and memory, to the byte, have the same cuts; one of them is enough.

@@ -25,7 +25,7 @@ def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
 
 
 def robust_text(robust: RobustPlan) -> list[str]:
-    """Return lines on how much a robust plan loses on machines with other rates, and where it loses most."""
+    """Return lines on the largest regret of a robust plan, and on the variation of the machine that causes it."""
     if not robust.plan.step_seconds:
         return []
     known, fastest = robust.regrets[""], max(robust.fastest.values())
@@ -147,7 +147,7 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 
 
 def _of_layers(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
-    """Return predicted and measured times of layers in both passes, and of operations that are repeated [s]."""
+    """Return predicted and measured times of layers in both passes, and of what backward computes again [s]."""
     times = {}
     for record in plan.prediction.layers:
         forward, backward, again = measured.layers.get(record.name, (0.0, 0.0, 0.0))

@@ -46,6 +46,7 @@ __all__ = [
 
 #: Number of batches that a run with default settings reads ahead (`data.prefetch` + 1).
 AHEAD = 2
+#: Form of the entry `device` in a machine file that `halograd profile` has written.
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
@@ -109,16 +110,16 @@ class PlanRequest:
         return cls(model, options, network, described, machine_file, dtype, cache)
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
-        """Return kernel times for this batch and number of ranks: measured times, or without any the roofline."""
+        """Return kernel times for this batch and number of ranks: measured times, else those of the roofline."""
         return _measured(self, batch, ranks) or self._quick.times
 
     @cached_property
     def _quick(self) -> Pricing:
-        """Cost model of candidates by the roofline, which plans for several numbers of ranks share."""
+        """Cost model of candidates with roofline times, common to plans for several numbers of ranks."""
         return quick_pricing(self.machine, RooflineTimes(self.machine), self.dtype)
 
     def quick(self, times: KernelTimes) -> Pricing | None:
-        """Return the shared cost model of candidates, if it has these times of kernels; else None."""
+        """Return the common cost model of candidates if `times` are its kernel times, else None."""
         return self._quick if times is self._quick.times else None
 
     def pricing(self, batch: int, ranks: int) -> Pricing:

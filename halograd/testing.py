@@ -59,7 +59,7 @@ LayerResult = dict[str, np.ndarray]
 
 
 def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple[Network, str]:
-    """Return the network of one layer and a probe of its output, and the layer's name."""
+    """Return a network of one layer and a probe loss on its output, and the name of the layer."""
     nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
     y = make()(*nodes)
     g = Input(y.shape, name="g")
@@ -188,7 +188,7 @@ def check_layer(
     transport: str = "auto",
     axes: Sequence[str] | None = None,
 ) -> None:
-    """Check the results of a layer on every grid of ranks against one process, and its gradients against differences.
+    """Check a layer on every grid of ranks against one process, and its gradients against finite differences.
 
     On a CPU it runs with ``debug=True`` (:class:`Executor`), which finds kernels that write outside of their memory and
     arrays that are read or written without a declaration.

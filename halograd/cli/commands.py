@@ -101,7 +101,7 @@ def mesh_tangling(
 
 
 def _alone() -> bool:
-    """Return whether this process writes files that one process writes: rank 0 of a job, or any without a launcher."""
+    """Return whether this process runs a command for one process: it is rank 0 of a job, or has no launcher."""
     from ..comm.boot import launched_size
 
     if launched_size() is None:
@@ -154,6 +154,7 @@ def repack_file(
 
     chunks = {}
     for text in chunk:
+        # From the right, because the name of a dataset may contain =.
         name, _, shape = text.rpartition("=")
         if not name or not all(part.isdecimal() for part in shape.split("x")):
             raise UserError(f"--chunk: expected DATASET=SHAPE, such as inputs=1x128x128x4, got {text!r}")

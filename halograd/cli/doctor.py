@@ -147,7 +147,7 @@ def probe_formats() -> Iterator[Finding]:
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
-    """Report ranks and nodes; test a sum over all ranks and a window that a node shares. Collective over `world`."""
+    """Report ranks and nodes; test a sum over all ranks, and shared memory within nodes. Collective over `world`."""
     from mpi4py import MPI
 
     launched = launched_size()

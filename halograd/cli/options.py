@@ -98,6 +98,7 @@ def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:
+    # With extras, because typer finds an option in the metadata of Annotated.
     hints = typing.get_type_hints(kind, include_extras=True)
     none, kinds, only = dataclasses.MISSING, inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
     return [
@@ -212,6 +213,7 @@ def parse_ranks(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     ranks: list[int] = []
     for i, word in enumerate(words):
+        # Some editors replace three dots by one character.
         if word in ("...", "\u2026"):
             ranks += _between(ranks, words[i + 1 :], text)
         elif re.fullmatch(_WHOLE, word) and int(word) > 0:

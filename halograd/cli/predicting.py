@@ -64,6 +64,7 @@ def predict(
     counts, limit = parse_ranks(ranks), parse_memory(memory)
     cut = None if grid is None else parse_grid(grid)
     if plot is not None:
+        # Before predictions, which may take minutes.
         check_output(plot, "--plot", ".png")
     predictor = Predictor(what.plan_request(), what.training(), cut, planner, limit)
     if len(counts) == 1:
@@ -93,6 +94,7 @@ def _single(predictor: Predictor, ranks: int, batch: int, as_json: bool, plot: P
     point = predictor.point(ranks, batch)
     p = point.prediction
     if p is None:
+        # In a series this is one row, here it is the result of the command.
         raise UserError(point.fault)
     if as_json:
         print(json.dumps({**predictor.as_dict(), **point.as_dict(), "prediction": p.as_dict()}), flush=True)

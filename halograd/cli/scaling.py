@@ -120,6 +120,7 @@ class Predictor:
         plan_request = self.plan_request
         assert self.grid is not None
         strategy = strategy_of_grid(plan_request.network, self.grid, batch, ranks)
+        # Halo algorithms are those that a run chooses by itself; only a plan sets the cheapest.
         pricing = Pricing(NetworkModel(plan_request.machine), plan_request.times(batch, ranks), plan_request.dtype)
         simulation = simulate(plan_request.network, strategy, batch, pricing, self.training, ranks)
         self.source = source_of(pricing.times, plan_request.machine)
@@ -227,7 +228,7 @@ def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) ->
 
 
 def parts_of(p: Prediction) -> dict[str, float]:
-    """Return the parts of a step [s]: full times of halos, sums and redistributions, and waits separately."""
+    """Return the parts of a step [s]; ``..._exposed`` is the wait within the full time of halos or gradient sums."""
     terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
     parts = {term: p.total(term) for term in terms}
     parts |= {"again": p.total("again")} if p.total("again") else {}

@@ -339,6 +339,7 @@ def _folder_of(path: str) -> str:
 def _here() -> str:
     """Return the working directory, with the symbolic links by which the user entered it."""
     logical = os.environ.get("PWD", "")
+    # On other nodes, the target of a link may have another path.
     if logical and os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, "."):
         return logical
     return os.getcwd()

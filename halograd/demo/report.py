@@ -118,7 +118,7 @@ class HeldOutResults:
 
 
 def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
-    """Fit the regression to the network's own inputs, and score both. Local; all inputs are in memory at once."""
+    """Fit the regression to the network's inputs, and score both predictors. Local; holds all inputs in memory."""
     logits = _logits(files)
     with Hdf5Dataset(files.data) as dataset:
         training, held_out = split(len(dataset), settings.validation, settings.seed, dataset.groups)

@@ -339,7 +339,7 @@ def _open(given: Any, data: dict[str, Any]) -> Any:
 
 
 def _image_of(part: Any, index: int, spatial: tuple[int, ...], data: dict[str, Any]) -> tuple[np.ndarray, str]:
-    """Return one channel of the first input of a sample under masks of these extents, and its name."""
+    """Return one channel of a sample's first input, where masks of extents `spatial` are, and the channel's name."""
     part.lenient = frozenset(part.fields)  # missing numbers are left blank
     (name, field), *_ = ((n, f) for n, f in part.fields.items() if len(f.shape) > 1 and not f.is_target)
     target, *_ = (f for f in part.fields.values() if f.is_target)

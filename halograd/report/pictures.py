@@ -82,7 +82,7 @@ _NAMES = {"iou": "IoU", "f1": "F1", "mae": "mean absolute error", "rmse": "root 
 
 @dataclass(frozen=True)
 class Quality:
-    """Metrics of the validations to draw next to the loss, and a baseline.
+    """Validation metrics to draw next to the loss, and a baseline.
 
     Attributes
     ----------
@@ -274,7 +274,7 @@ def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
 
 
 def best_to_worst(ious: np.ndarray) -> np.ndarray:
-    """Return the indices of at most `SHOWN` samples, in equal strides from the best predicted to the worst.
+    """Return the indices of at most `SHOWN` samples, evenly spaced from the best predicted to the worst.
 
     >>> best_to_worst(np.array([0.1, 0.9, 0.5])).tolist()
     [1, 2, 0]

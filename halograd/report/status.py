@@ -215,7 +215,7 @@ class Status:
 
 
 def _last_step(begin: Entry) -> int:
-    """Return the number of the last step of all epochs; logs of old versions have one size of batches."""
+    """Return the number of the last epoch's last step; in logs of old versions, all epochs have equally many steps."""
     return int(begin.get("last_step", begin.get("epochs", 0) * begin.get("steps_per_epoch", 0)))
 
 

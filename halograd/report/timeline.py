@@ -64,7 +64,7 @@ def read_bars(path: Path) -> list[Bar]:
 
 
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
-    """Return the start of each step of a rank: its first forward span. (Updates may overlap the next forward pass.)"""
+    """Return the start of each step of a rank, that of its first forward span. (Updates may overlap this span.)"""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
     before = ["backward", *(bar.kind for bar in mine)]
     return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
