@@ -126,6 +126,7 @@ def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]]:
     if has_option(config.model.source, "resolution"):
         with suppress(UserError):
             other = make_network(_changed(config, "model", resolution))
+            # Otherwise the trained parameters do not fit.
             if difference(fingerprint(network), fingerprint(other), extents=False) is None:
                 return "model", resolution
     own = {"extents": list(extents)}
@@ -147,6 +148,7 @@ def at_size(config: Config, extents: Sequence[int], samples: int, ranks: int) ->
     if samples < config.training.at_once:
         config = _changed(config, "training", {"batch": samples}, without=["accumulate"])
     elif config.training.accumulate > 1:
+        # Nothing is trained, so there are no gradients of parts to add: a part becomes the batch.
         config = _changed(config, "training", {"batch": config.training.at_once}, without=["accumulate"])
     cut = None if config.strategy.auto else _other_cut(config, make_network(config), ranks)
     return config if cut is None else _changed(config, "strategy", cut, without=[*AXES, "file"])
@@ -198,6 +200,7 @@ def _look(config: Config, network: Network, further: int) -> _Looked:
     inputs, targets = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
     *grid, channels = network.inputs[name].shape
+    # The network reads the channels of all time points, the file has those of one.
     shape = (*grid, channels // data.history)
     for path in locate(data.path, data.format, inputs, targets):
         with open_stored(path, data.format, data.allow_external) as file, looking_into(file.path):
@@ -253,7 +256,8 @@ def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] |
         if max(strategy.parts_of(name)["sample"] for name in network.layers) <= batch:
             return None
     except UserError:
-        pass
+        pass  # the cut does not fit these samples or ranks
     counts = counts_of({axis: getattr(own, axis) or 1 for axis in AXES})
     cuts = fitting_cuts(network, ranks, batch, counts) if ranks <= MOST_RANKS else []
+    # `sample` also if it is 1: without it, the samples are cut among all remaining ranks.
     return {axis: parts for axis, parts in cuts[0].items() if parts > 1 or axis == "sample"} if cuts else None

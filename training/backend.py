@@ -36,6 +36,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
     with comm.agreement():
         # A file of the user may be missing on one node.
         kind = BACKENDS[config.kernels]
+    # Ranks of a node use its GPUs in turn, by their number on the node.
     local_rank = comm.nodes[: comm.rank].count(comm.nodes[comm.rank]) if kind.on_device else 0
     if comm.rank == 0:
         _warn_of_threads(config)
@@ -85,6 +86,7 @@ def connect_device(kernels: Backend, comm: Communicator, transport: str) -> None
     try:
         comm.use_device(device, transport)
     except CommError as error:
+        # Some ranks failed, not all: this is no fault of the configuration.
         if not getattr(error, "agreed", False):
             raise
         refusal = UserError(f"backend.device_transport: {error}")

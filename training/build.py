@@ -172,6 +172,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     for name in tables:
         if name not in labels:
             raise UserError(f"data.labels.{name}: expected a target ({', '.join(labels) or 'there are none'})")
+    # Keys of TOML tables are strings.
     return {name: LabelMap({int(have): number for have, number in table.items()}) for name, table in tables.items()}
 
 
@@ -528,6 +529,7 @@ def keep_model(config: Config, folder: Path) -> Config:
     """
     if config.model.torch is None:
         return config
+    # With `onnx` set, these options are the loss only.
     options = config.model.model_copy(update={"onnx": None}).options
     write_graph(config.model.torch, options, folder / NAME)
     return kept_model(config, folder, options)
@@ -544,6 +546,7 @@ def kept_model(config: Config, folder: Path, trained: Mapping[str, Any]) -> Conf
     """
     if config.model.torch is None or not (folder / NAME).is_file():
         return config
+    # The loss is no part of the graph, and may be changed.
     options = {key: value for key, value in (config.model.model_extra or {}).items() if key != "loss"}
     for key, value in options.items():
         if key not in trained or trained[key] != value:

@@ -71,6 +71,7 @@ class CheckpointFolder:
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint, None if there is none."""
+        # latest.h5 may be missing: its write may have failed.
         return self._named("latest") or next(reversed(self._files()), None)
 
     def check_writable(self) -> None:

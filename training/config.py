@@ -60,6 +60,7 @@ Minutes = Annotated[NotNegative, Field(le=1e6)]
 
 
 def _size(text: str) -> str:
+    # Only checked: a configuration keeps the text of the user.
     parse_quantity(text, "B")
     return text
 

@@ -106,6 +106,7 @@ class Owner:
     def this(cls) -> Owner:
         """Return the owner for this process."""
         pid = os.getpid()
+        # Slurm sets the count only after a requeue.
         restarts, started = os.environ.get("SLURM_RESTART_COUNT", ""), _started(pid) or ""
         requeued = int(restarts) if restarts.isdecimal() else 0
         return cls(uuid.uuid4().hex, platform.node(), process_scope(), pid, started, job_id() or "", requeued)

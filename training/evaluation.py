@@ -182,6 +182,7 @@ class Evaluation:
         loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
+        # If no element counts, the loss is undefined too.
         scores = {"loss": None if all(pair.metric.empty for pair in self._pairs) else loss}
         for pair in self._counted:
             for key, score in pair.metric.scores().items():

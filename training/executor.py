@@ -188,6 +188,7 @@ class Executor:
             if self.store.loss_scale is not None:
                 self.mode.loss_scale = self.store.loss_scale.factor
             self.spans = Spans(self.device, comm.instruments.recorder)
+            # In the memory of the kernels, so that a graph reads the step from it.
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
             self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
             self._graph = check_graph(comm, self.device, graph) and trainable

@@ -141,6 +141,7 @@ class Flips:
                 means = blocks
                 continue
             for v, (value, block) in enumerate(zip(self._values, blocks)):
+                # Axis `a` of ``(N, *spatial, C)`` is spatial axis ``a - 1``.
                 back = tuple(slice(None, None, -1 if a - 1 in self._images[image] else 1) for a in range(block.ndim))
                 np.copyto(self._sent[v, image], block[back if _is_grid(value) else ...])
                 self._exchanges[v, image].run()

@@ -424,6 +424,7 @@ class TensorBoard:
         # TensorBoard reads files with "tfevents" in their name.
         path = folder / f"events.out.tfevents.{int(now):010d}.{platform.node()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = path.open("xb", buffering=0)
+        # The first record of a file has the version of the format.
         self._write(wall_time=now, file_version="brain.Event:2")
         if step:
             self._write(wall_time=now, step=step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -78,11 +78,13 @@ def memory_errors(
     """
     try:
         yield
+    # A context within this one has converted the error already.
     except OutOfMemory:
         raise
     except MemoryError as error:
         need = "enough" if predicted is None else bytes_text(sum(predicted().values()))
         have = "" if held is None else f" with {bytes_text(sum(held().values()))} held"
+        # A message has one line, and a MemoryError of Python has no text.
         text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise OutOfMemory(
             f"memory: expected {need} for the arrays of this rank, got an error{have}: {text}; {REMEDIES[trainable]}"

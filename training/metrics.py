@@ -611,6 +611,7 @@ def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[s
     """Write a JSON file with the subject of the evaluation, and the details of every prediction. Local."""
     details = {"written_by": _WRITTEN_BY, **about, "predictions": predictions}
     with atomic_path(path, parents=True) as partial:
+        # JSON has no NaN and no infinity.
         partial.write_bytes(to_json(details, indent=1, inf_nan_mode="null") + b"\n")
 
 

@@ -147,6 +147,7 @@ class BestScore:
         if self.name == "none" or not is_defined(value):
             return False
         self.waited += 1
+        # The first defined score is the best so far.
         if not (math.isnan(self.value) or (value < self.value if self._lower else value > self.value)):
             return False
         self.value, self.step, self.waited = value, step, 0
@@ -165,6 +166,7 @@ class BestScore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`load_state_dict`."""
+        # JSON has no NaN.
         value = None if math.isnan(self.value) else self.value
         return {"name": self.name, "value": value, "step": self.step, "waited": self.waited}
 

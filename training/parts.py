@@ -235,6 +235,7 @@ class PartFile:
                 describe(file)
                 file.flush()
                 self._offsets = tuple(dataset.id.get_offset() for dataset in datasets)
+            # The descriptor stays valid when the file gets its name.
             self._file = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
         self._sums = [self._structure()]

@@ -144,6 +144,7 @@ class PassLoss:
                 self._sum[0] = self._fetched.read()
                 self._reduction.start()
             self._reduction.finish()
+            # In place: executors of whole samples share this array.
             self.counted[...] = self._votes_summed
             if self.pending is not None:
                 self.pending.value = float(self._sum[0])

@@ -141,6 +141,7 @@ def _is_explained(log: Path) -> bool:
     """Return whether the log has a line about the end of the latest job."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
+        # Lines of earlier jobs do not explain the end of this one.
         latest = file.read().rpartition(b'{"event": "begin"')[2]
     return any(b'{"event": "%s"' % event in latest for event in (b"failed", b"interrupted", b"stopped", b"finished"))
 

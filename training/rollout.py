@@ -242,6 +242,7 @@ class Rollout:
             if source.name in session.samples.statistics:
                 session.samples.statistics[source.name].apply(values)
             if absent is not None:
+                # As the loader fills them: 0 is the mean of a normalized channel.
                 values[absent] = 0
             # Of `values`, which have all channels, the input may hold some: this rank's block of a cut.
             low, high = executor.input(source.name).box.ranges[-1]

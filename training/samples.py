@@ -129,6 +129,7 @@ class Samples:
         dataset: Dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled, several)))
         with comm.agreement():
             if data.lag:
+                # Before masks and windows, which apply to samples of several time points.
                 dataset = TimeSteps(dataset, data.lag, data.history, data.rollout, labelled)
             if data.invalid == "mask" and labelled:
                 dataset = _masked(data, dataset, network)
@@ -470,6 +471,7 @@ def _open_dataset(
     structures = {number: structure for of_rank in gathered for number, structure in of_rank.items()}
     ordered = [structures[number] for number in range(len(paths))]
     check_same_fields([Path(path) for path in paths], ordered, several_sizes)
+    # With its structure, a file is not opened here.
     parts = [opened.get(number) or open_(number, structure) for number, structure in enumerate(ordered)]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
 
@@ -610,6 +612,7 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     for i, node in enumerate(loss.inputs):
         if isinstance(node, Input) and loss.layer.compares(i):
             limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
+            # Only class numbers have an integer dtype.
             whole, ignored = node.dtype != "compute", loss.layer.ignored_target(i)
             ranges[network.names[node]] = TargetRange(*limits, whole=whole, ignored=ignored)
     return ranges

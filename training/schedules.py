@@ -231,6 +231,7 @@ class _Decay(Schedule):
         """
 
     def __call__(self, step: int, group: str = "") -> float:
+        # `max`: a warm-up of all steps leaves none for the decay.
         way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))
         return self.final + (self.rate - self.final) * self.share(way)
 
@@ -300,6 +301,7 @@ class Polynomial(_Decay):
 
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> Polynomial:
+        # `LinearSettings` has no power.
         power = getattr(settings, "power", 1.0)
         return cls(settings.learning_rate, span.steps(span.epochs), power, settings.final, span.warm_up(settings))
 

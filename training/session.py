@@ -115,11 +115,13 @@ class Session:
                 timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
                 timeline.paused = not config.output.timeline
             kernels = stack.enter_context(open_kernels(config.backend, comm))
+            # A plan has chosen already what is computed again.
             if trainable and not planned and config.strategy.recompute == "auto":
                 strategy = fit_memory(config, comm, network, strategy, kernels.device)
             # Linux grants more memory than there is, and kills a process when it is used.
             if kernels.device.is_host:
                 check_memory(config, comm, network, strategy, trainable)
+            # Before the executor, whose exchanges and sums need the transport.
             connect_device(kernels, comm, config.backend.device_transport)
             executor = stack.enter_context(
                 Executor(
@@ -208,6 +210,7 @@ def open_loader(
 ) -> tuple[Loader, DeviceFeed | None]:
     """Open the loader of an executor's inputs, with the feed of its device. Local; `stack` closes both."""
     inputs = {name: executor.input(name) for name in samples.dataset.fields}
+    # One batch is in use while the others are read ahead.
     slots, device, ahead = config.data.prefetch + 1, executor.device, None
     with _memory_errors(config, executor):
         if not device.is_host:
@@ -225,6 +228,7 @@ def open_loader(
                 dtype=executor.store.dtype,
                 depth=slots,
                 recorder=timeline,
+                # Copies from other than pinned memory make the host wait.
                 allocate=np.zeros if device.is_host else device.pinned,
                 ahead=ahead,
             )

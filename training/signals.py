@@ -74,6 +74,7 @@ class StopSignals:
 
 def note_stop_signals() -> None:
     """Record SIGUSR1 and SIGTERM from now on, for a later :class:`StopSignals`. Local, in the main thread."""
+    # Never left: its handlers stay until others replace them.
     StopSignals().__enter__()
 
 

@@ -100,6 +100,7 @@ class StepTimes:
     def end(self, step: int, seconds: float, data: float) -> None:
         """Record a measured step: its time [s], and the wait for its data [s]."""
         if self.begin_at <= step < self.end_at:
+            # Waits for a device, so that no time of this step is missing.
             self._executor.spans.finish()
             self._timeline.paused = self._owned
             now = self._sums()

@@ -339,6 +339,7 @@ class ParameterStore:
                 self.copies[name] = copies[slices[name]].reshape(box.shape)
             if rounded is not None and specs[name].rounded:
                 self.rounded[name] = rounded[slices[name]].reshape(box.shape)
+            # Initial values are drawn for the whole array: not if this rank holds nothing of it.
             if box.size:
                 # The block is cut from the whole initial array, so values do not depend on the strategy.
                 self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
@@ -414,6 +415,7 @@ class ParameterStore:
 
         Collective over `comm` where arrays are cut, else local. Arrays that are whole are not copied.
         """
+        # Nothing is cut: rank 0 has all arrays, and no rank communicates.
         if self.whole and comm.rank:
             return None
         gathered = {name: self._gather(comm, name, array) for name, array in arrays.items()}

@@ -298,6 +298,7 @@ def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> Non
     origin = _common_origin(comm)
     parts = [path.with_name(f"{path.name}.rank{rank}") for rank in range(comm.size)]
     with comm.agreement(), writing(f"timeline {path}"):
+        # Two agreements: all parts are complete before rank 0 merges them.
         parts[comm.rank].write_text(json.dumps(list(trace_events(timeline, origin))))
     with comm.agreement(), writing(f"timeline {path}"):
         if comm.rank == 0:

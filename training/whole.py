@@ -136,6 +136,7 @@ class Sized:
             self.network.balance(session.samples.class_counts)
         if config.strategy.auto:
             self.strategy = planned_or_similar(own.strategy, self.network, size, config.training.at_once)
+        # With the cuts of small layers, which `make_strategy` does not choose.
         elif config.strategy == session.config.strategy:
             self.strategy = own.strategy
         else:
