@@ -299,7 +299,9 @@ class _CoordinateWriter:
                     self._file[name].dims[k].label = self._joined.dimensions[axis]
 
     def _choose(self) -> None:
-        """Leave out variables whose axes no prediction has, and names that are in use."""
+        """Leave out variables whose axes no prediction has or whose name is in use, and bounds that are per sample
+        where their coordinate is not, or the reverse.
+        """
         joined, spatial = self._joined, [self._file[name].shape[1:-1] for name in self._axes]
         for name in list(joined.variables):
             variable = joined.variables.get(name)
@@ -549,6 +551,7 @@ def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surro
         path = posixpath.join(posixpath.dirname(own.first_dataset), name)
         other = file.get(path)
         scales = [] if other is None else other.scales
+        # The first scale of each axis names the dimension.
         theirs = [next((axis for axis, own in attached if scales and own == scales[0]), None) for scales in scales]
         if theirs and None not in theirs and name not in surroundings.variables:
             add(path, tuple(theirs))

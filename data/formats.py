@@ -146,7 +146,7 @@ class StoredFile(ABC):
         """Return the array of this name, or of several names. Raises DataError with the names of all arrays if there is
         none.
         """
-        array = self.get(name)
+        array = self.get(name)  # the whole name first, because a name may contain the separator
         if array is None and AND in name:
             names = name.split(AND)
             parts, titles = [self.find(part) for part in names], [part.split("/")[-1] for part in names]
@@ -223,6 +223,7 @@ class Channels(StoredArray):
         same = {key: arrays[0].attrs[key] for key in ("coordinates", "grid_mapping") if key in arrays[0].attrs}
         order = {3: "NWC", 4: "NHWC", 5: "NDHWC"}[self.ndim]
         attrs: dict[str, Any] = {"layout": order, "channel_names": np.array(names, object), **same}
+        # CF: "1" is dimensionless, for arrays without units among others.
         units = [", ".join(map(str, np.ravel(array.attrs.get("units", "1")))) for array in arrays]
         if any("units" in array.attrs for array in arrays):
             attrs["units"] = units[0] if len(set(units)) == 1 else ", ".join(units)
@@ -397,6 +398,7 @@ class ChunkCache:
         if index not in self._chunks:
             chunk = self._fetch(index)
             self._left -= chunk.nbytes
+            # The new chunk is kept in any case, even if it is larger than the memory.
             while self._left < 0 and self._chunks:
                 self._left += self._chunks.popitem(last=False)[1].nbytes
             self._chunks[index] = chunk

@@ -39,7 +39,7 @@ class Zarr(Format):
 class _ZarrFile(StoredFile):
     def __init__(self, path: Path, zarr: Any, root: Any) -> None:
         self.path, self.files = path, {}
-        self._array, self._root = zarr.Array, root
+        self._array, self._root = zarr.Array, root  # the class, because this module does not import zarr
         self.attrs = _attributes(root.attrs)
 
     def get(self, name: str) -> StoredArray | None:
@@ -89,6 +89,7 @@ class _ZarrArray(StoredArray):
 
     def _scale(self, dimension: Any, extent: int) -> list[StoredArray]:
         path = posixpath.join(posixpath.dirname(self.name), str(dimension))
+        # A coordinate is its own scale.
         scale = self if path == self.name else self._of.get(path) if isinstance(dimension, str) else None
         return [scale] if scale is not None and scale.shape == (extent,) else []
 

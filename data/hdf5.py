@@ -77,6 +77,7 @@ class Hdf5File(StoredFile):
 
     def _listed(self) -> str:
         """List the datasets, without a check of their data."""
+        # One more than are listed, to see whether there are more.
         listed = [f"{name} {shape}" for name, shape in self._shapes(LISTED + 1).items()]
         return ", ".join(listed[:LISTED] + ["..."] * (len(listed) > LISTED)) or "none"
 

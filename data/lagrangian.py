@@ -206,6 +206,7 @@ class VelocityField:
         self._harmonics(at[1], self._sy, self._cy)
         out[:] = 0.0
         term = self._work[0]
+        # Only the few waves that were drawn have a weight.
         for m, n in np.argwhere((flow.u != 0) | (flow.v != 0)):
             for weight, x, y, row in (
                 (flow.u[m, n], self._sx[m], self._cy[n], out[0]),
@@ -382,7 +383,7 @@ class MeshBlock:
         return 0.25 * (at_nodes[:-1, :-1] + at_nodes[:-1, 1:] + at_nodes[1:, 1:] + at_nodes[1:, :-1])
 
     def _field(self, n: int) -> VelocityField:
-        if n not in self._fields:
+        if n not in self._fields:  # at most two sizes: the last slice is shorter
             self._fields[n] = VelocityField(n)
         return self._fields[n]
 

@@ -68,7 +68,7 @@ def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: fl
         # Not `solve`: without a ridge on the bias, the Hessian is singular once all probabilities are 0 or 1.
         step = np.asarray(np.linalg.lstsq(hessian, gradient, rcond=None)[0], dtype=np.float64)
         new = _line_search(blocks, theta, step, loss, ridge)
-        if new is None:
+        if new is None:  # the loss is at its minimum up to rounding
             break
         before, steps = loss, steps + 1
         theta, (loss, gradient, hessian) = new
@@ -112,7 +112,7 @@ def _counts_above(probability: Array) -> Array:
 
 def _width(blocks: Blocks) -> int:
     for x, _ in blocks():
-        return np.shape(x)[-1] + 1
+        return np.shape(x)[-1] + 1  # one more for the bias
     raise ValueError("expected at least one block of data, got none; pass a dataset that is not empty")
 
 
@@ -137,7 +137,7 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
     hessian = np.zeros((len(theta), len(theta)))
     for x, y in blocks():
         values = np.asarray(x, dtype=np.float64).reshape(-1, len(theta) - 1)
-        values = np.concatenate([values, np.ones((len(values), 1))], axis=1)
+        values = np.concatenate([values, np.ones((len(values), 1))], axis=1)  # the bias is the weight of the ones
         true = np.asarray(y, dtype=np.float64).ravel()
         score = values @ theta
         p = _sigmoid(score)

@@ -73,6 +73,7 @@ class Masked(DatasetView):
                 )
         own = fields[name] if name in fields else Field(f"mask of {targets[0]}", "channels last", (1,), [])
         grid = (*first[:-1], channels)
+        # A number per sample is a weight of all positions.
         stored = own.shape if len(own.shape) == len(grid) else (1,) * len(grid)
         if len(own.shape) not in (1, len(grid)) or any(m not in (1, n) for m, n in zip(stored, grid)):
             raise DataError(
@@ -108,6 +109,7 @@ class Masked(DatasetView):
             filled = self.dataset.read(name, indices, box, out)
             if name in self._limits:
                 values = out[filled]
+                # A number, because the loss multiplies it by the weight 0, and 0 x NaN is NaN.
                 values[~self._limits[name].allows(values)] = 0
             return filled
         part, filled = overlap(box, (len(indices), *self.fields[name].shape))

@@ -91,6 +91,7 @@ class Settings:
         _check(0 < self.limit < 1, "limit", "between 0 and 1", self.limit)
         _check(0 < self.time_step <= 0.1, "time_step", "above 0 and at most 0.1 s", self.time_step)
         _check(self.interval_steps >= 1, "interval_steps", "at least 1", self.interval_steps)
+        # The instants, none of them at rest (step 0), and the interval after the last one.
         least = self.interval_steps + self.samples_per_simulation + 1
         _check(self.most_steps >= least, "most_steps", f"at least {least}", self.most_steps)
         masked = (self.least_masked, self.most_masked)
@@ -162,6 +163,7 @@ class MeshSimulation:
         """Compute the share of masked cells of the coarse mesh, for each step at which an interval may begin."""
         s = self.settings
         mesh = MeshBlock(self.flow, PILOT, 0, PILOT, s.time_step)
+        # The masks of the steps of one interval, with both of its ends.
         recent: deque[NDArray[np.bool_]] = deque(maxlen=s.interval_steps + 1)
         share: list[float] = []
         for _ in range(s.most_steps):

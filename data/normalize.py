@@ -332,7 +332,7 @@ class SampleRows:
     def _read(self, index: int, first: int) -> NDArray[np.float32]:
         shape = sample_shape(self._dataset, self._name, index)
         box = Box.of_shape((1, *shape)).replace(1, first, min(first + self._buffer.shape[1], shape[0]))
-        block = self._buffer[tuple(slice(n) for n in box.shape)]
+        block = self._buffer[tuple(slice(n) for n in box.shape)]  # a part, for the last rows or a smaller sample
         self._dataset.read(self._name, [index], box, block)
         weights = getattr(self._dataset, "weighted", {}).get(self._name) if self._rules else None
         if weights:
@@ -366,7 +366,7 @@ class KeptStatistics:
         files: list[Path] = []
         for part in getattr(dataset, "parts", ()):
             own = [path for path in (Path(part.path), *map(Path, part.structure.files)) if path.is_file()]
-            if not own:
+            if not own:  # the time of change of a folder does not show that data in it changed
                 return
             files += own
         if not files:

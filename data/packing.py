@@ -161,6 +161,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     known = tuple(dict.fromkeys(number for number in missing if number is not None))
     low, high = _limits(numbers_by_name, own, own != dtype, (scale, offset), where)
     packing = Packing(own.str, scale, offset, known, low, high, tuple(numbers_by_name))
+    # `_Unsigned` alone makes other values, too: `own` then differs from `dtype`.
     return packing if packing.scales or packing.masks or own != dtype else None
 
 
@@ -211,7 +212,7 @@ def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: s
     `turned`: integers have another signedness in the file than in `dtype`, and so may the number.
     """
     value = number.item()
-    if value != value:
+    if value != value:  # a stored NaN stays NaN, which means a missing value without any mark
         return None
     stored: float | None = None
     if dtype.kind == "f":
@@ -264,6 +265,7 @@ def _limits(
         of_values = types and numbers.dtype == np.result_type(*types) and numbers.dtype.kind != dtype.kind
         if turned and not of_values:
             limits = [_turned(limit, dtype) for limit in limits]
+        # A limit is compared with itself, too, so that NaN is refused.
         if len(limits) != len(sides) or not all(a <= b for a, b in zip(limits, limits[-1:] * len(limits))):
             raise _error(name, "one number" if len(sides) == 1 else "two rising numbers", numbers.tolist(), where)
         limits_by_side |= _packed(dict(zip(sides, limits)), dtype, *factors) if of_values else dict(zip(sides, limits))

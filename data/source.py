@@ -226,7 +226,7 @@ class ArrayDataset:
         for name, array in arrays.items():
             try:
                 np.dtype(array.dtype), array.shape[0]
-            except (AttributeError, TypeError, IndexError):
+            except (AttributeError, TypeError, IndexError):  # a list, a tensor (of a dtype unknown to NumPy), a scalar
                 raise DataError(
                     f"{path}: {name!r}: expected an array of NumPy, h5py or Zarr with an axis of samples, got "
                     f"{type(array).__name__}; numpy.asarray converts lists and tensors"

@@ -169,6 +169,7 @@ class Storage:
                     "or set data.unpack = false, which reads numbers as they are stored"
                 )
         packings = dict.fromkeys(self._packing(source, dtype) for source in checked.sources)
+        # One packing of all sources holds for the virtual dataset, if it has no attributes of its own.
         if own is None and len(packings) == 1:
             return next(iter(packings))
         others = [packing for packing in packings if packing not in (None, own)]
@@ -533,6 +534,6 @@ def hyperslabs(space: h5s.SpaceID, shape: Indices) -> list[Hyperslab]:
     if space.is_regular_hyperslab():
         return [Hyperslab(*(tuple(map(int, numbers)) for numbers in space.get_regular_hyperslab()))]
     slabs = []
-    for low, high in space.get_select_hyper_blocklist().tolist():
+    for low, high in space.get_select_hyper_blocklist().tolist():  # opposite corners, both included
         slabs.append(Hyperslab(tuple(low), ones, ones, tuple(b - a + 1 for a, b in zip(low, high))))
     return slabs

@@ -256,6 +256,7 @@ def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind
         return "no channels"
     if len(shape) == len(spatial) + 1 and _is_coarser(shape[1:], spatial):
         return "no channels"
+    # If the inputs have no channels, their order does not show that of a target with channels.
     orders: tuple[Kind, ...] = ("channels last", "channels first") if kind == "no channels" else (kind,)
     for order in orders:
         if len(shape) == len(spatial) + 2 and _is_coarser(shape_of(dataset, order)[:-1], spatial):

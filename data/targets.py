@@ -105,7 +105,7 @@ def check_values(
     if good.all():
         return
     at = tuple(np.argwhere(~good)[0])
-    sample, *where = (int(a + low) for a, low in zip(at, origin))
+    sample, *where = (int(a + low) for a, low in zip(at, origin))  # in the batch
     value = f"{float(values[at]):g}"
     is_missing = np.isnan(values[at]) and field.packing is not None and field.packing.masks
     if is_missing and field.packing is not None:
@@ -422,5 +422,6 @@ def _is_zero(read: Read, name: str, target: Sequence[int], own: Sequence[int], b
     read(name, part, values)
     zero = values.reshape([high - low for low, high in ranges]) == 0
     for axis, (n, m, at) in enumerate(zip(target, grid, parts), 1):
+        # Finer weights must all be 0 under an element; coarser ones are repeated.
         zero = np.logical_and.reduceat(zero, at, axis=axis) if m > n else np.take(zero, at, axis=axis)
     return zero

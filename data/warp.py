@@ -64,7 +64,7 @@ class Displacement:
         return cls(random.uniform(-magnitude, magnitude, (len(grid), *grid)), spacing)
 
     def at(self, positions: Sequence[Array]) -> list[Array]:
-        """Return the displacement along each axis on the grid of `positions`, a vector of them per axis."""
+        """Return the displacement along each axis on the grid of `positions`, which has one vector per axis."""
         taps = [self._taps(u) for u in positions]
         values: Array = self.points[(slice(None), *(slice(int(k.min()), int(k.max()) + 4) for k, _ in taps))]
         # From the last axis to the first, so that the largest arrays are gathered by whole rows.

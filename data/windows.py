@@ -370,7 +370,7 @@ def starts_along(extent: int, window: int, overlap: float, multiple: int = 1) ->
 
 
 def weights_along(window: int) -> NDArray[np.float64]:
-    """Return the weights of a window along an axis, ``(window,)``: a Gaussian of an eighth of the window.
+    """Return the weights of a window along an axis, ``(window,)``: a Gaussian with window / 8 as standard deviation.
 
     The largest is 1. The smallest is at least :data:`SMALLEST`, so that elements at the border of a sample, which have
     no other window, keep their accuracy.
@@ -506,7 +506,7 @@ Positions = dict[int, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Foreground:
-    """Positions of the foreground.
+    """Positions of foreground in a target, by sample and class.
 
     Attributes
     ----------
@@ -577,7 +577,7 @@ def find_foreground(
 
 
 def most_positions(samples: int, classes: int) -> int:
-    """Return the number of positions that a sample keeps of each class, so that the table of all is bounded."""
+    """Return how many positions a sample keeps of each class: fewer for many samples and classes, but at least 100."""
     return min(POSITIONS, max(100, _TABLE // max(1, samples * max(1, classes))))
 
 
