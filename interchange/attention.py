@@ -186,6 +186,7 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
     """Convert ONNX's own operator for attention."""
     names, settings = list(op.inputs), op.attributes
     rank = len(graph.shapes[names[0]])
+    # Inputs from the fifth on are a cache of earlier keys and values, and its lengths.
     plain = not any(settings.get(key, 0) for key in ("is_causal", "softcap")) and not any(names[4:])
     if not plain or any(op.outputs[1:]) or rank != 4:
         return
@@ -253,6 +254,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     weights = []
     if trained:
         constant, table = trained[0]
+        # Pairs repeat elements, which `relative` gives once each, so that the table can be trained.
         weights = [replace(constant, repeats=False)]
         layer = layer.initialized(bias=build.initial(weights[0], table.relative, table.relative_shape))
     node = build.add(op, layer, *(node for node in nodes if node is not None), weights=weights)
@@ -289,6 +291,7 @@ class _Operand:
         axes = axes.transposed(order)
         operand = cls(node, axes, width)
         channels = axes.shape[-1]
+        # The head is the outer digit of the channels; the inner one, all of the last axis, is the channel of a head.
         heads = [f for f in operand.batch if f.axis == len(axes.shape) - 1]
         whole = [Factor(len(axes.shape) - 1, width, channels // width)] if channels > width else []
         if axes.dims[-1] != operand.digit(width) or heads != whole:
@@ -331,16 +334,17 @@ class _Operand:
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 
     def windows(self) -> Shape | None:
-        """Return the extents of the windows whose positions are the rows; None if the rows are not those of windows."""
+        """Return the extents of the windows if the rows are all positions of one window; else None."""
         space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
+        # The position in a window is the inner digit of each spatial axis, the number of the window the outer one.
         inside = [Factor(a, 1, n) for a, n in enumerate(extents, 1) if n > 1]
         outside = [Factor(a, n, whole // n) for a, (n, whole) in enumerate(zip(extents, space), 1) if whole > n]
         factors = sorted(f for f in self.batch if 0 < f.axis < len(self.axes.shape) - 1)
         return extents if list(positions) == inside and factors == outside else None
 
     def summed(self, width: int) -> Axes:
-        """Return the axes of the output, whose heads have this number of channels."""
+        """Return the axes of the output, whose heads have `width` channels."""
         last = len(self.axes.shape) - 1
         dims = [
             tuple(Factor(last, f.stride // self.width * width, f.extent) if f.axis == last else f for f in dim)
@@ -435,7 +439,7 @@ def _added(build: Builder, op: OnnxNode, i: int, q: _Operand, window: Shape) -> 
 
 
 def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequence[np.ndarray]) -> Shape:
-    """Return the shift of the windows from the sum of constant masks; zeros without masked scores."""
+    """Return the shift of the windows that the sum of the `masks` describes; zeros if no scores are masked."""
     none, counts = (0,) * len(window), [n // own for n, own in zip(q.axes.shape[1:-1], window)]
     total = np.asarray(sum(masks))
     if not total.any():

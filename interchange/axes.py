@@ -86,6 +86,7 @@ class Axes:
                     return None
             if extent != 1:
                 return None
+            # Equal values have equal dimensions: adjacent digits of one axis are one digit.
             dimensions.append(_merged(own))
         return None if left else Axes(self.shape, tuple(dimensions))
 
@@ -100,6 +101,7 @@ class Axes:
         if len(self.dims[dim]) != 1:
             return None
         ((axis, stride, extent),) = self.dims[dim]
+        # A range of an inner digit is several intervals of the axis.
         if stride * extent != self.shape[axis]:
             return None
         shape = (*self.shape[:axis], stride * (last - first), *self.shape[axis + 1 :])
@@ -158,6 +160,7 @@ class Axes:
         for a value in another order.
         """
         samples, *inner = self.dims
+        # Layers take vectors, and samples of one to three spatial axes.
         if samples != _digits(self.shape, [0]) or not 2 <= len(inner) <= 4:
             return None
         order = inner if last else [*inner[1:], inner[0]]

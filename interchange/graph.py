@@ -239,6 +239,7 @@ class Graph:
     def leave_out_unread(self) -> None:
         """Remove operations whose values no operation and no output reads, such as positions of maxima."""
         read, kept = set(self.outputs), []
+        # Readers come after the operations that they read, so one pass is enough.
         for op in reversed(self.operations):
             if read & set(op.outputs):
                 kept.append(op)
@@ -248,6 +249,7 @@ class Graph:
     def replace(self, olds: list[OnnxNode], new: OnnxNode) -> None:
         """Replace several operations by one, at the position of the last."""
         positions = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
+        # There, all inputs of the new operation are computed.
         self.operations[positions[-1]] = new
         for i in reversed(positions[:-1]):
             del self.operations[i]
@@ -414,7 +416,7 @@ class Builder:
         raise self.refused(op, "samples with spatial axes", "vectors")
 
     def channels_at(self, op: OnnxNode, value: Activation) -> int:
-        """Return the axis of the channels, in ONNX's order, of `value`, which must be input 0 of `op`."""
+        """Return the channel axis of `value` in ONNX; `value` must be input 0 of `op`."""
         return len(self.shape(op.inputs[0])) - 1 if value.last else 1
 
     def refused_array(self, op: OnnxNode) -> UserError:
@@ -463,6 +465,7 @@ class Builder:
         frozen = self.frozen(op, [weight for weight in weights if weight is not None])
         weights = (*weights, *states)
         layer = self._called_before(op, layer, inputs, weights) or layer
+        # A layer that is called again, or has arrays of the file (`array`), has its name already.
         layer.name = layer.name or self.name(op, weights)
         if frozen:
             layer.frozen = True

@@ -136,6 +136,7 @@ def _norm_over_channels(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "a norm over the channels", f"axis {op.attributes['axis']}")
     if value.pooled:
         value = build.with_positions(op)
+    # A factor after it is a layer of its own (`patterns`).
     if not op.attributes["centered"]:
         return value.of(build.add(op, RMSNorm(_eps(op), affine=False), value.node))
     return _with_affine(build, op, lambda *more: LayerNorm("channels", _eps(op), *more), value, 1)

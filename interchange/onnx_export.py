@@ -70,6 +70,7 @@ def save(
             f"{path}: expected at most 2 GiB of parameters in an ONNX file, got {bytes_text(size)}; write safetensors"
         )
     model = writer.model(network.name)
+    # Before anything is written; shapes are inferred, too.
     writer.onnx.checker.check_model(model, full_check=True)
     with atomic_path(path, needed=size, parents=True) as partial:
         partial.write_bytes(model.SerializeToString())
@@ -129,11 +130,13 @@ def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
     for rule, kinds in _TRANSFORMS.items():
         if rule in rules:
             value = _to_channels(w, f"{name}::{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
+    # A constant channel becomes 0, as in `ChannelStatistics.apply`.
     std = np.asarray(statistics.std, np.float64)
     scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
     mean = w.numbers(f"{name}::mean", np.reshape(statistics.mean, shape))
     value = w.add("Sub", [value, mean], f"{name}::centered")
     value = w.add("Mul", [value, w.numbers(f"{name}::scale", scale.reshape(shape))], f"{name}::normalized")
+    # Limits of normalized values, so after mean and deviation.
     if "clip" in rules:
         value = _to_channels(
             w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP
@@ -155,6 +158,7 @@ def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) 
         # Several losses may compare one prediction, which is restored once.
         if statistics is None or node not in network.outputs.values() or w.values[node] == title:
             continue
+        # The statistics repeat along the channels, as in `ChannelStatistics.restored`.
         std, mean = (np.resize(array, node.shape[-1]).reshape(shape) for array in (statistics.std, statistics.mean))
         scaled = w.add("Mul", [w.values[node], w.numbers(f"{title} std", std)], f"{title} scaled")
         w.values[node] = w.add("Add", [scaled, w.numbers(f"{title} mean", mean)], title)

@@ -517,6 +517,7 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     node = build.add(_flattened_as(op, value), layer.initialized(**initial), value.node, weights=arrays)
     if arranged is not None:
         return Activation(node, source=node, axes=arranged, refusal=value.refusal)
+    # Units have no spatial order, unlike flattened features, so `spatial` is not kept.
     return Activation(node, value.last, value.pooled, value.pool)
 
 

@@ -90,6 +90,7 @@ class OnnxWriter:
         helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper
         outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
         for key, node in outputs.items():
+            # One value may be several outputs, or an input.
             self.add("Identity", [self.values[node]], key)
         inputs = [self._described(key, node) for key, node in self.network.inputs.items() if node in self.values]
         weights = [numpy_helper.from_array(array, key) for key, array in self.weights.items()]

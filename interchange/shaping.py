@@ -445,6 +445,7 @@ def _nearest(shape: Sequence[int], chosen: dict[int, list[int]]) -> tuple[str, s
     """Return ONNX's coordinate transformation and rounding of the nearest interpolation to these rows; else None."""
     if min(chosen) < 2:
         return None
+    # Of torch's modes "nearest" and "nearest-exact".
     for shift, names in ((0.0, ("asymmetric", "floor")), (0.5, ("half_pixel", "round_prefer_ceil"))):
         rows = {
             a: np.floor((np.arange(len(indices)) + shift) * shape[a] / len(indices)) for a, indices in chosen.items()
@@ -539,6 +540,7 @@ def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
     if picked is None or picked.kind != "GatherND":
         return []
     chain, outputs = [op], set(op.outputs)
+    # In order of computation, so one pass finds all that depend on the Transpose.
     for other in graph.operations:
         if other is op or not outputs & set(other.inputs):
             continue

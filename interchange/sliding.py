@@ -188,7 +188,7 @@ def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> in
 
 
 def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
-    """Return the padding for the outputs of a pooling that rounds sizes up."""
+    """Return the padding that gives as many outputs as ``ceil_mode``, which rounds up; without it, as it is."""
     padding = window["padding"]
     if not op.attributes.get("ceil_mode") or padding == "same":
         return padding
@@ -254,6 +254,7 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
     if axes != spatial or not axes:
         remedy = "keep the axis (keepdim=True)" if axes and axes[0] > 0 else ""
         raise build.refused(op, f"a {what} over space, axes {spatial}, or over channels", f"axes {axes}", remedy)
+    # (N, C, 1, 1), then (N, C), then (N, 1, 1, C).
     if not value.last and keeps:
         return global_pool(build, op, kind, windows)
     if not keeps:
@@ -269,6 +270,7 @@ def _over_channels(build: Builder, op: OnnxNode, others: list[int], what: str, k
     if others:
         value = _reduce(build, op.part("space").changed(inputs=op.inputs[:1], attributes={"axes": others}), what, kind)
     layer = ChannelMean() if kind is GlobalAveragePool else ChannelMax()
+    # Over flattened features, one is left, which has no order.
     return replace(value.of(build.add(op, layer, value.node)), spatial=())
 
 
@@ -294,7 +296,7 @@ def _reduce_sum(build: Builder, op: OnnxNode) -> Activation:
 def _reduced(
     before: Callable[[], Layer], reduce: Callable[[Builder, OnnxNode], Activation], after: Callable[[], Layer] | None
 ) -> Callable[[Builder, OnnxNode], Activation]:
-    """Return the importer of a reduction of a function of the values; `after` is a function of the result."""
+    """Return the importer of ``after(reduce(before(x)))``; None as `after` is the identity."""
 
     def operator(build: Builder, op: OnnxNode) -> Activation:
         value, name = build.value(op), f"{op.outputs[0]}::parts"
@@ -316,6 +318,7 @@ def _expand(build: Builder, op: OnnxNode) -> Activation:
     if min(repeated) < 2:
         raise build.refused(op, "positions that are repeated over space", f"{before} to {after}")
     value = build.samples(op)
+    # The pooling keeps its axes; only a vector that is no result of a pooling needs a Reshape.
     if value.pool:
         value = build.with_positions(op)
     node = value.node

@@ -210,7 +210,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _traced(call: _Call) -> Iterator[None]:
-    """Set a module to training mode with outputs in a plain tuple; restore all of it afterwards."""
+    """Put a module into training mode, and let it return a plain tuple of tensors; restore all of it afterwards."""
     torch, module = library("torch"), call.module
     modes = {submodule: submodule.training for submodule in module.modules()}
     buffers = {submodule: dict(submodule._buffers) for submodule in module.modules()}

@@ -118,7 +118,7 @@ def _resnet(layer: str) -> str | None:
 
 
 def _vgg(network: Network) -> Callable[[str], str | None]:
-    """Return a function from names to torchvision's, which number the features with their ReLUs and poolings."""
+    """Return a function from our names to torchvision's, whose numbers count convolutions, ReLUs and poolings."""
     modules, number = {}, 0
     for layer in network.layers:
         if re.fullmatch(r"conv\d+_\d+", layer):
@@ -199,6 +199,7 @@ class Arrangement:
         if self.stored is not None:
             array = array if self.stored[1] else np.moveaxis(array, -1, 0)
         else:
+            # (K, *kernel, C) -> (K, C, *kernel)
             array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
         return np.array(array.reshape(self.torch_shape), order="C")
 
@@ -454,6 +455,7 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     tensors: dict[str, np.ndarray] = {}
     for name, arrangement in arranged.items():
         array = np.asarray(arrays[name])
+        # Several parameters may fill parts of one array: queries, keys and values.
         whole = tensors.setdefault(arrangement.names[0], np.empty(arrangement.torch_shape, array.dtype))
         arrangement.fill(whole, array)
     writer = library("safetensors.numpy")
