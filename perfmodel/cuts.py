@@ -344,6 +344,7 @@ class _Spatial(Baseline):
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
         options = [p for p in _of_node(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
+        # Most ranks first, then fewest parts of the samples, then the most square blocks.
         return max(options, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_by_samples(samples))
 
 

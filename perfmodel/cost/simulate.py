@@ -353,6 +353,7 @@ class Simulation:
     def prediction(self, account: bool = True) -> Prediction:
         """Return the whole prediction, with memory and traffic if `account` is true."""
         costs, timeline = self._play()
+        # Without `account` it stays empty, because no program is compiled for it.
         traffic = Ledger(self.ranks)
         if account:
             traffic = count_program(self._program(self._rank), self.pricing.network_model.per_node)

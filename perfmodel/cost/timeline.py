@@ -407,6 +407,7 @@ class _StepPlayer(_Player):
         if not shared:
             return 0.0
         self._gradients.free += shared
+        # Sums that ended before the segment began are not delayed.
         delayed = {total: (end + shared, work) for total, (end, work) in self._buckets.items() if end > begin}
         self._buckets.update(delayed)
         delay = max(0.0, shared - slack)

@@ -347,6 +347,7 @@ class Clusters:
             for f in cluster.factors:
                 if (table := messages.tables[f]) is not None:
                     axes = zip(self.scopes[f], table.shape)
+                    # A table of length 1 along a layer does not depend on the candidate of that layer.
                     at = (slice(None) if u == cluster.layer else indices[u] if size > 1 else 0 for u, size in axes)
                     costs += table[tuple(at)]
             indices[cluster.layer] = int(costs.argmin())

@@ -209,6 +209,7 @@ class Exhaustive(Planner):
             for (u, v), table in problem.edge_memory.items():
                 nbytes += table[indices[u], indices[v]]
             allowed = np.isfinite(seconds)
+            # The error states the least memory of an allowed choice.
             smallest = min(smallest, float(nbytes[allowed].min(initial=math.inf)))
             if problem.limit is not None:
                 seconds[nbytes > problem.limit] = math.inf

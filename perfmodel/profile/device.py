@@ -238,5 +238,6 @@ def spread(seconds: Sequence[Sequence[float]]) -> Variation:
     means = [sum(times) / len(times) for times in kept]
     kernels = max((pstdev(times) / mean for times, mean in zip(kept, means) if mean), default=0.0)
     mean = sum(means) / len(means)
+    # Not `pstdev`: the ranks are a sample of all devices.
     devices = stdev(means) / mean if len(means) > 1 and mean else 0.0
     return Variation(round(min(devices, 1.0), 4), round(min(kernels, 1.0), 4), len(seconds))
