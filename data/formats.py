@@ -272,7 +272,7 @@ class Channels(StoredArray):
 
 
 class Format(ABC):
-    """Format of files of samples: the one that ``data.format`` names or, without that key, that of a file's suffix."""
+    """Base class of formats of files of samples, chosen by ``data.format`` or, without that key, by a file's suffix."""
 
     #: Name in the configuration, for registered classes.
     name: ClassVar[str] = ""
@@ -362,7 +362,7 @@ def opening(path: Path, what: str) -> Iterator[None]:
 
 
 class ChunkCache:
-    """The decoded chunks of an array that were used last. Local.
+    """Cache of decoded chunks of an array, which keeps those that were used last. Local.
 
     It is for libraries that decode a chunk at every read of a part of it: a chunk of many samples would be decoded once
     per sample.

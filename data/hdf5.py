@@ -54,7 +54,7 @@ class Hdf5File(StoredFile):
         return Hdf5Array(self, there, name) if isinstance(there, h5py.Dataset) else None
 
     def find(self, name: str) -> StoredArray:
-        """Return the dataset of this name, which has a dataspace."""
+        """Return the dataset of this name. Raises DataError also for a null dataspace."""
         array = super().find(name)
         if isinstance(array, Hdf5Array) and array.stored.shape is None:
             raise DataError(f"{self.path}: dataset {name!r}: expected an array, got a null dataspace; write it again")

@@ -109,7 +109,7 @@ class Masked(DatasetView):
             filled = self.dataset.read(name, indices, box, out)
             if name in self._limits:
                 values = out[filled]
-                # A number, because the loss multiplies it by the weight 0, and 0 x NaN is NaN.
+                # Integers, such as class indices, cannot represent NaN.
                 values[~self._limits[name].allows(values)] = 0
             return filled
         part, filled = overlap(box, (len(indices), *self.fields[name].shape))

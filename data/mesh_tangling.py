@@ -120,7 +120,7 @@ class MeshSimulation:
         self.steps = self._choose_steps(rng)
 
     def mesh(self, first: int = 0, last: int | None = None) -> MeshBlock:
-        """Return the mesh at rest, cell rows ``[first, last)``."""
+        """Return cell rows ``[first, last)`` of the mesh at rest."""
         last = self.settings.resolution if last is None else last
         return MeshBlock(self.flow, self.settings.resolution, first, last, self.settings.time_step)
 

@@ -392,7 +392,7 @@ class KeptStatistics:
             return {}
 
     def write(self, statistics: Mapping[str, ChannelStatistics]) -> None:
-        """Store these statistics by field, beyond those stored before; nothing is stored in a read-only folder."""
+        """Add these statistics, by field, to those stored before; nothing is stored in a read-only folder."""
         if self.path is None:
             return
         states = self.read() | {name: own.state_dict() for name, own in statistics.items()}

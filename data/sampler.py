@@ -270,7 +270,7 @@ class Sampler:
 
     @property
     def _count(self) -> int:
-        """Number of samples of an epoch, with each patch."""
+        """Number of samples of an epoch, counted once per patch."""
         return self.steps * self.batch or len(self._indices) * self.patches
 
     def _batches(self, n: int) -> int:
@@ -292,7 +292,7 @@ class Sampler:
         return (epochs - self.epoch - 1) * len(self) + self._in_epoch - self.position if self.epoch < epochs else 0
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return all samples in the order of this epoch, each as often as it has patches."""
+        """Return the samples in the order of this epoch: all once per patch, or as many as its steps need."""
         rounds = -(-self._count // len(self._indices))
         if self.shuffle == "never":
             return np.tile(self._indices, rounds)[: self._count] if rounds > 1 else self._indices[: self._count]

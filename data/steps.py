@@ -64,7 +64,7 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
 
 
 class TimeSteps(DatasetView):
-    """Samples of several time steps of another data set, each of whose samples is a time. Local.
+    """Samples made of several time steps of another data set, in which each sample is one time. Local.
 
     Inputs have the channels of `history` steps, oldest first, the last step being that of the sample; targets those of
     the next `rollout` steps. Fields that all samples share do not change.

@@ -514,7 +514,7 @@ class Hyperslab:
 
 
 def hyperslabs(space: h5s.SpaceID, shape: Indices) -> list[Hyperslab]:
-    """Return a selection as regular ones. An irregular selection becomes one per block.
+    """Return a selection as a list of regular ones; an irregular one becomes one per block.
 
     `shape` is the shape of the array, for a selection of all of it.
 
