@@ -694,7 +694,7 @@ def fused(layer: Layer) -> FusedActivation | None:
 
 
 def inside(layer: Layer) -> Layer | None:
-    """Return the activation that the kernels of `layer` compute as a layer of its own, or None."""
+    """Return, as a separate layer, the activation that the kernels of `layer` compute; None if they compute none."""
     f = fused(layer)
     if f is None:
         return None

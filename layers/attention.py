@@ -252,7 +252,7 @@ class Attention(Layer):
         return self.changed(heads=filters)
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        """Return the layer for a block, which may be of any extents: it is not periodic."""
+        """Return the layer without periodic axes, because the block to be timed may have any extents."""
         ends = zip(spread("shift", self.shift, len(outputs)), spread("periodic", self.periodic, len(outputs)))
         shift = tuple(0 if continues else by for by, continues in ends)
         return self.changed(periodic=False, shift=shift) if np.any(self.periodic) else self, shape
@@ -277,6 +277,7 @@ class Attention(Layer):
         return output.boxes.map(None, *along, partial(heads.channels, i))
 
     def lower(self, context: Context) -> Lowered:
+        # Without a cut in space, a rank owns all keys of its samples: there is nothing to wait for.
         split = any(context.parts[axis] > 1 for axis in ("depth", "height", "width"))
         travel = context.options.get("attention", "auto")
         rings = travel == "ring" or (travel == "auto" and context.overlaps_halo)
@@ -284,7 +285,7 @@ class Attention(Layer):
 
 
 class _Heads:
-    """Channels of the heads of queries, keys, values and outputs."""
+    """Arithmetic between heads and channels of queries, keys, values and outputs."""
 
     def __init__(self, heads: int, shapes: Sequence[Shape]) -> None:
         q, k, v = (shape[-1] for shape in shapes)
@@ -310,7 +311,7 @@ class _Heads:
 
 
 class _Lowering:
-    """Lowering of one attention: arrays of all heads that the output block has channels of.
+    """Common part of both lowerings of attention: arrays for every head of which the output block has channels.
 
     If the boundaries of a block of channels lie within heads, these heads are computed by both ranks, and each keeps
     its channels. In backward, each begins with the gradient of its channels, and zero for the others.
@@ -371,7 +372,7 @@ class _Lowering:
         return self.context.timing(phase, inputs=inputs, filters=filters)
 
     def finish_output(self) -> None:
-        """Copy the channels of the heads that this rank owns."""
+        """Copy the channels that this rank owns from the output of whole heads."""
         if not self.aligned:
             self.context.copy((self.y.part(self.own, self.context.box.shape), self.context.y))
 
@@ -515,7 +516,7 @@ class _Ring(_Lowering):
 
 
 class _ReturnedSum:
-    """Gradient of the keys or values of this rank: the sum of what the ranks of all steps return."""
+    """Gradient of the keys or values of this rank: the sum of what ranks return in all steps."""
 
     def __init__(self, context: Context, i: int) -> None:
         self.context, self.value, self.target = context, context.inputs[i], context.gradient(i)

@@ -200,6 +200,7 @@ class BatchNorm(Layer):
         narrow = {}
         if alone and is_low(context.dtype):
             narrow = {name: context.keep((2, channels), "float32", "statistics") for name in ("sums", "means")}
+        # The pass `sums` of a program may let convolutions compute these sums.
         kernel.norm = self._sums(partial(partial, kind), numbers, narrow)
 
         def update_running() -> None:
@@ -299,7 +300,7 @@ class _Numbers:
 
 
 class _BatchNormKernel:
-    """The backend's kernels around sums, and the running statistics of several groups."""
+    """The backend's kernels, which run before and after sums over ranks, and running statistics of several groups."""
 
     def __init__(self, numbers: _Numbers, environment: Any, **arrays: Any) -> None:
         self.n, self.layer, self.mode, self.name = numbers, numbers.layer, environment.mode, environment.name

@@ -296,6 +296,7 @@ def conv_data_sums(
     """Return the kernel of a data gradient with the sums of the gradient of a batch norm, whose input is `x`."""
     # This kernel computes sums only, for which the count of elements (here 1) is not needed.
     training = BatchNormTraining(1, dgamma=dgamma, dbeta=dbeta)
+    # The norm's `dy` is this dx; its `y`, which backward does not read here, only needs an array of the same shape.
     norm = BatchNormArrays(x, dx, dx, None, **vectors, sums=sums, means=sums, eps=eps, activation=f, training=training)
     return environment.kernels.conv_backward_data_sums(dy, w, geometry(), norm)
 

@@ -190,7 +190,7 @@ def lower_replicated(context: Context) -> Lowered:
 
 
 class ReplicatedDense:
-    """Kernels of a dense layer whose gradients are those of the whole batch.
+    """Kernels of a dense layer that can compute the weight gradient of the whole batch on every rank.
 
     `replicates` chooses the gradient that `backward` computes. False: that of this rank's samples, which is summed over
     the ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
@@ -281,7 +281,7 @@ _LINE = 64  # [B]: cache line; parts of an all-gather are whole cache lines
 
 
 class RowGather:
-    """All-gather of the rows ``(n, features)`` of all ranks of a group. Its runs are collective over the group.
+    """All-gather of the rows ``(n, features)`` of all ranks of a group. Collective over the group.
 
     ::
 

@@ -17,7 +17,7 @@ __all__ = ["LocalResponseNorm"]
 
 
 class LocalResponseNorm(Layer):
-    """Local response normalization: divide each element by a power of the mean square of the channels around it.
+    """Local response normalization: divide each element by a power of `d`, which grows with the squares around it.
 
     ``y[c] = x[c] * d[c] ** -beta`` with ``d[c] = k + alpha / size * sum_j x[j]**2``, `j` from
     ``max(0, c - size // 2)`` to ``min(C - 1, c + (size - 1) // 2)``, at every sample and position. Backward::

@@ -269,7 +269,7 @@ class Loss(Layer):
         return Lowered(backward, loss=value, terms=terms)
 
     def gathered(self, context: Context, numbers: Sequence[int], value: View, **more: Any) -> LossTerm:
-        """Gather what the loss reads of the inputs with these numbers, in all passes: other losses may read it too."""
+        """Gather what the loss reads of the inputs `numbers`, in all passes, because other losses may read it too."""
         prediction, target = (context.inputs[i] for i in numbers[:2])
         boxes, x, t = self._read(prediction.layout), prediction.view, target.view
         if self.stencil is not None:

@@ -346,7 +346,7 @@ class Focal(_Pointwise):
 
 
 class CRPS(Loss):
-    """Continuous ranked probability score of an ensemble: the mean over all positions and channels of the target of
+    """Continuous ranked probability score of an ensemble: over all positions and channels of the target, the mean of
 
     ``mean_m |x[m] - t| - f * sum_(m < n) |x[m] - x[n]|`` with the members `x[m]`.
 

@@ -286,7 +286,9 @@ def with_axes(view: View, axes: int) -> View:
 
 
 def without_space(boxes: Blocks) -> Blocks:
-    """Return samples and channels of boxes ``(N, *spatial, C)``: the extents of a sum over the block.
+    """Return, per rank, the samples and channels of its box ``(N, *spatial, C)``, the box of sums over its positions.
+
+    A rank without positions has no samples.
 
     >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
     ((0, 2), (0, 0), (2, 4), (2, 2))

@@ -87,7 +87,10 @@ def _fitting(array: Any, shape: Sequence[int]) -> Any:
 
 
 def _filtered(source: Any, taps: _Taps, out: Any, others: Sequence[Any]) -> Any:
-    """Return the sums of the windows of `source` ``(*spatial, C)``, in `out`; `others` are three packed work arrays."""
+    """Return the weighted sums over windows of `source` ``(*spatial, C)``, in `out`.
+
+    `others` are three packed work arrays.
+    """
     last, term = len(taps) - 1, others[2]
     for axis, factors in enumerate(taps):
         n = source.shape[axis] - len(factors) + 1

@@ -349,7 +349,7 @@ class Pad(Shifted):
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of an output along one axis, and the rows of the input that they show.
+    """Rows of an output along one axis, and the rows of the input of which they are copies.
 
     Attributes
     ----------
@@ -369,7 +369,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ShownBox:
-    """Box of an output that shows a box of the input.
+    """Box of an output that is a copy of a box of the input.
 
     Attributes
     ----------
@@ -459,7 +459,7 @@ class WindowPadding:
     mode
         As for :class:`Pad`, with ``"zeros"`` for constant rows.
     name
-        Name of the :class:`Pad`; None: one by its kind.
+        Name of the :class:`Pad`; None: a default name.
 
     Attributes
     ----------

@@ -146,7 +146,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def initial(self, name: str, seed: int) -> np.ndarray:
-        """Return initial values: the given ones, or a function of only `name` and `seed`.
+        """Return initial values: the given ones, or values that depend only on `name` and `seed`.
 
         They are the same for every decomposition. Their dtype is float64, or that of the given values.
         """

@@ -349,9 +349,9 @@ class GlobalMaxPool(_GlobalPool):
 
 
 def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
-    """Return the boxes of ranks' results and of owners' inputs in an array (N, nonempty spatial parts, 2, C).
+    """Return, per rank, the box of its result and the box that it reads for its outputs.
 
-    Pure arithmetic.
+    Both lie in an array ``(N, nonempty spatial parts, 2, C)``. Pure arithmetic.
     """
     samples, *spatial, channels = inputs.axes
     # Blocks without positions have no maximum, and must not have a slot: its contents would be compared.
@@ -577,8 +577,8 @@ class AdaptiveMaxPool(_Adaptive):
     passes = Passes((8, 1), (5, 1))
 
     def lower(self, context: Context) -> Lowered:
-        """Lower to searches along one axis after another, the last axis first, so that the lowest row of equal maxima
-        is found.
+        """Lower to searches along one axis after another, the last axis first, so that of equal maxima the first in
+        row-major order is found.
         """
         resamplings = self.resamplings(context.shapes[0])
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])

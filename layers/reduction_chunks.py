@@ -105,7 +105,7 @@ class GradientLayer:
 
 @dataclass(frozen=True)
 class GradientChunk:
-    """Gradients that are summed with one message, in the order in which backward computes them.
+    """Gradients that are summed in one reduction, in the order in which backward computes them.
 
     Attributes
     ----------

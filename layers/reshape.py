@@ -230,7 +230,7 @@ def _changed(before: Shape, after: Shape) -> tuple[int, int]:
 
 
 def _span(ranges: Sequence[Interval], extents: Shape) -> tuple[int, Interval]:
-    """Return the first axis along which a box has several elements, and the interval of its rows in row-major order.
+    """Return the first axis along which a box has several elements, and the row-major interval that its rows span.
 
     >>> _span([(2, 3), (1, 3), (0, 1)], (4, 5, 2)), _span([(0, 2), (1, 3), (0, 1)], (4, 5, 2))
     ((1, (22, 26)), (0, (0, 20)))

@@ -115,7 +115,7 @@ def extents_along(what: str, shape: Shape, axes: Sequence[str] | None) -> dict[s
 
 
 def _of_samples(view: View) -> View:
-    """Return an array with spatial extents as one that is broadcast over samples."""
+    """Return the view, with a first axis of extent 1 if it has spatial extents: it broadcasts over samples."""
     return view if len(view.shape) == 1 else view.reshape(1, *view.shape)
 
 
