@@ -139,6 +139,7 @@ class Channel(ABC):
         """
         if self._closed:
             return
+        # Requests and flags of an active exchange must not be freed.
         if self._state == STARTED:
             self._finish()
         self._closed = True

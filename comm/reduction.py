@@ -235,6 +235,7 @@ class Reduction:
         plan = self._plan
         if plan.fetch is not None:
             plan.fetch()
+        # After `fetch`, whose wait for the device is no communication.
         self._started_at = time.perf_counter()
         self._meter.sent()
         for meter in self._others:
@@ -258,7 +259,7 @@ class Reduction:
         """
         if not self.under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
-        self.under_way = False
+        self.under_way = False  # even if the sum fails, so that `close` does not wait for it again
         self._meter.waits()
         before = time.perf_counter()
         arrived = self._complete() if self._plan.progress is None else self._attempt(self._complete)
@@ -351,7 +352,7 @@ def check_spec(spec: ReductionSpec) -> None:
         raise CommError(f"method: expected one of {', '.join(METHODS)}, got {spec.method!r}")
     if on_host and not isinstance(buffer, np.ndarray):
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
-    if on_host:
+    if on_host:  # on a device, the dtypes depend on the transport (`Maker._link`)
         check_type(spec)
     if not buffer.flags.c_contiguous or (on_host and not buffer.flags.writeable):
         raise CommError(

@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
-#: Largest sum with memory of its own [B]. Larger sums share memory: on a node a stage, which they pass piece by piece;
-#: by messages a ring of slots.
+#: Largest sum with memory of its own [B]. Larger sums share memory: on a node, a stage through which they pass piece
+#: by piece; by messages, a ring of slots.
 LARGEST_AT_ONCE = 64 * 1024
 #: Memory of all large sums by messages of a communicator that are planned together [B], if the largest needs no more:
 #: four buckets of the default size, so that some travel while others are added up. On one node, rings of 4 to 32 MiB

@@ -191,6 +191,7 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
     Section 4.5, without the time of the additions, which the ranks really compute.
     """
+    # 2 (size - 1) steps, in each of which a rank sends 1 / size of the buffer.
     return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 
 

@@ -1,4 +1,4 @@
-"""Devices: memory, copies between host and device, events. Imports nothing of the other folders."""
+"""Devices: memory, copies between host and device, events. Of the other folders, it imports only `halograd.errors`."""
 
 from .base import (
     HOST,

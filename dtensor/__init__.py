@@ -1,4 +1,4 @@
-"""Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable on its own."""
+"""Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable without networks and training."""
 
 from .box import Box, Window, hull, input_box, output_box
 from .disttensor import DistTensor, Halo

@@ -1,6 +1,7 @@
 """Distributed tensors: a layout, the block of this rank, and the exchanges between layouts.
 
-The module is usable without the rest of halograd, for example by a stencil code (``examples/heat_equation.py``).
+The package needs only `halograd.comm` and `halograd.device`, so other programs can use it, such as a stencil code
+(``examples/heat_equation.py``).
 """
 
 from __future__ import annotations

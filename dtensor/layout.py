@@ -393,6 +393,7 @@ def _longest(axis: Intervals) -> int:
 @lru_cache(maxsize=16384)
 def _overlap(axis: Intervals) -> bool:
     full = sorted((a, b) for a, b in axis if b > a)
+    # In the order of their starts, some two neighbors overlap if any two intervals do.
     return any(b > c for (_, b), (c, _) in itertools.pairwise(full))
 
 
@@ -401,7 +402,7 @@ def _covers(axis: Intervals, size: int) -> bool:
     at = 0
     for a, b in sorted(axis):
         if b > a:
-            if a > at or a < 0 or b > size:
+            if a > at or a < 0 or b > size:  # `at`: all elements before it are covered
                 return False
             at = max(at, b)
     return at == size
@@ -420,7 +421,7 @@ def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
 @lru_cache(maxsize=16384)
 def _clip(axis: Intervals, size: int) -> Intervals:
     if all(a >= 0 and b <= size for a, b in axis):
-        return axis
+        return axis  # the same object, which comparisons of blocks recognize at once
     return tuple((max(0, a), min(size, b)) for a, b in axis)
 
 

@@ -359,6 +359,7 @@ class Transfer(Operation):
     def views(self) -> Iterator[View]:
         if self.end == "start":
             yield self.exchange.source
+        # The start, too: it copies the pieces that stay on the rank.
         yield self.exchange.target
 
 

@@ -152,6 +152,7 @@ class _Compiler:
         if (node, key) in self._values:
             return self._values[node, key]
         name = self.network.names[node]
+        # An input has the cuts of its first reader.
         if isinstance(node, Input) and node not in self._cuts:
             self._cuts[node] = key
             dtype = wide(self.target.dtype) if node in self._exact else self.target.dtype

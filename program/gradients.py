@@ -282,6 +282,7 @@ class _Placing:
         """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
         bucket, dtype = self._buckets[i], self._program.wide
         shape, label, sums = (self._own[i] // dtype.itemsize,), f"bucket {i}", []
+        # A scheme without shards has one method.
         for location, method in zip((GRADIENTS, PARAMETERS), self._methods):
             kind = method.name if self._kind.shards else "allreduce"  # the kind under which traffic is counted
             view = Buffer(shape, dtype, "parameter gradient", location=(location, label)).view

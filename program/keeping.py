@@ -321,6 +321,7 @@ def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
     """Return the layer to which each repeatable buffer belongs; copies for readers, to the layer that they copy."""
     outputs = {step.output.region.view.buffer: step.name for step in steps if step.output.region is not None}
     owners: dict[Buffer, str] = {}
+    # In the order of computation, so that the owner of a buffer is known before its copies are visited.
     for buffer in sorted(repeats.again, key=lambda b: repeats.makers[b][0]):
         operation = repeats.operations[repeats.makers[buffer][0]]
         source = None

@@ -255,6 +255,7 @@ class _FusedSums:
         first, last = runs[0], runs[-1]
         timing: Timing | None = next((o.timing for o in runs if o.timing is not None), None)
         if not fused:
+            # The new kernel has separate sums, so a run that computed and read them becomes two.
             if first is last:
                 self._changed[first] = [
                     replace(first, method=over.sums, timing=None),
@@ -298,6 +299,7 @@ def _writes(operation: Operation, buffer: Buffer) -> bool:
     if isinstance(operation, Transfer):
         return operation.exchange.target.buffer is buffer
     if not isinstance(operation, Run):
+        # A sum is in place.
         return any(used is buffer for used in operation.buffers())
     views = operation.kernel.views
     written = any((v := views[name]) is not None and v.buffer is buffer for name in operation.access.written(views))

@@ -141,6 +141,7 @@ class Poison:
 
     def _kernel(self, operation: Run, call: Callable[[], object]) -> Callable[[], object]:
         kernel, access = operation.kernel, operation.access
+        # The kernel starts and finishes these sums itself, so messages may use their arrays during the run.
         own = {array.view.buffer for array in kernel.sums.values() if isinstance(array, Sum)}
         views = {
             name: view

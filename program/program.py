@@ -201,7 +201,7 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers without `Buffer.kept` that occupy the arena for the whole step: outputs, inputs, probed gradients."""
+        """Buffers that occupy the arena for a whole step, used or not: inputs, outputs, gradients of probed inputs."""
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]

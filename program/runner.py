@@ -152,7 +152,7 @@ class Runner:
                 self._array(buffer).fill(buffer.fill)
         kernels.take_substitutes()  # drops those of earlier programs
         try:
-            self._open(program)
+            self._open(program)  # first: kernels may take sums as arguments
             self.poison = Poison(program, self.view) if debug else None
             self.forward = [self._bind(segment) for segment in program.forward]
             self.backward = [self._bind(segment) for segment in program.backward]
@@ -187,6 +187,7 @@ class Runner:
 
     def _bind(self, segment: Segment) -> list[Call]:
         calls = [self._call(operation) for operation in segment.operations]
+        # Those that the backend has recorded while it made the kernels of this segment.
         self.substitutes += [(segment.name, substitute) for substitute in self.kernels.take_substitutes()]
         return calls
 

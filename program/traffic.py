@@ -98,6 +98,7 @@ class Move:
 
     def _kept(self) -> np.ndarray:
         """Return, per rank, the number of elements that stay on it."""
+        # Ranks beyond one of the grids hold nothing there.
         ranks = min(self.source.placed, self.target.placed)
         own = np.ones(ranks, np.int64)
         for o, a, b in zip(self._overlaps, grid_coordinates(self.source.grid), grid_coordinates(self.target.grid)):
@@ -198,7 +199,7 @@ class Sent:
 def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Return the number of common elements of every interval of `source` and every interval of `target`."""
     a, b = np.array(source, np.int64), np.array(target, np.int64)
-    low = np.maximum(a[:, None, 0], b[None, :, 0])
+    low = np.maximum(a[:, None, 0], b[None, :, 0])  # [source part, target part]
     high = np.minimum(a[:, None, 1], b[None, :, 1])
     return np.maximum(0, high - low)
 

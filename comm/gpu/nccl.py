@@ -67,7 +67,7 @@ class NcclLink:
     Parameters
     ----------
     comm
-        Communicator of these ranks that another one was split into. By default one is created: its ranks exchange
+        Communicator of these ranks, made by a split of another one. By default a new one is created: its ranks exchange
         their addresses and explore the machine anew, which takes longer than a split.
     """
 

@@ -47,6 +47,7 @@ class HostLinks:
         if transport.shares:
             oversubscribed = context.mpi.size > usable_cores().count
             self._memory = NodeMemory(context, network, node_of, oversubscribed)
+        # Only an emulated network needs one clock, so only then is there something to check.
         self._node_of, self._one_machine = node_of, network is None
         self._node_group: NodeGroup | None = None
 
@@ -154,6 +155,7 @@ class HostLinks:
         leaders: MPI.Comm = MPI.COMM_NULL
         if size < mpi.size:
             self._context.agree(contexts.shortage())
+            # The first rank of each node.
             leaders = mpi.Split(0 if mine == 0 else MPI.UNDEFINED, mpi.rank)
             if leaders != MPI.COMM_NULL:
                 contexts.hold(leaders)
