@@ -45,7 +45,7 @@ def diffusion_unet(
     Parameters
     ----------
     resolution
-        Spatial extent of a sample, 1 to 3 numbers, multiples of 2 to the number of levels less 1.
+        Spatial extent of a sample, 1 to 3 numbers, multiples of ``2**(len(factors) - 1)``.
     channels
         Channels of a sample, and of the predicted noise.
     width, factors

@@ -90,6 +90,7 @@ def googlenet(
         if auxiliary and label in ("4a", "4d"):
             # A network without dropout is deterministic, so these have none either.
             heads.append(_auxiliary(y, classes, width, 0.7 if dropout else 0.0, label))
+        # To 14 x 14, then 7 x 7 for samples of 224 x 224.
         if label in ("3b", "4e"):
             y = _pool(y, label[0])
     y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))
@@ -124,6 +125,7 @@ def _auxiliary(x: Node, classes: int, width: float, dropout: float, label: str) 
             f"auxiliary: expected at least 5 x 5 positions after module {label}, got {x.shape[0]} x {x.shape[1]}; "
             "take a resolution of at least 65, or leave the auxiliary classifiers out"
         )
+    # 14 x 14 -> 4 x 4 for samples of 224 x 224.
     y = AveragePool(5, 3, name=f"pool{label}_aux")(x)
     y = Conv(scaled(128, width), 1, activation="relu", name=f"conv{label}_aux")(y)
     y = hidden(Flatten(name=f"flatten{label}_aux")(y), scaled(1024, width), f"{label}_aux", dropout)
@@ -220,12 +222,12 @@ class _Builder:
 
     def stem(self, x: Node) -> Node:
         """Add the stem, 299 x 299 -> 35 x 35, with padding in one convolution only."""
-        y = self.unit(x, 32, 3, "1a", 2, 0)
-        y = self.unit(y, 32, 3, "2a", 1, 0)
+        y = self.unit(x, 32, 3, "1a", 2, 0)  # 149 x 149 for samples of 299 x 299
+        y = self.unit(y, 32, 3, "2a", 1, 0)  # 147 x 147
         y = self.unit(y, 64, 3, "2b")
-        y = MaxPool(3, 2, name="pool2")(y)
+        y = MaxPool(3, 2, name="pool2")(y)  # 73 x 73
         y = self.unit(y, 80, 1, "3b")
-        y = self.unit(y, 192, 3, "4a", 1, 0)
+        y = self.unit(y, 192, 3, "4a", 1, 0)  # 71 x 71
         return MaxPool(3, 2, name="pool4")(y)
 
     def module_a(self, x: Node, pooled: int, label: str) -> Node:

@@ -97,6 +97,7 @@ def alexnet(
     f1, f2, f3, f4, f5 = (scaled(f, width, groups) for f in filters)
     normalized = variant == "grouped"
     y: Node = Input((resolution, resolution, channels), name="x")
+    # 27 x 27, 13 x 13 and 6 x 6 after the poolings, for samples of 224 x 224.
     y = _pooled(Conv(f1, 11, 4, 2, activation="relu", name="conv1")(y), 1, normalized)
     y = _pooled(Conv(f2, 5, padding=2, groups=groups, activation="relu", name="conv2")(y), 2, normalized)
     y = Conv(f3, 3, padding=1, activation="relu", name="conv3")(y)

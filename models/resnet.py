@@ -58,7 +58,7 @@ def resnet(
     y = MaxPool(3, 2, padding=1, name="pool1")(y)
     for stage, blocks in enumerate(depths, start=2):
         for block in range(1, blocks + 1):
-            # The pooling has halved the extents before the first stage.
+            # The first stage has no stride, because the pooling before it has one.
             stride = 2 if block == 1 and stage > 2 else 1
             y = _bottleneck(y, width * 2 ** (stage - 2), stride, f"{stage}_{block}", statistics)
     logits = Dense(classes, name="dense")(GlobalAveragePool(name="pool")(y))
