@@ -1,4 +1,4 @@
-"""Texts of a plan, and of its comparison with measurements."""
+"""Text output of plans, and of their comparison with measurements."""
 
 from __future__ import annotations
 

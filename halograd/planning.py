@@ -250,6 +250,7 @@ def _with_request(plan: Plan, plan_request: PlanRequest, planning: Planning, tim
     request = Request(
         plan_request.model,
         dict(plan_request.options),
+        # The machine itself: its file may have changed when the plan is explained.
         plan_request.machine.to_toml(),
         plan_request.machine_file,
         source_of(times, plan_request.machine),

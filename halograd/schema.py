@@ -100,7 +100,7 @@ class Table(BaseModel):
 class As:
     """``Annotated[Mapping[...], As(table)]``: a mapping with the keys and values that `table` permits.
 
-    The object contains only the given keys, without defaults.
+    The result contains only the given keys, without defaults.
     """
 
     def __init__(self, table: type[Table]) -> None:

@@ -190,7 +190,7 @@ def _show_frontier(
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """Memory of the fullest rank [B] and step time [s] of a plan, with a summary of its choices."""
+    """Memory of the fullest rank [B] and step time [s] of a plan, layers computed `again`, and other choices."""
 
     memory_bytes: int
     step_seconds: float

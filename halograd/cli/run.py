@@ -36,8 +36,9 @@ _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kin
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process. Collective over the ranks that were launched.
 
-    Exit codes: 0 for success, 2 for a user error (one line on stderr, no traceback), 130 for SIGINT, 1 for any other
-    error. Only rank 0 prints; an error on any rank ends the job at once with that rank's traceback.
+    Exit codes: 0 for success, 2 for a user error (one line on stderr, no traceback), 75 for a training that stopped
+    after a checkpoint, 130 for SIGINT, 1 for any other error. Only rank 0 prints; another error on any rank ends the
+    job at once with that rank's traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] not in (["plan"], ["predict"]):  # they keep what they make, and scanning it takes long

@@ -64,7 +64,7 @@ class Point:
 
 
 class Predictor:
-    """Predictor for any number of ranks and samples."""
+    """Predictor for any number of ranks and samples: under `grid`, or under plans by `planner` within `limit` [B]."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Series:
         return next((p for p in self.points if p.prediction is not None and p.fits), None)
 
     def efficiency(self, point: Point) -> tuple[float, float] | None:
-        """Return the speed-up over :meth:`reference`, in samples per second, and its ratio to the ideal speed-up."""
+        """Return the speed-up over :meth:`reference`, in samples per second, and its ratio to the ideal one."""
         first = self.reference()
         if first is None or first.prediction is None or point.prediction is None:
             return None

@@ -312,7 +312,7 @@ def _image(
             opened: dict[str, Any] = {}
             for k in rows:
                 path = os.fsdecode(paths[k])
-                # Files of one sample have no path of their own.
+                # A sample of several files, named by {sample}, has no path to open: open the whole data set.
                 given = data["path"] if SAMPLE in str(data.get("inputs")) else path
                 if str(given) not in opened:
                     opened[str(given)] = stack.enter_context(_open(given, data))
