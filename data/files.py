@@ -168,7 +168,7 @@ def _shapes_text(
         factors_agree = mine == theirs
     else:
         grids = zip(mine[:-1], theirs[:-1], my_reference[:-1], reference[:-1])
-        # n / own == m / base as whole numbers; an axis of extent 1 in both is constant along the reference's.
+        # Cross-multiplied, so that no ratio is rounded. An axis of extent 1 in both files fits any reference.
         factors_agree = all(n == m == 1 or n * base == m * own for n, m, own, base in grids)
     if factors_agree:
         return "", "", ""

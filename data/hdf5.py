@@ -168,7 +168,7 @@ class Hdf5Array(StoredArray):
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part, in the dtype in which it is stored."""
-        if not out.size or not where:  # an empty part or a scalar, of which there is no hyperslab
+        if not out.size or not where:  # an empty part or a scalar, which have no hyperslab
             self.stored.read_direct(out, where)
             return
         space = self.stored.id.get_space()

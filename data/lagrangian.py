@@ -362,7 +362,7 @@ class MeshBlock:
     def _density_and_pressure(self) -> tuple[Array, Array]:
         bubble, fraction = self._flow.bubble, self.volume_fractions()
         up = Quads(self.nodes, normal="up").corner_areas
-        # The Jacobians at the corners have the area as their mean, here relative to the initial area.
+        # The area of a cell is the mean of its corner Jacobians; here relative to the initial area.
         area = 0.25 * (up[0] + up[1] + up[2] + up[3]) * self._resolution**2
         compression = 1 / np.maximum(area, LEAST_AREA)
         density = (bubble.ambient + fraction * (bubble.density - bubble.ambient)) * compression
