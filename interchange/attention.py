@@ -168,6 +168,7 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
         name, perm = weights
         if inputs[0] != name or len(perm) != len(terms[0]):
             return None
+        # Letters of the axes: those of the batch, of the rows, and the one that is summed.
         *shared, row, summed = (terms[0][perm.index(axis)] for axis in range(len(perm)))
         column = "".join(c for c in terms[1] if c not in terms[0])
         expected = [*shared, row, summed], [*shared, summed, column]

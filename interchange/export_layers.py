@@ -595,7 +595,7 @@ def _attention(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, queries, keys = w.name(node), node.inputs[0].shape, node.inputs[1].shape
     reaches, groups = layer.reaches(queries, keys), layer.heads * keys[-1] // queries[-1]
-    # Each of the `groups` heads of keys and values is read by several heads of queries.
+    # Keys and values have `groups` heads, each of which `layer.heads // groups` heads of queries read.
     heads = (groups, layer.heads // groups)
     cells = [_Cells.of(reach) for reach in reaches]
     q, k, v = (

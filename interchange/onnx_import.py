@@ -104,6 +104,7 @@ def imported(
 ) -> Network:
     """Build a network as :func:`load` does, from files in memory if `contents` has them by name. Local."""
     graph = read_onnx(path, shapes or {}, buffers, contents)
+    # First, because patterns look for values that are read once.
     graph.leave_out_unread()
     recognize(graph, path)
     keeping: frozenset[str] = frozenset()
@@ -177,6 +178,7 @@ def _check_parts(path: Path, network: Network) -> None:
 
 def _output(value: Activation) -> Node:
     """Return the node of an output. If both orders of channels make it an image, they are first."""
+    # With three dimensions it is a sequence ``(N, L, C)``, which keeps its channels last.
     if value.last and value.source is not None and value.axes is not None and len(value.axes.dims) > 3:
         shape = value.axes.with_channels_at(False)
         if shape is not None:
@@ -331,6 +333,7 @@ def _in_one_order(build: Builder, op: OnnxNode) -> list[Activation]:
     positions.
     """
     values = [build.arranged(op, i) for i in range(len(op.inputs))]
+    # In different orders, each value must be in one that a node has.
     if len({value.axes if value.refusal is not None else None for value in values}) > 1:
         values = [build.value(op, i) for i in range(len(op.inputs))]
     if len({value.pooled for value in values}) > 1:

@@ -335,6 +335,7 @@ def _joined_rows(graph: Graph, op: OnnxNode) -> None:
         return
     (x,) = sources
     n = graph.shapes[x][axis]
+    # The other parts, if any, must be the whole value.
     if any(part is None and name != x for part, name in zip(parts, op.inputs)):
         return
     rows: list[Rows] = []
@@ -417,8 +418,10 @@ def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
         return
     indices, perm = graph.constants[picked.inputs[1]].read(), list(op.attributes["perm"])
     count, x = indices.shape[-1], op.inputs[0]
+    # A grid of index tuples, one axis of the grid per leading axis.
     if indices.ndim != count + 1 or picked.attributes.get("batch_dims") or len(graph.shapes[x]) != len(perm):
         return
+    # The second Transpose must undo the first.
     if list(back.attributes["perm"]) != np.argsort(perm).tolist():
         return
     chosen = {}

@@ -108,7 +108,7 @@ def _conv_of_vectors(
     """Import a 1 x 1 convolution of pooled values as a dense layer. For others, the pooling keeps its spatial axes."""
     positions = math.prod(build.shape(op.outputs[0])[2:])  # padding adds some
     if math.prod(weights.shape[2:]) > 1 or positions > 1 or op.attributes.get("group", 1) > 1:
-        build.with_positions(op)  # raises NeedsPositions
+        build.with_positions(op)  # raises, because the value is pooled
     units, features = weights.shape[:2]
     initial = {"w": build.initial(weights, lambda array: array.reshape(units, features), (units, features))}
     if weights.lengths is not None:
