@@ -453,6 +453,7 @@ def check_folder(out: Path, suffix: str) -> None:
             f"--out: expected a folder, because samples differ in size and every file gets one of its own, got {out}; "
             f"leave out {suffix}"
         )
+    # `lexists`, because a dangling link is in the way, too.
     empty = out.is_dir() and not any(out.iterdir())
     if os.path.lexists(out) and not empty and (out.is_symlink() or _table(out) is None):
         raise DataError(

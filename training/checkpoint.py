@@ -444,6 +444,7 @@ class CheckpointReader:
         if isinstance(error, FileNotFoundError):
             return UserError(f"{at}: expected a file, there is none{self._remedy()}")
         if isinstance(error, OSError | KeyError | ValueError | TypeError | RecursionError | MemoryError):
+            # A KeyError has its text in quotes.
             reason = getattr(error, "strerror", None) or str(error).strip("'\"") or type(error).__name__
             return UserError(f"{at}: expected one that can be read, got {reason}")
         return error

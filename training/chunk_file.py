@@ -214,6 +214,7 @@ class VerifiedFile:
     def load(self, start: int = 0, stop: int | None = None) -> None:
         """Read and verify those bytes from `start` to `stop` (by default all) that are not verified yet."""
         last = self._end if stop is None else min(stop, self._end)
+        # `max`: the header is verified already.
         first = max(0, (start - HEADER) // self._chunk)
         for chunk in range(first, -(-(last - HEADER) // self._chunk)):
             if not self._known[chunk]:

@@ -303,6 +303,7 @@ class StrategyConfig(Table):
     @model_validator(mode="after")
     def _one_way(self) -> StrategyConfig:
         keys = self.model_fields_set
+        # A plan takes these keys as they are.
         others = sorted(keys - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
         if self.auto and others:
             raise ValueError(f"auto: expected no {others[0]} with it, which the plan decides; remove one of them")

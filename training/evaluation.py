@@ -261,6 +261,7 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
                 weight_value = step.inputs[spec.weights]
                 weights = weight_value.brought(operand_blocks(weight_value.layout.shape, values[0].layout.boxes))
             name = outputs.get(prediction, nodes[0])
+            # Names must differ in a file of predictions; the first pair is written without its name.
             if pairs and (name in _TAKEN or any(name == other.name for other in pairs)):
                 name = f"{name} {nodes[1]}"
             metric: Metric

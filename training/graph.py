@@ -44,6 +44,7 @@ def check_graph(comm: Communicator, device: Device, graph: Graphs) -> bool:
         If they are not possible, but requested; the message gives the reason.
     """
     if graph is not True:
+        # With "auto", graphs are used only where they are possible: no error.
         timed = comm.instruments.recorder is not None and not getattr(comm.instruments.recorder, "paused", False)
         return bool(graph) and device.captures and not timed
     if device.is_host:

@@ -300,6 +300,7 @@ def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
     """
     rows = []
     for c, numbers in enumerate(zip(np.diagonal(counts), counts.sum(axis=1), counts.sum(axis=0))):
+        # The diagonal, and sums of rows (targets) and columns (predictions).
         hits, true, guessed = map(int, numbers)
         rows.append(
             {

@@ -280,12 +280,14 @@ class PartFile:
 
         Samples beyond the last one are not written.
         """
+        # Continues that of the batches before.
         checksum = self._sums[self.done]
         with writing(str(self.path), kind=DataError):
             for array, offset, block, (low, high) in zip(self._arrays, self._offsets, blocks, self._rows(self.done)):
                 data = np.ascontiguousarray(block[: high - low], array.dtype).reshape(-1).view(np.uint8).data
                 position = offset + low * array.row
                 start = 0
+                # `pwrite` may write fewer bytes than requested.
                 while start < len(data):
                     start += os.pwrite(self._file, data[start : start + CHUNK], position + start)
                 checksum = zlib.crc32(data, checksum)

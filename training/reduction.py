@@ -139,6 +139,7 @@ class Reducer:
         if isinstance(operation, CheckGradients):
             return self._checks[operation.what]
         if isinstance(operation, Run):
+            # The gradient of the whole batch, by a replicated dense layer.
             gradient = getattr(self._runner.instance(operation.kernel), operation.method or "")
             return partial(self._compute, operation.layer, self._recorded(operation.layer, "backward", [gradient]))
         if isinstance(operation, BucketTotal) and operation.layer:

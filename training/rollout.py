@@ -166,6 +166,7 @@ class Rollout:
         """Return an input, the output that predicts it, and the channels of a time in that output. Local."""
         data, field = self._session.config.data, self._session.samples.dataset.fields[name]
         expected = field.channel_names[: field.shape[-1] // data.history]
+        # A data set of the user has no names of datasets.
         inputs, targets = ({}, {}) if data.file is not None else datasets_of(data, self._session.network)
         channels = []
         for number, target in self._targets.items():
@@ -175,6 +176,7 @@ class Rollout:
             names = list(map(str, channel_names[number])) or numbered
             if AND in stored:
                 names = stored.split(AND)
+            # The target is the dataset of the input, at a later time: so are its channels.
             if stored and stored == inputs.get(name):
                 names = expected if count == len(expected) else numbered
             channels.append(f"{target!r} with {', '.join(names)}")
@@ -204,6 +206,7 @@ class Rollout:
                     if self._targets.get(v) in statistics:
                         channel = value.layout.boxes[rank].start[-1]
                         block = statistics[self._targets[v]].restored(block, channel)
+                    # In the units of the data: `_advance` sends it to the next inputs.
                     np.copyto(self._sent[v], block)
                     times = block.reshape(*block.shape[:-1], self._at_once, block.shape[-1] // self._at_once)
                     predictions[v] += [times[..., k, :] for k in range(self._at_once)]
@@ -244,7 +247,7 @@ class Rollout:
             if absent is not None:
                 # As the loader fills them: 0 is the mean of a normalized channel.
                 values[absent] = 0
-            # Of `values`, which have all channels, the input may hold some: this rank's block of a cut.
+            # `values` have all channels; this rank may hold some of them, if the input is cut along channels.
             low, high = executor.input(source.name).box.ranges[-1]
             arrays[source.name][source.own] = values[..., max(0, low) : high]
         for name, array in arrays.items():

@@ -402,6 +402,7 @@ def _find_foreground(
         if not windows.cut or not names:
             expected = "targets with spatial axes" if windows.cut else "data.patches = 1 or more"
             raise UserError(f"data.foreground: expected {expected}, got none; set it to 0")
+        # Windows are placed around elements of the first target.
         classes, ignored = data.foreground_classes, ranges.get(names[0], TargetRange()).ignored
         own, most = training[comm.rank :: comm.size], most_positions(len(training), len(classes))
         mine = find_foreground(dataset, names[0], own, classes, config.training.seed, most, ignored)
@@ -507,6 +508,7 @@ def _masked(data: DataConfig, dataset: Dataset, network: Network) -> Masked:
     targets: dict[str, list[str]] = {}
     for name, weights in weighted_targets(network).items():
         for weight in weights:
+            # Several targets may have the same weights.
             targets.setdefault(weight, []).append(name)
     if not targets:
         raise UserError(

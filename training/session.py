@@ -283,6 +283,7 @@ def _strategy(
         small.extend(filter(None, [suited(config, comm, network, strategy)]))
         return small[0].strategy if small else strategy
 
+    # `make_strategy` calls `suit` once the cut of all layers is known.
     arguments = config.strategy, comm.size, network, config.training.at_once, trainable
     if config.strategy.file is not None:
         return on_root(comm.mpi, lambda: make_strategy(*arguments)), None

@@ -119,6 +119,7 @@ class StepTimes:
 
         layers, waits = defaultdict[tuple[str, str], float](float), defaultdict[str, float](float)
         for (name, category), layer in self._layers_of_spans.items():
+            # A layer has several spans: its own, and those of the redistributions of its inputs.
             layers[layer, category] += mean(name, category)
         for name, category in {key for step in steps for key in step}:
             if category == "wait":
@@ -126,6 +127,7 @@ class StepTimes:
         return Measured(
             len(self._steps),
             fmean(self._seconds[i][0] for i in kept),
+            # A list of the keys, because a missing key is added when it is read.
             {name: (layers[name, "forward"], layers[name, "backward"], layers[name, "again"]) for name, _ in [*layers]},
             dict(sorted(waits.items())),
             mean("update", "update"),
@@ -153,6 +155,7 @@ def _layers_of_spans(executor: Executor) -> dict[tuple[str, str], str]:
     layers_of_spans: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.program.steps:
+        # Steps before a layer redistribute its inputs.
         waiting.append(step.name)
         if step.name not in executor.network.layers:
             continue

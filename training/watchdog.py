@@ -151,6 +151,7 @@ def describe_stall(positions: Mapping[int, Position]) -> tuple[int, str]:
     known = {rank: position for rank, position in sorted(positions.items()) if position.phase}
     awaited = {rank for position in known.values() for rank in position.ranks}
     unknown = positions.keys() - known.keys()
+    # Crashed ranks, which have a line, come first; then those that others wait for.
     silent = sorted(unknown, key=lambda rank: (not positions[rank].line, rank not in awaited, rank))
     if silent:
         culprit = silent[0]
@@ -465,6 +466,7 @@ def _latest(log: Path, event: str) -> list[Entry]:
         return []
     matching: list[Entry] = []
     for entry in filter(None, entries):
+        # The end of the log may have lines of earlier jobs.
         if entry["event"] == "begin":
             matching.clear()
         elif entry["event"] == event:

@@ -60,6 +60,7 @@ class WholeSamples:
         name = grid_of(session.network)
         groups: dict[tuple[int, ...], list[int]] = {}
         for index in indices:
+            # The shapes of all fields, because targets may be finer than the inputs.
             shapes = [sample_shape(dataset, other, int(index)) for other in (name, *dataset.fields)]
             groups.setdefault(tuple(n for shape in shapes for n in shape), []).append(int(index))
         #: Per size: its samples, and what computes them.
@@ -201,6 +202,7 @@ def whole_samples(session: Session, indices: np.ndarray) -> WholeSamples | None:
     """Return the whole samples to compute instead of windows, by ``data.evaluate``; None: the windows. Collective."""
     dataset, evaluated = session.samples.dataset, session.config.data.evaluate
     several = getattr(dataset, "extents", None) is not None
+    # The session neither cuts windows nor takes samples of several sizes.
     if several and not session.samples.windows.cut:
         return WholeSamples(session, indices)
     if not session.samples.evaluated_part or not len(indices):
