@@ -86,6 +86,7 @@ def adapted(
     extents = looked.extents
     if slide is not None:
         samples = looked.extents or extents_of(network)
+        # Then a batch consists of windows, not of samples.
         looked = replace(looked, samples=looked.samples * slide.count(samples))
         if not free("model.resolution", "data.extents"):
             raise UserError(f"{SLIDING}: expected no --set of model.resolution or data.extents with it, got one")

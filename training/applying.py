@@ -171,6 +171,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
             statistics = session.samples.statistics.get(network.names[loss.inputs[spec.target]])
             # A rollout restores the units itself, since it also feeds predictions back as inputs.
             if statistics is not None and not steps:
+                # Statistics are those of all channels, and this rank may hold some of them.
                 first = output.boxes[session.comm.rank].start[-1]
                 output = replace(output, of_block=partial(statistics.restored, first_channel=first))
         outputs.append(output)
@@ -190,6 +191,7 @@ def _of_classes(output: Output, spec: MetricSpec, what: str) -> Output:
     """Convert an output to probabilities or classes; an output of a regression is not changed."""
     if spec.classes is None:
         return output
+    # A softmax or an argmax needs all channels of a position; a threshold needs only one.
     if len(output.boxes.axes[-1]) > 1 and spec.threshold is None:
         raise UserError(
             f"--what {what}: expected whole channels of output {output.name!r}, got cut channels; choose another cut "
@@ -260,6 +262,7 @@ def write_outputs(
     _finish(session, outputs, out, folder, writer)
     with comm.agreement(), writing(str(out), kind=DataError):
         if comm.rank == 0:
+            # Only now: until the result is complete, an interrupted job continues with its parts.
             _clean(folder, writer.refers and comm.size > 1)
     return computed
 
@@ -405,6 +408,7 @@ def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
     """Write the attributes of the file and of its datasets, for readers."""
+    # A data set of the user may have no attributes.
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         if name not in _OWN:
             file.attrs[name] = value

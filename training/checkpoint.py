@@ -280,6 +280,7 @@ class CheckpointReader:
                 if self._reads:
                     self._raw = VerifiedFile(checkpoint_of(self.path))
                     header = self._raw.identity, json.loads(self._raw.index())
+            # All ranks need the index; only those that read have the bytes.
             header = header if self._comm is None else self._comm.bcast(header)
             self.identity: int = header[0]
             self._index: dict[str, Any] = header[1]

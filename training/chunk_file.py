@@ -194,6 +194,7 @@ class VerifiedFile:
             raise OtherFile(f"an HDF5 file without checksums (format 1, or no checkpoint at all); {_REMEDY}")
         if not header.startswith(_SIGNATURE):
             raise DamagedFile("its signature is wrong")
+        # Before any offset in the header is used.
         if len(header) < HEADER or zlib.crc32(header[: -_SUM.size]) != _SUM.unpack(header[-_SUM.size :])[0]:
             raise DamagedFile("the checksum of its header is wrong")
         _, version, self._chunk, self._index, self._end, table_sum = _FIELDS.unpack_from(header)

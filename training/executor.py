@@ -168,6 +168,7 @@ class Executor:
                     raise UserError(
                         f"debug: expected kernels on the CPU with it, got {kernels.name}; use onednn or numpy"
                     )
+                # Before the arrays are made, because guard bytes surround them.
                 opened.enter_context(GUARDS)
                 GUARDS.each_kernel = True
             self.strategy = strategy or Strategy({"sample": comm.size})
@@ -195,6 +196,7 @@ class Executor:
             self._measures, self.graphs = graph == "auto", list[GraphedPass]()
             self._bind(trainable, opened)
             self._opened = opened.pop_all()
+        # After the agreement: no rank has failed, so all of them take part.
         report_substitutes(comm, self.runner.substitutes)
 
     def _make_store(self, seed: int) -> ParameterStore:

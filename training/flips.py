@@ -138,6 +138,7 @@ class Flips:
         for number, (_, blocks) in enumerate(predicted(self._session, self._values, [*images])):
             image = number % count
             if image == 0:
+                # New arrays, so they may be changed.
                 means = blocks
                 continue
             for v, (value, block) in enumerate(zip(self._values, blocks)):

@@ -139,6 +139,7 @@ def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...
         raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(metric).__name__}")
     metric.compare(spec, shape)
     kind, counts = f"metric {type(metric).__name__} of {name!r}", getattr(metric, "counts", None)
+    # `weights` are passed only if the loss has some.
     check_methods(metric, optional=["weights"])
     if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
         got = f"an array of {counts.dtype}" if isinstance(counts, np.ndarray) else type(counts).__name__

@@ -263,7 +263,7 @@ def _check_given(network: Network, comm: Communicator) -> None:
     """Raise an error if files of initial values differ between ranks, as on local disks of nodes. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
     mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
-    # A rank without a network raises its error here, on all ranks, and takes no part in the broadcast.
+    # If another rank has no network, its error is raised here: the broadcast would wait for that rank.
     comm.agree(None)
     first = comm.bcast(mine)
     if first != mine:

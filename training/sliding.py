@@ -112,6 +112,7 @@ class _Sums:
                 # One exchange moves all windows of a batch that lie in the same slabs.
                 for _, rows in groupby(range(batch.valid), partial(self._row, batch)):
                     slab_rows = [*rows]
+                    # The first window of a sample; its last one completes the sums.
                     if batch.patches[slab_rows[0]] == 0:
                         sums = [np.zeros(box.shape, sent.dtype) for box, sent in zip(self._boxes, self._sent)]
                     self._add(batch, slab_rows, sums)
