@@ -1,4 +1,4 @@
-"""Parts of norms around their kernels: residuals, training, and variances in which the difference of sums cancels.
+"""Parts of norms around their kernels: residuals, training, and variances for which ``E[x^2] - E[x]^2`` cancels.
 
 The code calls NumPy functions, which device arrays dispatch to their own library.
 

@@ -92,7 +92,7 @@ class Norm:
         return self._launch(name, self._grid(a.x, a.y, a.residual, sums=False), fused=True, **self._moments())
 
     def _moments(self) -> dict[str, Any]:
-        """Return the arguments from which forward has mean and variance."""
+        """Return the arguments from which the forward launch takes mean and variance."""
         a, t = self.a, self.a.training
         if t is None:
             return {"share": 1 / self.rows if a.local else 0}  # 0: mean and variance are given

@@ -447,7 +447,7 @@ class _Backward(_Share):
         write(dq.reshape(target.shape), target)
 
     def _begin(self, tiles: _Tiles, lead: Box, rows: Box) -> tuple[Any, Any, Any, Any]:
-        """Return queries times the scale, gradients of the output, their product with the output, and lse, per query.
+        """Return ``scale * q``, `dy`, the sum of ``dy * y`` over the channels of each query, and `lse`.
 
         The lse of a query without keys becomes inf, so that its probabilities are 0.
         """

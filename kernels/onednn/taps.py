@@ -86,7 +86,7 @@ class _TapAxis:
 
     @property
     def positions(self) -> int:
-        """Number of positions per phase, of which the last taps of the last outputs read the last."""
+        """Number of positions per phase, up to the last one that the last output reads."""
         return self.outputs + self.shift(self.kernel - 1)[0]
 
     @property
