@@ -58,6 +58,7 @@ class _Activation(ElementwiseLayer):
         by_input = reads_input(self.function, self.alpha)
         make = partial(_activation_by_input if by_input else _activation, self)
         kernel = context.kernel(make, x=context.read(0), y=context.y)
+        # The pass `fuse` may compute the function in the kernel before, which keeps only the output for the gradient.
         kernel.function = None if by_input else FusedActivation(self.function, self.alpha)
         context.run(kernel, "forward", timing=context.timing("forward"))
 

@@ -211,6 +211,7 @@ class BatchNorm(Layer):
         margin.read()
         # If the last step had no backward pass, its sum may still travel, and must end before the next one begins.
         update_running()
+        # The owned boxes: kernels of the margin are timed separately.
         forward = context.timing("forward", inputs=tuple(v.layout.boxes.longest for v in context.inputs))
         context.run(kernel, "evaluate", when="evaluation", timing=forward)
         context.run(kernel, "begin", when="training")

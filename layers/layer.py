@@ -305,7 +305,8 @@ class Layer(TargetReader):
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Return, per rank, the box of input `i` that the rank's output box needs; it may reach outside the array.
 
-        A rank without output must need nothing: otherwise an owner would expect a gradient that it never computes.
+        A rank without output must need nothing: otherwise the owner would expect a gradient that such a rank never
+        computes.
         """
         shapes = [layout.shape[1:] for layout in inputs]
         # Windows give the boxes of thousands of ranks axis by axis, without a call of `input_boxes` for each.

@@ -324,6 +324,7 @@ class Loss(Layer):
         shape = term.weights.shape
         views = {"there t": context.scratch(term.t.shape, term.t.dtype), "none": context.scratch(shape, "bool")}
         views |= {name: context.scratch(shape, context.wide) for name in ("windows", "least")}
+        # With 16 bits the loss works on a copy of the prediction anyway, which may be modified.
         return views if low else views | {"there x": context.scratch(term.x.shape, context.wide)}
 
     def block_type(self) -> type[LossBlock]:
@@ -519,6 +520,7 @@ class LossBlock(ABC):
     def sum_weights(self) -> None:
         """Write the sum of the weights of this block, averaged over the channels, to `divisor`."""
         counted = self.weights[: self.count]
+        # A sum over all axes needs an `out` without axes.
         np.sum(counted, dtype=np.float64, out=self.divisor.reshape(()))
         self.divisor /= counted.shape[-1]
 

@@ -244,6 +244,7 @@ def _check(of: Callable[[Box], Box], blocks: Blocks, result: Blocks, what: str) 
         if not box.size:
             continue
         want, have = of(box), result[rank]
+        # Empty boxes are equal wherever they are.
         if want != have and (want.size or have.size):
             raise UserError(
                 f"{what}: expected the box needed of its inputs to be a product of the needs of single axes; for {box} "

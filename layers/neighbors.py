@@ -58,6 +58,7 @@ class _Neighbors(Loss):
                 read, own = slice(first, first + rows), slice(first, min(first + count, outputs))
                 w = None if weights is None else weights[n, own]
                 gradient = None if dx is None else dx[n, read]
+                # Each strip uses the same work space from its beginning.
                 loss = loss + self.strip(x[read], target[n, read], gradient, scale, w, _Space(work["space"]))
         return loss * scale
 

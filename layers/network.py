@@ -59,8 +59,8 @@ class Network:
         self.name = name
         self.origin: Network | None = None
         self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
-        # The loss comes last: between its forward and its backward nothing else may run.
         _check_outputs(self)
+        # The loss comes last: between its forward and its backward nothing else may run.
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = _sorted_nodes([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
@@ -351,6 +351,7 @@ def _sorted_nodes(outputs: list[Node]) -> list[Node]:
             order.append(node)
             continue
         stack.append((node, True))
+        # Reversed, because a stack returns last what was pushed first.
         stack.extend((n, False) for n in reversed(node.inputs) if n not in done)
     return order
 

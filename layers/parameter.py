@@ -311,6 +311,7 @@ def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any
 
     def run() -> None:
         if v.size:  # a rank that the layer does not use holds nothing
+            # `unit` holds the squares first: one array less.
             np.multiply(v, v, out=unit)
             np.add.reduce(unit, axis=_others(v), dtype=np.float64, out=sums, keepdims=True)
             np.sqrt(sums, out=norms, casting="same_kind")

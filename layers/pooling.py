@@ -203,6 +203,7 @@ class AveragePool(_Pool):
         inside, beyond = self._padding(node.shape)
         if not any(more for _, more in beyond):
             return super().__call__(node)
+        # Without padding, the taps inside the array are those that count.
         if not any(map(any, inside)):
             return self.changed(count_include_pad=False)(node)
         node = Pad(inside, name=self.name and f"{self.name}_pad")(node)
@@ -289,6 +290,7 @@ class GlobalAveragePool(_GlobalPool):
         sums = with_axes(partial_, len(value.box.shape))
         context.run(context.kernel(summing, x=value.view, y=sums), timing=context.timing("forward"))
         context.move(context.exchange(summands, boxes, partial_, total, combine="sum", kind="redistribute"))
+        # After the sum over ranks, so that the mean is rounded once.
         context.run(context.kernel(partial(_scale, scale), x=total, y=context.y))
 
         def backward() -> None:
@@ -502,6 +504,7 @@ def _spread_to_first(
     mask: Any,
 ) -> Callable[[], None]:
     """Return the kernel that sets `dx` to the gradient at the chosen position, and to 0 elsewhere."""
+    # Row-major numbers, within the whole sample, of the positions of this block.
     numbers = np.zeros(1)
     for (a, b), extent in zip(ranges, extents):
         numbers = (numbers[:, None] * extent + np.arange(a, b)).reshape(-1)

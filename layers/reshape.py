@@ -141,6 +141,7 @@ class Reshape(_WholeSamples):
             )
 
     def __call__(self, *inputs: Node) -> Node:
+        # Between maps, another layer moves rows; from vectors, this one moves boxes of whole samples.
         if len(inputs) != 1 or not isinstance(inputs[0], Node) or len(inputs[0].shape) == 1:
             return super().__call__(*inputs)
         return ReshapedMap(self.shape, self.name)(*inputs)
@@ -279,6 +280,7 @@ def _regrouped(
     origin = read.start[first] * math.prod(read.shape[first + 1 : len(read.shape) - last])
     before, after = block.shape[:first], block.shape[end:]
     flat = whole.reshape(*before, -1, *after)
+    # `rows`: the gathered elements from the first to the last row of the box; `part`: the box in them.
     rows = flat[(slice(None),) * first + (slice(low - origin, high - origin),)]
     rows = rows.reshape(*before, -1, *inner, *after)
     part = rows[(slice(None),) * (first + 1) + tuple(slice(a, b) for a, b in ranges[axis + 1 :])]

@@ -116,6 +116,7 @@ class Resize(Layer):
         for axis, r in enumerate(self.resamplings(shapes[0])):
             taps = {"linear": 2, "cubic": 4, "area": math.ceil(r.ratio)}.get(mode, 0)
             out[axis] = r.outputs
+            # Products of `taps` inputs and their sum; nearest only copies.
             total += max(0, 2 * taps - 1) * math.prod(out)
         return total
 
