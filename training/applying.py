@@ -299,6 +299,7 @@ def _compute(
             _log.warning("%s is not continued: %s%s; all samples are computed again", path, text, more)
         # Every rank continues after the last batch that all ranks have written.
         part.go_back(int(comm.allreduce_scalar(part.done, "min")))
+        # The last batch is filled up; `PartFile` writes no sample twice.
         left = list(Sampler(np.arange(count), size, shuffle="never", remainder="fill").rest_of_epoch())[part.done :]
         fault: Exception | None = None
         pending: Future[Exception | None] | None = None

@@ -463,6 +463,7 @@ def fit_memory(
     excess = max(ranks) - limit
     if excess <= 0:
         return strategy
+    # All ranks choose for the rank that needs the most, so they choose the same.
     dtype, rank = as_dtype(config.training.dtype), ranks.index(max(ranks))
     target = Target(config.training.at_once, comm.size, rank, dtype, rounds=_rounds(config))
     keeping = Keeping(network, strategy, target)
@@ -473,6 +474,7 @@ def fit_memory(
         if over <= 0:
             return smaller
         capacity -= over
+    # The needs of that rank, with the smallest arena in place of the largest.
     least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
     raise UserError(
         f"strategy.recompute: expected a step within {bytes_text(limit)} per rank, the smallest found needs "

@@ -109,6 +109,7 @@ class CheckpointFolder:
                     faults[-1] += on_root(world, partial(self._set_aside, path))
                 continue
             if faults:
+                # Other commands must find the file that is used, not the damaged one.
                 on_root(world, partial(self._write_name, "latest", path.name))
                 faults.append(f"{path.name} is used instead")
             return reader, faults

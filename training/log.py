@@ -211,6 +211,7 @@ def rewind_log(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
+    # Lines without a step are kept.
     kept = [line.rstrip(b"\n") for line, entry in _good(path) if entry.get("step", 0) <= step]
     with writing(f"log {path}"):
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())

@@ -342,6 +342,7 @@ class Errors(Metric):
         if weights is not None:
             mask = counted(weights, prediction.shape)
             prediction, target = prediction[mask], target[mask]
+        # Sums of many squares lose digits in float32.
         difference = prediction.astype(np.float64) - target
         self.counts += (difference.size, np.abs(difference).sum(), np.square(difference).sum())
 

@@ -336,6 +336,7 @@ class Optimizer:
         for bucket in self.store.buckets:
             own = self.store.owned(bucket)
             for name, where in bucket.slices.items():
+                # If the shard has nothing of the parameter, an empty range within it.
                 start = min(max(where.start, own.start), where.stop)
                 stop = max(min(where.stop, own.stop), start)
                 for key, state in zip(self.state_names, self._state(bucket, slice(start, stop))):
@@ -537,6 +538,7 @@ class LAMB(_Moments):
             squares = [np.sum(np.multiply(array, array, out=b)) for array in (p, a)]
             # Without a branch, for which the host would wait for a device.
             defined = np.multiply(squares[0] > 0, squares[1] > 0)
+            # Where the ratio is undefined it is not used, but must not divide by 0.
             ratio = np.sqrt(squares[0] / np.maximum(squares[1], np.finfo(p.dtype).tiny))
             rate = (rate * np.where(defined, ratio, 1.0)).astype(p.dtype)
         np.multiply(a, rate, out=a)

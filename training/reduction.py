@@ -100,7 +100,7 @@ class Reducer:
 
     def _open(self) -> dict[Sum, Reduction | None]:
         """Open the reductions of buckets; None for buckets without elements on this rank."""
-        # Those with a layer gather activations or their gradients; the runner has opened them.
+        # Totals with a layer gather activations or their gradients; the runner has opened them.
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         sums = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
         specs = [

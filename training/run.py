@@ -644,6 +644,7 @@ class TrainingRun:
     def _with_averages(self) -> Iterator[None]:
         """Use averaged parameters, if there are any, and record no times."""
         timeline = self.session.timeline
+        # It may be paused already, between the steps that are compared with a plan.
         paused = timeline is not None and timeline.paused
         if timeline is not None:
             timeline.paused = True

@@ -162,6 +162,7 @@ class Samples:
         if data.invalid in ("fill", "mask"):
             # NaN in these inputs is not an error: the loader fills it.
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
+        # Without targets, no samples are held out.
         training, validation = np.arange(len(dataset)), np.arange(0)
         if labelled:
             if isinstance(data.validation, list):
@@ -326,6 +327,7 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
         return {}
     with comm.agreement():
         own = find_invalid(dataset, _ranges(network), range(comm.rank, len(dataset), comm.size))
+    # In the order of the samples, for any number of ranks.
     invalid = dict(sorted(item for part in comm.allgather_objects(own) for item in part.items()))
     if invalid and comm.rank == 0:
         listed = "; ".join(f"{dataset.place(index)}: {what}" for index, what in list(invalid.items())[:_NAMED])
@@ -404,6 +406,7 @@ def _find_foreground(
             raise UserError(f"data.foreground: expected {expected}, got none; set it to 0")
         # Windows are placed around elements of the first target.
         classes, ignored = data.foreground_classes, ranges.get(names[0], TargetRange()).ignored
+        # The ranks divide the samples, and all of them keep all positions.
         own, most = training[comm.rank :: comm.size], most_positions(len(training), len(classes))
         mine = find_foreground(dataset, names[0], own, classes, config.training.seed, most, ignored)
     positions = {index: points for part in comm.allgather_objects(mine) for index, points in part.items()}
@@ -450,6 +453,7 @@ def _open_dataset(
             return _open_own(data, network, labelled)
     inputs, targets = datasets_of(data, network)
     names = inputs, targets if labelled else {}
+    # One rank lists the folder: all ranks need the same list, also if files are added meanwhile.
     paths = on_root(comm.mpi, lambda: locate(data.path, data.format, {**names[0], **names[1]}, targets))
     limits = _ranges(network)
 
@@ -690,6 +694,7 @@ def _statistics(
     store: KeptStatistics | None = None
     kept = dict[str, Any]()
     if names and count is not None:
+        # What is kept is valid only for these samples, weights and settings.
         about = {
             "samples": hashlib.sha256(training.tobytes()).hexdigest(),
             "weights": {name: list(own) for name, own in getattr(dataset, "weighted", {}).items()},

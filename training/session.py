@@ -200,6 +200,7 @@ class Session:
                     for name in inputs.keys() if item.batch.only is None else item.batch.only:
                         # The loader converts to the dtype of the parameters; inputs may have 16 bits.
                         np.copyto(inputs[name], item.arrays[name], casting="unsafe")
+                # Losses and metrics ignore the samples that fill up a last batch.
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 heartbeat.at("data", "")

@@ -82,7 +82,7 @@ class StepTimes:
     def __init__(self, executor: Executor, timeline: Timeline, first: int, last: int) -> None:
         count = last - first
         measured = max(0, min(STEPS, count - 2)) or min(1, count)  # the first and the last step are atypical
-        # Of two steps the second one: the first one is slower.
+        # If there are only two steps, the second one is measured: the first one is slower.
         self.begin_at = first + (count - measured) // 2 + (count == 2)
         self.end_at = self.begin_at + measured
         self._executor, self._timeline, self._owned = executor, timeline, timeline.paused

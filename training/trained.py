@@ -92,6 +92,7 @@ def evaluate(
     if details is not None:
         on_root(world, lambda: check_details(Path(details)))
     with _trained(config, world, planner, checkpoint, progress) as (ranks, session, _):
+        # With other data, the held-out samples are others anyway.
         if samples != "all" and same_draw:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
         known = session.samples
@@ -267,6 +268,7 @@ def _trained(
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress, strategy, labelled, slide)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
+        # It keeps the bytes of the file in memory.
         reader.close()
         with session.memory_errors():
             yield ranks, session, reader.identity

@@ -314,6 +314,7 @@ class Trainer:
 
     def _swap_averages(self) -> None:
         for bucket, own, average in self.optimizer.averages():
+            # A swap, so that a second one restores both.
             kept = bucket.params[own].copy()
             np.copyto(bucket.params[own], average)
             np.copyto(average, kept)

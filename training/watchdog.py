@@ -225,6 +225,7 @@ class _StallFile:
         self.written = False
         if self.shared:
             with contextlib.suppress(OSError):
+                # Overwritten first, so that its disk space stays allocated; only later stacks are cut off.
                 os.pwrite(self.descriptor, BLANK, 0)
                 os.lseek(self.descriptor, 0, os.SEEK_SET)
                 os.ftruncate(self.descriptor, len(BLANK))

@@ -117,7 +117,7 @@ class WholeSamples:
         if raised[0] is None:
             self.close()
         else:
-            # The executor in it decides by the error whether all ranks can close it.
+            # The executor on the stack decides by the error whether all ranks can close it.
             self._stack.__exit__(*raised)  # type: ignore[arg-type]
 
 
