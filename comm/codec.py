@@ -96,7 +96,7 @@ class Codec(ABC):
 
     @property
     def arrays(self) -> int:
-        """Number of scratch arrays of a piece that a sum needs: those of `encode`, at least one, and one more."""
+        """Number of scratch arrays of `PIECE` elements that a sum needs: those of `encode`, at least one, plus one."""
         return max(1, self.scratch) + 1
 
     def encoding(self, feedback: bool) -> float:

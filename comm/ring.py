@@ -69,9 +69,9 @@ class Ring:
     Attributes
     ----------
     here, inside
-        Slot ``(start, stop)`` of each sum in the memory of this library, and in that which MPI may use [B].
+        Slot ``(start, stop)`` of each sum in the memory of this library, and in the memory that MPI may use [B].
     here_bytes, nbytes
-        Size of the first memory, and of both [B].
+        Size of the memory of this library, and of both together [B].
     queue
         Queue of the sums if they wait for each other; None if there is memory for all of them at once.
     """

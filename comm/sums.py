@@ -55,7 +55,7 @@ def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
 
 
 def shard(size: int, ranks: int, itemsize: int, rank: int) -> slice:
-    """Return the part of one rank, one of those that :func:`shards` returns. Local."""
+    """Return the part of `rank`: element `rank` of the list that :func:`shards` returns. Local."""
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-size // step)
     return slice(min(size, lines * rank // ranks * step), min(size, lines * (rank + 1) // ranks * step))
@@ -171,7 +171,7 @@ def is_large(nbytes: int) -> bool:
 
 
 def held_together(sums: Sequence[tuple[int, Held]]) -> int:
-    """Return the memory of sums by messages of one communicator that are planned together [B]. Local.
+    """Return the memory of sums by messages that one communicator plans together [B]. Local.
 
     `sums` holds the bytes of the buffer and the memory of each. Small sums have memory of their own.
     """

@@ -206,7 +206,7 @@ class Device(ABC):
     # -- blocking copies ------------------------------------------------------------------------
     @abstractmethod
     def to_host(self, array: Any) -> np.ndarray:
-        """Return the values of an array as a packed NumPy array. Waits, so do not call it within a step."""
+        """Return an array as a packed NumPy array; on the host, the array itself. Waits: do not call it in a step."""
 
     @abstractmethod
     def assign(self, target: Any, values: np.ndarray) -> None:

@@ -188,9 +188,10 @@ class CupyDevice(Device):
             raise DeviceError(f"backend.device: expected a device from 0 to {count - 1}, got {ordinal}")
         self.ordinal, self.pinned_bytes = ordinal, 0
         self.name = f"cuda:{ordinal}"
-        self.use()
+        self.use()  # before streams are created: they belong to the current device
         # Other streams would wait for work of other libraries on CUDA's null stream, and it for them.
         self.compute = cupy.cuda.Stream(non_blocking=True)
+        # For uploads ahead of their use, and for branches.
         self._ahead, self._second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self.stay_current()
         self.fused_copies: Copies | None = None

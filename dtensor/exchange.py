@@ -173,6 +173,7 @@ class Exchange:
         channel = self._channel
         self._pack[channel.slot]()
         channel.start()
+        # The messages travel meanwhile; they are unpacked only in `finish`.
         if self._clear is not None:
             self._clear[...] = 0
         self._copy()

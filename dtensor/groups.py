@@ -175,7 +175,7 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
 
 
 def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Result]) -> Result | None:
-    """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
+    """Return what `make` returns for the communicator of this rank's group; None without one. Collective over `comm`.
 
     While runners are built, groups set up their collectives only here. All ranks of `comm` agree before the work in
     groups begins, and after it has ended. This prevents a deadlock, in which a rank with an error waits in an agreement

@@ -19,6 +19,7 @@ from .views import Buffer, Region, Value, View
 __all__ = ["Context", "Gathered", "Lowered"]
 
 
+# Protocols, because this folder is below `layers` and `program`, and must not import them.
 class LoweredLayer(Protocol):
     """Protocol of a layer, with the members that the context uses; see :class:`halograd.layers.Layer`."""
 
@@ -294,7 +295,7 @@ class Context:
 
     def timing(self, phase: str, **changes: Any) -> Timing:
         """Return the timing of a kernel of this layer, with the largest blocks of all ranks."""
-        outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]
+        outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]  # spatial axes
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         if phase == "forward" and self.output.wide:
             # A wide output is computed with its margin, from all inputs that this needs.
@@ -389,6 +390,7 @@ class Context:
         padded with zeros if the storage is that of the value itself.
         """
         value = self.inputs[i]
+        # Without padding, requests with and without `padded` find the same array.
         padded = padded and value.stored_channels > value.layout.shape[-1]
         key = (boxes, fill, padded)
         if key in value.gathered:
@@ -420,6 +422,7 @@ class Context:
         value = self.inputs[i]
         target, own = self.gradient(i), value.layout.boxes
         if boxes == own:
+            # Nothing was gathered: the gradient is that of the owned box.
             return Returned(self, target, None)
         array, origin = self.scratch(boxes[self.rank].shape, value.dtype), boxes[self.rank].start
         # `array` holds the whole box, also if only a part of it (`owned`) is sent.

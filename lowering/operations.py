@@ -38,8 +38,8 @@ class Timing(NamedTuple):
     ----------
     phase
         Phase of the layer to which the kernel belongs: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``;
-        ``"boundary"``, which computes boundary strips of the output again, or a margin of it; ``"sum"`` of the inputs,
-        element by element; or ``"copy"``, which only copies.
+        ``"boundary"`` computes boundary strips of the output again, or its margin; ``"sum"`` adds up the inputs,
+        element by element; ``"copy"`` only copies.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs
@@ -121,7 +121,7 @@ class Summing:
     Attributes
     ----------
     written, names
-        Name of this array, and names of image, weights and output, or of their gradients.
+        Name of the array that the kernel writes, and names of image, weights and output, or of their gradients.
     geometry
         Function that returns the geometry.
     make
@@ -311,6 +311,7 @@ class Run(Operation):
             yield from operation.views()
 
     def held(self) -> Iterator[Buffer]:
+        # A kernel is created with all its arrays, also those that this method does not use.
         yield from (view.buffer for view in self.kernel.views.values() if view is not None)
         for operation in self.guarded:
             yield from operation.held()

@@ -274,6 +274,7 @@ class _Compiler:
             self._add_calls(step, context)
             operations = context.take()
             self.program.backward.append(Segment(step.name, operations))
+            # Earlier layers may read these arrays instead of their outputs (`Context.y_again`).
             self._reread.update(*(operation.buffers() for operation in operations))
 
     def _add_calls(self, step: Step, context: Context) -> None:

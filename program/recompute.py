@@ -164,6 +164,7 @@ class Recomputation:
     def _without_gain(self, candidates: set[Buffer]) -> set[Buffer]:
         """Return the buffers whose sources would have to be kept instead, and are not smaller."""
         lost, held = set[Buffer](), set(self.read_later)
+        # In the order of computation: what is kept for one buffer serves later ones.
         for buffer in self.makers:
             if buffer in candidates and buffer in self.read_later:
                 more = self._sources(buffer, candidates) - held

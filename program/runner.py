@@ -230,6 +230,7 @@ class Runner:
         if self.comm.size == 1 or isinstance(operation, ForkEnd | Release):
             return True
         choice = self.comm.devices.choice
+        # The host makes hierarchical and encoded sums.
         by_host = isinstance(operation, Total) and not operation.sum.algorithm.on_devices
         return choice is not None and choice.captures and not by_host
 

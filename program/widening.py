@@ -1,8 +1,8 @@
 """Wide values: margins that ranks compute, instead of receiving them from other ranks. Pure arithmetic.
 
-The output of a layer whose strategy has ``"wide": true`` is computed on the owned box and on the margin that the
-layers that read it need (`Value.held`). So these layers exchange nothing, and the halo that its own input needs is
-wider: a run of wide layers exchanges once, at its beginning. ::
+The output of a layer whose strategy has ``"wide": true`` is computed on the owned box and on the margin that its
+readers, the layers after it, need (`Value.held`). So the readers exchange nothing, but the layer needs a wider halo of
+its own input: a run of wide layers exchanges once, at its beginning. ::
 
     conv1 (wide)   x: halo of 2     y: owned box and a margin of 1
     conv2          x: no halo       y: owned box
@@ -62,7 +62,7 @@ def _widens(step: Step) -> bool:
 
 
 def _needed(value: Value, reader: Step) -> Blocks:
-    """Return the boxes of a value that a layer needs for the boxes of its output that it computes."""
+    """Return the boxes of `value` that `reader` needs to compute its output in the boxes that the ranks hold."""
     layouts = [source.layout for source in reader.inputs]
     numbers = [i for i, source in enumerate(reader.inputs) if source is value]
     held = reader.output.layout_of(reader.output.held)
@@ -71,8 +71,8 @@ def _needed(value: Value, reader: Step) -> Blocks:
 
 
 def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
-    """Return the boxes of the gradient of a wide value: those from which the gradients of the inputs follow, if the
-    readers can compute them; else the owned ones.
+    """Return the boxes in which the gradient of the output of `step`, a wide value, is computed: those from which the
+    gradients of the inputs follow, or the owned ones if `readers` cannot compute more.
     """
     value, own = step.output, step.output.layout
     needed = [
@@ -83,8 +83,10 @@ def _gradient(step: Step, readers: Sequence[Step]) -> Blocks:
     known = [blocks for blocks in needed if blocks is not None]
     boxes = own.boxes.joined(known)
     for reader in readers:
+        # Several ranks compute summands of the gradient, which are added up on the owners only.
         if reader.layer.whole_gradient_blocks(value.layout_of(boxes), reader.output.layout) is None:
             return own.boxes
+        # The gradient of a pointwise layer, such as an activation, may read the layer's output in the same boxes.
         if reader.layer.stencil is None and not reader.output.held.contain(boxes):
             return own.boxes
     return boxes if value.held.contain(boxes) else own.boxes

@@ -290,7 +290,7 @@ def _sharing_fault(facts: Sequence[RankFacts]) -> str:
 
 
 def _sharing(facts: Sequence[RankFacts]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of ranks that use one GPU, or instances of it: each with the first rank of that GPU."""
+    """Yield the pairs (first rank of a GPU, other rank that uses the same GPU or an instance of it)."""
     first: dict[tuple[int, str], int] = {}
     for rank, fact in enumerate(facts):
         other = first.setdefault((fact.node, fact.gpu), rank)

@@ -215,7 +215,7 @@ class Flags:
         self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
-        """Return the counters of these ranks without that of this rank; by default, of all ranks."""
+        """Return the counters of `ranks` (by default, of all ranks), except that of this rank."""
         counters = self._counters if ranks is None else ranks
         return [self._counters[rank] for rank in counters if rank != self._mine]
 

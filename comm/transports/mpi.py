@@ -164,7 +164,7 @@ class MessageSums:
 
     A sum in rank order consists of messages. Any other sum is a collective of the MPI library, whose order of additions
     is unspecified and may depend on the number of bytes. Large sums that are planned together share memory
-    (`halograd.comm.ring`): for received messages, and that which MPI holds while its collectives are under way. A
+    (`halograd.comm.ring`): for received messages, and what MPI holds while its collectives are under way. A
     collective that waits for its slot begins after others that were started later, so the collectives of such sums
     have a clone of the communicator.
     """

@@ -143,7 +143,7 @@ class _NodeBuffers:
         return first, second
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the array of total `number` of the first rank of a node."""
+        """Return total `number` of `rank`, which is the first rank of its node."""
         return self._array(rank, number)
 
     def _array(self, rank: int, number: int) -> np.ndarray:
