@@ -599,8 +599,8 @@ def _log_softmax(
         np.add.reduce(work, axis=-1, keepdims=True, out=ties)
         np.copyto(work, 0, where=top)
         np.add.reduce(work, axis=-1, keepdims=True, out=sums)
-        # Of n equal largest channels, `ties` has n plus the small exponentials, `sums` only these: the difference is n,
-        # once it is rounded. The logarithm is that of 1 + (n - 1 + sums).
+        # With n equal largest channels, `ties` is n plus the small exponentials, and `sums` has only these: the rounded
+        # difference is n. The logarithm is that of 1 + (n - 1 + sums).
         np.subtract(ties, sums, out=ties)
         np.rint(ties, out=ties)
         np.subtract(ties, 1, out=ties)

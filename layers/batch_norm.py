@@ -740,7 +740,7 @@ class _Differentiating(_MarginKernels):
 def _differentiating(
     eps: float, f: FusedActivation | None, count: int, environment: Any, **arrays: Any
 ) -> _Differentiating:
-    # No running statistics and no gradients of parameters: the owned box has computed them.
+    # Without running statistics and gradients of parameters: the kernels of the owned box compute them.
     training = BatchNormTraining(count, from_sums=False)
     moments = {"mean": arrays["mean"], "var": arrays["var"], "of_x": True}
     create: Callable[..., BatchNormKernels] = partial(
