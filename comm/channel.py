@@ -44,7 +44,7 @@ class Channel(ABC):
     - A receive buffer may be read only from `finish` to `release`. It is read-only: with the `shared`
       transport it *is* the send buffer of the peer.
     - All ranks start and finish their channels in the same order; several channels may be active at once.
-      A rank that only sends waits in `finish` too, until its peers have started.
+      A rank that only sends may wait in `finish` too, until its peers have started.
 
     Attributes
     ----------

@@ -159,6 +159,7 @@ class StagedOperation:
         self._started += 1
         self._stages, (before, self._after) = stages, lists
         self.at, self.fault = 0, None
+        # Without the `begin` of the first stage, which is a `Work` and has none.
         for call in before:
             call()
         self.at = self._first

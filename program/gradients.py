@@ -256,6 +256,7 @@ class _Placing:
             before, own, kernel = self._before[name], numbers[name], self._program.exposed[name]
             rows, errors = kernel.sums["rows_gather"], kernel.sums["errors_gather"]
             assert rows is not None and errors is not None
+            # The gather of the rows has started in the forward pass.
             self._end.append(BucketTotal(name, errors, "start", own[0]))
             before += [BucketTotal(name, gather, "finish", own[0]) for gather in (rows, errors)]
             before.append(self._whole(name, kernel, rows))

@@ -246,6 +246,7 @@ class Keeping:
                     self._arenas[before] = self.arena(self.strategy(before))
                 if self._arenas[before] <= capacity:
                     return self.strategy(before)
+            # No choice of this estimate fits when it is compiled: try a smaller estimate.
             limit *= RATIO
         return None
 

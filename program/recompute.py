@@ -236,6 +236,7 @@ class Recomputation:
         """Return the forward pass with releases of buffers after their last use, and with copies of halos."""
         touched = {buffer for o in repeated for buffer in o.buffers() if self._in_arena(buffer)}
         needed = self.read_later | {buffer for o in repeated for buffer in _reads(o)}
+        # These are written again before they are read: until then, their memory is free.
         ends = {buffer for buffer in touched if buffer in self.again or buffer not in needed}
         last: dict[Buffer, int] = {}
         for i, segment in enumerate(self._program.forward):

@@ -367,6 +367,7 @@ def senders(total: Sum, per_node: int) -> list[Sender]:
         return [Sent("node", within), Sent("allreduce", across)]
     if method.adds:
         return [GroupSum(total.kind, tuple((members, method.codec.payload(size)) for members, size in whole.groups))]
+    # An all-gather: every rank sends its part.
     itemsize, parts = total.view.dtype.itemsize, dict[int, int]()
     for members, size in several:
         own = shards(size // itemsize, len(members), itemsize)

@@ -146,6 +146,7 @@ class DeviceLinks:
                 f"{device.name}; use one device per run"
             )
         if context not in self._transports:
+            # A rank whose set-up has failed is in an agreement, not in the set-up of the transport.
             context.agree(None)
             self._transports[context] = opened.make(context)
         return self._transports[context]

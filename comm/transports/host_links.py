@@ -173,6 +173,7 @@ class HostLinks:
         """Raise on all ranks if the network is emulated and the ranks share no clock. Collective at the first call."""
         if self._one_machine:
             return
+        # A rank whose set-up has failed is in an agreement, not in the split below.
         self._context.agree(None)
         node = base.split_node(self._context.mpi)
         here, all_ranks = node.size, self._context.mpi.size

@@ -185,10 +185,12 @@ class MessageSums:
         No buffer is empty, there are several ranks, and no sum is hierarchical.
         """
         mpi, plans = self._context.mpi, list[ReductionPlan]()
+        # Drop the memory of sums that are closed.
         self._shared = [shared for shared in self._shared if shared.users]
         helds = [method.held(flat.size, flat.itemsize, mpi.size, mpi.rank) for flat, method in sums]
         large = [i for i, (flat, _) in enumerate(sums) if is_large(flat.nbytes)]
         ring = Ring([helds[i] for i in large])
+        # Only collectives need the clone: messages find their receives by tags, in any order.
         waits = ring.queue is not None and any(not sums[i][1].ordered for i in large)
         common = _Shared(ring, self._clone() if waits else mpi, aligned_bytes(ring.here_bytes), len(large))
         self._shared.append(common)
