@@ -268,6 +268,7 @@ class Blocks(Sequence[Box]):
         return box
 
     def __iter__(self) -> Iterator[Box]:
+        # The product is row-major, as ranks are numbered.
         for ranges in itertools.product(*self.axes):
             yield Box.of_ranges(ranges)
         yield from itertools.repeat(self.nothing, self.size - self.placed)
@@ -370,6 +371,7 @@ def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
     """Return, for each rank of the grid, the product of the values of its parts; each axis has one value per part."""
     total = np.ones(1, axes[0].dtype)
     for axis in axes:
+        # Ranks are row-major: each further axis is faster than those before it.
         total = (total[:, None] * axis).reshape(-1)
     return total
 
