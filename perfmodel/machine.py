@@ -511,8 +511,8 @@ class Machine:
                 beta = groups * max(1 / self.topology.network, links[level].beta / devices)
                 links[level] = dataclasses.replace(links[level], beta=beta)
         if self.topology is not None and self.topology.uplink:
-            # The nodes that take part share the uplinks of all nodes of their switch.
-            share = counts[1] / (self.nodes_per_switch * self.topology.uplink)
+            # The nodes that take part share the uplinks of all nodes of their switch; so do the groups on these nodes.
+            share = groups * counts[1] / (self.nodes_per_switch * self.topology.uplink)
             links["across"] = dataclasses.replace(links["across"], beta=max(links["across"].beta, share))
         stages = zip(LEVELS[1:], counts, sharing)
         return tuple(GroupStage(level, n, links[level], share) for level, n, share in stages if n > 1)

@@ -78,6 +78,9 @@ def test_stages_share_links() -> None:
     assert (nodes.link.beta, switches.link.beta) == (1 / 8, 1 / 4)  # both nodes of a switch use its links: 4 B/s each
     (one,) = dataclasses.replace(MACHINE, topology=Topology()).stages([0, 2], groups=2)
     assert one.link.beta == 2 / 8
+    tapered = dataclasses.replace(MACHINE, topology=Topology(0, 10.0, 4.0))
+    nodes, switches = tapered.stages(range(0, 8, 2), groups=2)  # another group has the other devices of these nodes
+    assert (nodes.link.beta, switches.link.beta) == (2 / 10, 2 / 4)
     found = dataclasses.replace(MACHINE, topology=Topology(network=10.0)).stages(range(4))
     assert [(s.sharing, s.link.beta) for s in found] == [(2, 1 / 4), (1, 1 / 10)]
 
