@@ -226,15 +226,16 @@ class Graph:
 
     def leave_out(self, op: OnnxNode, value: str) -> None:
         """Remove an operation without effect: its readers read `value` instead."""
-        self.operations = [other for other in self.operations if other is not op]
         output = op.outputs[0]
         # Inputs and outputs keep their names, so between two of them an operation is needed.
-        if output in self.outputs and value not in (*self.inputs, *self.outputs):
+        if output in self.outputs and value in (*self.inputs, *self.outputs):
+            self.replace([op], op.changed(kind="Identity", inputs=(value,)))
+            return
+        self.operations = [other for other in self.operations if other is not op]
+        if output in self.outputs:
             self.rename(value, output)
-        elif output not in self.outputs:
-            self.rename(output, value)
         else:
-            self.operations.append(op.changed(kind="Identity", inputs=(value,)))
+            self.rename(output, value)
 
     def leave_out_unread(self) -> None:
         """Remove operations whose values no operation and no output reads, such as positions of maxima."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from halograd.schema import Count, NotNegative
+from halograd.schema import Count, Whole
 
 from ..layers import (
     Concat,
@@ -34,7 +34,7 @@ def diffusion_unet(
     width: Filters = 64,
     factors: Annotated[Sequence[Times], Field(min_length=1, max_length=8)] = (1, 2, 4, 8),
     blocks: Times = 2,
-    attention_levels: Annotated[Sequence[NotNegative], Field(max_length=8)] = (2, 3),
+    attention_levels: Annotated[Sequence[Whole], Field(max_length=8)] = (2, 3),
     heads: Filters = 4,
     groups: Annotated[Count, Field(le=2**10)] = 32,
     dropout: Rate = 0.0,

@@ -201,18 +201,17 @@ def train(
       mpiexec -n 16 halograd train mesh.toml --set strategy.file=plan.json
       mpiexec -n 4 halograd train flowers.toml --init resnet50.safetensors --set 'training.init_fresh=["dense"]'
     """
-    import json
-
     from ..auto import plan_run, rank_schemes_of
+    from ..documents import to_toml
     from ..training.run import train as run
     from ..training.signals import CHECKPOINTED
 
     overrides = _overrides(sets, threads)
     if init is not None:
         # In quotes: a path such as 1e3 would be read as a number.
-        overrides.append(f"training.init={json.dumps(str(init))}")
+        overrides.append(f"training.init={to_toml(str(init))}")
     if init_from is not None:
-        overrides.append(f"training.init_from={json.dumps(str(init_from))}")
+        overrides.append(f"training.init_from={to_toml(str(init_from))}")
     result = run(config, overrides, resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)

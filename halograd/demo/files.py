@@ -5,7 +5,6 @@ Only files that the demonstration itself has written are replaced. A data set is
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from ..data import DataError, Hdf5Dataset, generate
 from ..data.disk import atomic_path, open_to_read
 from ..data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
-from ..documents import writing
+from ..documents import to_toml, writing
 from ..errors import UserError
 from ..training.directory import RunLock
 
@@ -230,8 +229,7 @@ def write_config(files: Files, settings: DemoSettings) -> Path | None:
 def _text(files: Files, settings: DemoSettings) -> str:
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
     values |= {"ranks": settings.ranks, "widths": list(settings.widths), "config": files.config}
-    # A JSON string is a TOML string, up to U+FFFF.
-    values |= {"data": json.dumps(str(files.data)), "run": json.dumps(str(files.run)), "mine": files.out / "mine"}
+    values |= {"data": to_toml(str(files.data)), "run": to_toml(str(files.run)), "mine": files.out / "mine"}
     return TEMPLATE.format(**values)
 
 

@@ -453,6 +453,21 @@ def test_operations_without_effect_leave_no_layer(tmp_path):
     assert [node.layer.kind for node in network.layers.values()] == ["ReLU", "Tanh"]
 
 
+def test_an_output_that_equals_the_input_and_that_others_read(tmp_path):
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+    helper = onnx.helper
+    nodes = [helper.make_node("Mul", ["x", "one"], ["same"]), helper.make_node("Relu", ["same"], ["y"])]
+    infos = [helper.make_tensor_value_info(name, 1, ["n", 3, 4, 4]) for name in ("x", "same", "y")]
+    numbers = [onnx.numpy_helper.from_array(np.float32(1), "one")]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], numbers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    network = hg.onnx.load(tmp_path / "m.onnx", buffers=["one"])
+    x = samples(4, 4, 3)
+    found = predicted(network, x)
+    np.testing.assert_array_equal(found["same"], x)
+    np.testing.assert_array_equal(found["y"], np.maximum(x, 0))
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["alone", "after"])
 @pytest.mark.parametrize(
     "kind, attributes, message",
