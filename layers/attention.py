@@ -670,10 +670,12 @@ class MultiHeadAttention:
                 f"{self.heads}; or set width, the channels per head"
             )
         width = queries.shape[-1] // self.heads if self.width is None else self.width
-        counts = {"query": self.heads, "key": self.groups or self.heads, "value": self.groups or self.heads}
+        groups = self.heads if self.groups is None else self.groups
+        counts = {"query": self.heads, "key": groups, "value": groups}
         nodes = {"query": queries, "key": keys, "value": values}
         projected = [self._projection(what, counts[what] * width, self.qkv_bias)(node) for what, node in nodes.items()]
-        return self._projection("out", self.channels or queries.shape[-1], True)(self.attention(*projected))
+        channels = queries.shape[-1] if self.channels is None else self.channels
+        return self._projection("out", channels, True)(self.attention(*projected))
 
     def _projection(self, part: str, channels: int, bias: bool) -> Conv:
         """Return the projection to this number of channels; all calls share it."""

@@ -188,7 +188,8 @@ class PatchMerging:
 
     def __call__(self, node: Node) -> Node:
         """Return the merged positions. A further call uses the same parameters, as with a layer."""
-        amounts, filters = [(0, n % 2) for n in node.shape[:-1]], self.channels or 2 * node.shape[-1]
+        amounts = [(0, n % 2) for n in node.shape[:-1]]
+        filters = 2 * node.shape[-1] if self.channels is None else self.channels
         if any(map(any, amounts)):
             node = self._layer("pad", tuple(amounts), lambda name: Pad(amounts, name=name))(node)
         node = self._layer("patches", (), lambda name: PixelUnshuffle(2, name, order="position"))(node)

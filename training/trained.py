@@ -313,7 +313,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
     checkpoint = checkpoint_of(checkpoint)  # latest.h5 may soon name another file
     progress, text = read_header(checkpoint)
     if config is None:
-        config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
+        config = check_config(json.loads(text or "{}"), overrides, f"configuration in {checkpoint}")
     trained = json.loads(text or "{}")
     # The folder of the run: checkpoints are in a folder within it.
     config = kept_model(config, checkpoint.parent.parent, trained.get("model", {}))

@@ -272,4 +272,6 @@ test_settings_that_do_not_match = refusals(
     (called(MAP, MAP, MAP, window=(2, 2, 2)), "window"),
     (lambda: resized(periodic_windows(), (10,)), "periodic windows that divide 10"),
     (lambda: MultiHeadAttention(3)(Input(MAP, "x")), "heads that divides 4 channels"),
+    (lambda: MultiHeadAttention(2, groups=0)(Input(MAP, "x")), r"filters \(0\) must be a positive multiple"),
+    (lambda: MultiHeadAttention(2, channels=0)(Input(MAP, "x")), r"filters \(0\) must be a positive multiple"),
 )

@@ -16,7 +16,7 @@ from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.kernels.kernel import Kernel
 from halograd.testing import grids
-from halograd.training.checkpoint import read_header
+from halograd.training.checkpoint import Snapshot, read_header, write_checkpoint
 from halograd.training.log import read_log, rewind_log
 from halograd.training.run import train
 from halograd.training.trained import evaluate
@@ -223,6 +223,11 @@ def test_nothing_to_resume(comm, config, caplog):
 def test_nothing_to_evaluate(comm, config):
     with pytest.raises(UserError, match=r"a trained run \(its configuration, "):
         evaluate(config, comm=comm)
+    if comm.rank == 0:
+        write_checkpoint(config.parent / "alone.h5", Snapshot([], "float32", {}, {}, {}, None))
+    comm.Barrier()
+    with pytest.raises(UserError, match=r"configuration in .*alone\.h5"):  # a script wrote it without a configuration
+        evaluate(config.parent / "alone.h5", comm=comm)
     with pytest.raises(UserError, match=r"samples: .*all, got 'test'"):
         evaluate(config, samples="test", comm=comm)
     train(config, ["training.epochs=1", "data.validation=0"], comm=comm)
