@@ -40,7 +40,7 @@ def _end(process: int) -> str | None:
             break
         files = _files(ancestor)
         # A launcher reads the pipe of a rank from a descriptor other than its own stdout and stderr.
-        if LAUNCHERS.match(name) and stderr in [file for number, file in files.items() if number not in "12"]:
+        if LAUNCHERS.match(name) and stderr in [file for number, file in files.items() if number not in ("1", "2")]:
             stderr = files.get("2", "")
     return stderr if stderr.startswith(("/dev/pts/", "/dev/tty")) else None
 
