@@ -87,7 +87,7 @@ class Codec(ABC):
         return self.dtype in ("", dtype)
 
     def payload(self, nbytes: int) -> int:
-        """Return the size in messages of a contribution of `nbytes` [B]."""
+        """Return the size that a contribution of `nbytes` [B] has in messages [B]."""
         return nbytes * np.dtype(self.wire).itemsize // np.dtype(self.dtype).itemsize
 
     def held(self, itemsize: int) -> int:

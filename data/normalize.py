@@ -290,7 +290,7 @@ def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
 
 
 def _mean(x: NDArray[Any]) -> Array:
-    """Compute the mean of every channel without NaN; 0 for a channel of NaN only."""
+    """Compute the mean of every channel, ignoring NaN; 0 for a channel of NaN only."""
     there = ~np.isnan(x)
     return np.where(there, x, 0).sum(axis=0, dtype=np.float64) / np.maximum(there.sum(axis=0), 1)
 

@@ -113,7 +113,7 @@ def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, 
 
 
 def slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of some samples and of multiples of `rows` rows, of about :data:`SLAB` bytes. Local."""
+    """Yield slabs of `samples` samples and a multiple of `rows` rows, of about :data:`SLAB` bytes each. Local."""
     height = shape[1] if len(shape) > 1 else 1
     most = max(1, SLAB // max(1, samples * math.prod(shape[2:]) * itemsize) // rows) * rows
     for first in range(0, shape[0], samples):

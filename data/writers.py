@@ -107,7 +107,7 @@ class Hdf5(Writer):
 @WRITERS.register
 @dataclass(frozen=True)
 class WholeHdf5(Hdf5):
-    """HDF5 file that holds all data, also of several ranks: rank 0 copies the parts."""
+    """One HDF5 file that holds all data: with several ranks, rank 0 copies their parts into it."""
 
     name: ClassVar[str] = "hdf5-whole"
     refers: ClassVar[bool] = False

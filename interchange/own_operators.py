@@ -1,9 +1,10 @@
-"""Operators of our own for those of torch that ONNX does not have, which `hg.from_torch` lets torch write: adaptive
-pooling and dropout of channels.
+"""Custom ONNX operators for operators of torch that ONNX lacks: adaptive pooling and dropout of channels.
+
+`hg.from_torch` registers them with torch's exporters.
 
 If the number of outputs of an adaptive pooling does not divide the extents, the old exporter refuses it, and the new
 one writes means in one and two dimensions as a selection of rows and a sum, which a rule of :mod:`.shaping` recognizes.
-Both write dropout of channels as random numbers; so it is another operator of torch while a module is exported.
+Both write dropout of channels as random numbers; so a custom operator of torch replaces it during an export.
 """
 
 from __future__ import annotations

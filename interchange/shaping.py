@@ -249,7 +249,7 @@ def _shuffle(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _gather(build: Builder, op: OnnxNode) -> Activation:
-    """Import the choice of one position or channel, or of channels by constant numbers."""
+    """Import Gather: one position or channel, or several channels, by constant indices."""
     chosen, shape = build.constant(op, 1), build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
     numbers = [] if chosen is None else [int(n) for n in chosen.read().reshape(-1)]

@@ -16,7 +16,7 @@ A program derives the lifetimes of arrays from them. ::
 
 An array is *read* if the result of the run depends on its contents. It is *written* if the run may change its contents.
 An array that is only written may have any contents before. An array that is changed in place is both. A written array
-is a result, unless it is declared as work space, whose contents are undefined after the run.
+is a result, unless it is declared as workspace, whose contents are undefined after the run.
 
 A run may be repeated in the backward pass to compute its results again (`halograd.program.recompute`). A run with other
 effects declares the method that computes its results without them (:func:`again`).
@@ -62,7 +62,7 @@ class Access:
         return list(_among(tuple(names), self.reads))
 
     def written(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the arrays that are written: results and work space."""
+        """Return the names of the arrays that are written: results and workspace."""
         return list(_among(tuple(names), self.writes + self.work))
 
     def results(self, names: Iterable[str]) -> list[str]:

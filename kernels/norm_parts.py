@@ -152,8 +152,8 @@ def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
 def cancellation_limit(dtype: np.dtype) -> float:
     """Return the largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is accurate enough for `dtype`.
 
-    The difference has a relative error of ``mean^2 / var`` roundings of float64. The limit permits an error of one
-    rounding in float32, and of four of sixteen digits in float64.
+    The relative error of the difference is ``mean^2 / var`` times the machine epsilon of float64. The limit permits an
+    error of one epsilon of float32; in float64, the loss of about four of sixteen digits.
     """
     return float(max(2.0**12, np.finfo(dtype).eps / np.finfo(np.float64).eps))
 

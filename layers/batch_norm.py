@@ -272,7 +272,8 @@ class _Numbers:
     alone
         Whether training needs no sums over ranks.
     looks
-        Whether this layer computes mean and variance, and checks whether they cancel; else the kernels compute them.
+        Whether this layer computes mean and variance itself, and checks that the variance does not suffer from
+        cancellation; otherwise the kernels compute them.
     averaged
         Whether running statistics average those of several groups.
     batch
@@ -284,7 +285,7 @@ class _Numbers:
     inputs
         Number of inputs.
     summed
-        Names of arrays over which other kernels compute the sums.
+        Names of the arrays whose sums other kernels compute.
     """
 
     layer: BatchNorm
@@ -681,7 +682,7 @@ class _MarginKernels:
 
 
 class _Normalizing:
-    """Forward kernels of a margin: by the statistics of the batch, and by the running ones."""
+    """Kernels that normalize a margin: in training by batch statistics, in evaluation by the running ones."""
 
     def __init__(self, trained: _MarginKernels, evaluated: _MarginKernels) -> None:
         self._trained, self._evaluated = trained, evaluated

@@ -52,7 +52,7 @@ HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or 
 
 
 class LossArithmetic(ABC):
-    """Protocol of the operators of losses; :mod:`halograd.layers.arithmetic` implements it."""
+    """Interface of the arithmetic on losses (``+``, ``*``); :mod:`halograd.layers.arithmetic` implements it."""
 
     @abstractmethod
     def total(self, first: LossNode, second: Any) -> LossNode:

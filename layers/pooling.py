@@ -152,8 +152,8 @@ class MaxPool(_Pool):
 
     Notes
     -----
-    Input and output are cut in samples and space. Communication per process: the halo of `x` forward; as much
-    backward, added to the gradients of its owners.
+    Input and output may be cut in samples, space and channels. Communication per process: the halo of `x` forward;
+    as much backward, added to the gradients of its owners.
     """
 
     # The position of each maximum is stored.

@@ -406,8 +406,8 @@ class Context:
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
         """Gather boxes of the output's gradient (the halo of `dy`).
 
-        `masked` holds the box of `dy` if other values than the gradient are gathered (the gradient before an
-        activation).
+        `masked` is a view of this rank's box of other values, which are gathered in place of `dy`: the gradient with
+        respect to the input of a fused activation.
         """
         value = self.output
         source = value.gradient if masked is None else Region(masked, value.held_gradient[self.rank])

@@ -1,4 +1,4 @@
-"""U-Net of diffusion models (Ho et al. 2020): residual blocks that depend on the step, and attention at low levels."""
+"""U-Net of diffusion models (Ho et al. 2020): residual blocks that depend on the step, attention at coarse levels."""
 
 from __future__ import annotations
 

@@ -674,7 +674,7 @@ class EfficiencyTable(CurveTable):
     backward_filter: CurveTable | None = None
 
     def weighted(self) -> dict[str, Efficiency]:
-        """Return the fractions of kernels of layers with weights, by phase."""
+        """Return, by phase, the fractions of the peak rates that kernels of layers with weights reach."""
         tables = {phase: getattr(self, phase) for phase in PHASES}
         return {phase: table.efficiency() for phase, table in tables.items() if table is not None}
 

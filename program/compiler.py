@@ -65,7 +65,7 @@ def lower_program(
     blocks: Mapping[str, ParameterBlocks] | None = None,
     replicable: Collection[str] = (),
 ) -> Program:
-    """Compile a program in which nothing is computed again. Local. The parameters are those of `compile_program`."""
+    """Compile a program without recomputation. Local. The parameters are those of `compile_program`."""
     compiler = _Compiler(network, strategy, target, replicable)
     compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
     return apply_passes(hide_sums(compiler.program), strategy.passes)

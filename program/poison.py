@@ -189,7 +189,7 @@ class Poison:
         known: Mapping[int, object],
         blank: Iterable[_Held],
     ) -> None:
-        """Record the arrays on which a result depends although the run does not declare to read them."""
+        """Record the arrays on which a result depends, but which the run does not declare as read."""
         names = {array.number: (array.name, "does not declare") for array in hidden}
         names |= {array.number: (array.name, "declares to write only") for array in blank}
         for result in results:

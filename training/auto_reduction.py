@@ -46,14 +46,14 @@ class ChunkSearch:
 
     Notes
     -----
-    The search ends at most ``step + range + 1`` intervals after the last improvement below `step`: after 15 for the
-    paper's ``(step, range, best) = (10, 5, 9)``, 21 for ``(10, 10, 20)``.
+    With ``(step, range) = (10, 5)`` and a best size of 9, as in the paper, the search takes 15 intervals; with
+    ``(10, 10)`` and a best size of 20, 21.
 
     References
     ----------
     Le et al. 2018, Algorithm 1. The paper does not use the time of the last interval; here, it ends the search at the
-    same size. The end at `layers` is new: a chunk of more than all layers is the same as chunks of one layer, by the
-    paper's rule for layers that fill no chunk.
+    same size. That the search ends at `layers` is new: a chunk of more than all layers is the same as chunks of one
+    layer, by the paper's rule for layers that fill no chunk.
     """
 
     layers: int

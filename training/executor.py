@@ -265,7 +265,7 @@ class Executor:
         return None if self.program.loss is None else self.runner.view(self.program.loss)
 
     def array(self, value: Value) -> Any:
-        """Return this rank's block of a value, as long as its memory is not reused."""
+        """Return this rank's block of a value; it is valid until its memory is reused."""
         return self.runner.view(value.view)
 
     def _reduced(self) -> Program:

@@ -303,9 +303,9 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace parameters by their moving averages within the ``with``, if the optimizer keeps them. Collective.
+        """Replace parameters by their moving averages in the ``with`` block, if the optimizer keeps them. Collective.
 
-        Call :meth:`synchronize` before. After an error the averages are not swapped back, because the error may be on
+        Call :meth:`synchronize` first. After an error the averages are not swapped back, because the error may be on
         one rank only.
         """
         self._swap_averages()

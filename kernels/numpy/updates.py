@@ -193,9 +193,9 @@ class NumpyUpdates(Updates):
 
 
 def _squares(flat: Any) -> float:
-    """Return the sum of squares: products of rows, and their sum in float64.
+    """Return the sum of squares: the dot product of each row with itself, added up in float64.
 
-    One product of millions of float32 elements is less accurate by two or three digits, depending on the number of
+    One dot product of millions of float32 elements is less accurate by two or three digits, depending on the number of
     partial sums that BLAS uses on the processor.
     """
     # The square of 300 overflows in float16.

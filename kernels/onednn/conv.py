@@ -278,7 +278,7 @@ def forward(
 def backward_data(
     engine: OnednnEngine, dy: Any, w: Any, dx: Any, geometry: Geometry, blocked: bool = False
 ) -> PrimitiveList:
-    """Return ``dx`` as one primitive."""
+    """Return the primitives that compute ``dx``: one convolution of the backward pass, and reorders that it needs."""
     p = PrimitiveList(engine)
     conv = _Convolution(p, dx, w, dy, None, geometry)
     source, target = conv.images(blocked)

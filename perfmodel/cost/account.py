@@ -1,4 +1,4 @@
-"""Traffic and memory of a training step, counted from its program with the sums of gradients by scheme."""
+"""Traffic and memory of a training step, counted from its program, sums of gradients by the chosen scheme included."""
 
 from __future__ import annotations
 

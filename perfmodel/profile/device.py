@@ -38,7 +38,7 @@ _LEAST = 0.05
 
 
 def rank_memory(comm: Communicator, device: Device) -> int:
-    """Return the memory that every rank may use now [B]: that of its device, or its share in the limits of its host.
+    """Return the memory that every rank may use [B]: that of its device, or its share of the limits of its host.
 
     It is the minimum over all ranks. Collective over `comm`.
     """
@@ -165,7 +165,7 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     oversubscription = Oversubscription.of(comm, kernels)
 
     def fastest(run: Callable[[], Any]) -> float:
-        """Return the minimum over several rounds of the time of the slowest rank [s]: these are peak rates."""
+        """Return the time of the slowest rank [s], the minimum over several rounds: peak rates are wanted."""
         run()
         times = []
         for _ in range(ROUNDS):
