@@ -130,6 +130,7 @@ class GELU(_Activation):
         ``"none"``, or ``"tanh"`` for ``y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
     """
 
+    # The gradient is formed from the input: backward reads x and dy, writes dx.
     passes = Passes((1, 1), (2, 1))
     function = "gelu"
 
@@ -247,6 +248,7 @@ def _affine(
     factor: float | tuple[float, ...], shift: float | tuple[float, ...], wide: Any, environment: Any, x: Any, y: Any
 ) -> Callable[[], None]:
     """Return the kernel ``y = factor * x + shift``. `wide` is the dtype of coefficients that are given per channel."""
+    # Arrays must be on the device of x; a Python float adopts the dtype of x.
     times, plus = (
         environment.kernels.device.array(np.asarray(n), wide) if isinstance(n, tuple) else n for n in (factor, shift)
     )
@@ -307,7 +309,7 @@ def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Cal
 def _clamp_gradient(
     limits: tuple[float, float], environment: Any, y: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:
-    """Return the kernel ``dx = dy where low < y < high``. It uses the output, so that the input need not be kept."""
+    """Return the kernel ``dx = dy where low < y < high``, else 0. It uses y, so that the input need not be kept."""
     # Compare with the limits in the dtype of y: 16 bits round a limit, and an output at the limit is not inside.
     low, high = (float(np.asarray(limit, y.dtype)) for limit in limits)
 
@@ -410,7 +412,8 @@ class Power(_Function):
     """Power ``y = x ** exponent``: 2 for squares, 0.5 for roots, -1 for reciprocals.
 
     Inputs must be positive (or, for a positive exponent, not negative) unless the exponent is an integer. The gradient
-    of a root at 0 is limited to a large number, so that the gradient of a norm ``(x ** 2).sum() ** 0.5`` is 0 there.
+    of a square root at 0 is limited to a large number, so that the gradient of a norm ``(x ** 2).sum() ** 0.5`` is 0 at
+    zeros.
 
     Parameters
     ----------
@@ -443,7 +446,7 @@ _SMALLEST_ROOT = {"float16": 2.0**-7, "bfloat16": 2.0**-63, "float32": 2.0**-63,
 
 
 def _power(x: Any, exponent: float, out: Any) -> None:
-    """Compute a power; frequent ones by functions that are faster and correctly rounded."""
+    """Write ``x ** exponent`` to `out`; functions for frequent exponents are faster and more accurate."""
     if exponent in (0.5, -0.5):
         np.sqrt(x, out=out)
         if exponent < 0:
@@ -583,7 +586,7 @@ def _softmax_gradient(
 def _log_softmax(
     environment: Any, x: Any, y: Any, largest: Any, sums: Any, ties: Any, work: Any, top: Any
 ) -> Callable[[], None]:
-    """Return the log-softmax kernel. `work` is a float32 array for the arithmetic.
+    """Return the log-softmax kernel. `work` is an array for the arithmetic, float32 if `x` has 16 bits.
 
     The largest exponentials are 1 and are summed separately: in one sum, close to 1, small exponentials would be lost.
     """

@@ -68,8 +68,8 @@ class Attention(Layer):
 
     Notes
     -----
-    Parameter `bias` ``(H, *extents)``, whole on every rank: extents ``2 * E - 1`` for windows or neighborhoods of
-    extent E, without either for samples of extent E; the index is ``(p - t) // dilation + E - 1``.
+    Parameter `bias` ``(H, *extents)``, whole on every rank: ``2 * E - 1`` entries per axis, with E the extent of the
+    windows or neighborhoods, without either the larger of S and T; the index is ``(p - t) // dilation + E - 1``.
     Queries are cut in samples, space and heads (channels). Scores are never stored: kernels compute them in tiles with
     a running maximum and sum, and again in backward, from the log-sum-exp of each query and head (Milakov and
     Gimelshein 2018; Dao et al. 2022).
@@ -77,7 +77,7 @@ class Attention(Layer):
     gradients, backward. Without window and neighborhood these are all of the sample: with the option ``attention =
     "gather"`` they are gathered before the kernel and kept; with ``"ring"`` blocks of them arrive while the kernel
     computes with the previous block, in both passes (Liu et al. 2023). ``"auto"`` follows the option `halo`: a ring for
-    ``"overlap"``.
+    ``"overlap"``, and for ``"auto"`` if messages cross a network.
 
     Raises
     ------
@@ -252,7 +252,7 @@ class Attention(Layer):
         return self.changed(heads=filters)
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        """Return the layer without periodic axes, because the block to be timed may have any extents."""
+        """Return the layer without periodic axes, because the block to be timed may have any extents, and `shape`."""
         ends = zip(spread("shift", self.shift, len(outputs)), spread("periodic", self.periodic, len(outputs)))
         shift = tuple(0 if continues else by for by, continues in ends)
         return self.changed(periodic=False, shift=shift) if np.any(self.periodic) else self, shape
@@ -263,8 +263,8 @@ class Attention(Layer):
         return self.window is None and self.neighborhood is None
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return, per rank, the box of the queries, keys or values that it needs. If queries read all keys,
-        :meth:`lower` gathers keys and values itself, and the result is the owned box.
+        """Return, per rank, the box of the queries, keys or values that it needs. If queries read all keys, the result
+        for keys and values is the owned box, because :meth:`lower` gathers them itself.
         """
         if i > 0 and self.everywhere:
             return inputs[i].boxes
@@ -285,16 +285,18 @@ class Attention(Layer):
 
 
 class _Heads:
-    """Arithmetic between heads and channels of queries, keys, values and outputs."""
+    """Conversion between heads and channels of queries, keys, values and outputs."""
 
     def __init__(self, heads: int, shapes: Sequence[Shape]) -> None:
         q, k, v = (shape[-1] for shape in shapes)
+        # Heads of keys are as wide as those of queries: this is the number of heads of keys and values.
         self.groups = heads * k // q
+        # Heads of queries that read one head of keys.
         self.each = heads // self.groups
         self.widths = (q // heads, q // heads, v // self.groups)
 
     def of(self, low: int, high: int) -> Interval:
-        """Return the heads of the queries for channels ``[low, high)`` of the output."""
+        """Return the interval of the queries' heads that have channels in ``[low, high)`` of the output."""
         return low // self.widths[2], -(-high // self.widths[2])
 
     def whole(self, low: int, high: int) -> Interval:
@@ -303,7 +305,7 @@ class _Heads:
         return first * self.widths[2], last * self.widths[2]
 
     def channels(self, i: int, low: int, high: int) -> Interval:
-        """Return the channels of input `i` for these channels of the output."""
+        """Return the channels of input `i`, of whole heads, that output channels ``[low, high)`` depend on."""
         first, last = self.of(low, high)
         if i:
             first, last = first // self.each, -(-last // self.each)
@@ -323,14 +325,17 @@ class _Lowering:
         self.heads = _Heads(layer.heads, self.shapes)
         self.reaches = layer.reaches(self.shapes[0], self.shapes[1])
         box, axis = context.box, len(self.shapes[0])
+        # A rank without output computes no heads.
         channels = box.ranges[-1] if box.size else (0, 0)
         self.channels = self.heads.whole(*channels)
         self.box = box.replace(axis, *self.channels) if box.size else box
+        # Offset of the output block in the box of whole heads.
         self.own = tuple(a - b for a, b in zip(box.start, self.box.start))
         first, last = self.heads.of(*channels)
         self.range = first, last
         self.aligned = self.box.shape == box.shape
         self.y = context.y if self.aligned else context.scratch(self.box.shape)
+        # Log-sum-exp of the scores per query and head, from which backward computes the weights again.
         self.lse = context.scratch((*self.box.shape[:-1], last - first), context.wide)
         self.bias = context.params.get("bias")
         self.q = context.gather(0, context.clipped(0))
@@ -352,7 +357,7 @@ class _Lowering:
         return self.context.kernel(partial(make, geometry, dropout), q=self.q.view, **views)
 
     def _dropout(self, k: Box) -> DropoutMask:
-        """Return the mask of weights, without the state of the run."""
+        """Return the dropout mask of the weights; :class:`_AttentionKernel` adds its salt and state."""
         positions = [(reach.queries for reach in self.reaches), (reach.keys for reach in self.reaches)]
         samples = self.context.output.layout.shape[0]
         starts = (self.box.start[0], self.range[0], *self.q.box.start[1:-1], *k.start[1:-1])
@@ -360,7 +365,7 @@ class _Lowering:
         return DropoutMask(self.layer.dropout, 0, shape, starts, None)
 
     def timing(self, phase: str, k: Blocks) -> Timing:
-        """Return the timing of a kernel on the keys of the largest box."""
+        """Return the timing of a kernel for the largest blocks of all ranks; `k` are the boxes of the keys."""
         blocks, (q, _, v) = self.context.output.layout.boxes, self.heads.widths
         heads = [self.heads.of(*channels) for channels in blocks.axes[-1]]
         most = max(last - first for first, last in heads)
@@ -372,12 +377,12 @@ class _Lowering:
         return self.context.timing(phase, inputs=inputs, filters=filters)
 
     def finish_output(self) -> None:
-        """Copy the channels that this rank owns from the output of whole heads."""
+        """Copy the channels that this rank owns from the output of whole heads, unless both are one array."""
         if not self.aligned:
             self.context.copy((self.y.part(self.own, self.context.box.shape), self.context.y))
 
     def gradient(self) -> View:
-        """Return the gradient of the output of all heads."""
+        """Return the gradient of the output of whole heads: 0 in channels that other ranks own."""
         if self.aligned:
             return self.context.dy
         dy = self.context.scratch(self.box.shape)
@@ -486,7 +491,7 @@ class _Ring(_Lowering):
     def _travelling(self, steps: Sequence[tuple[Blocks, Blocks]]) -> Iterator[tuple[int, tuple[list[View], Box]]]:
         """Yield, per step, its number, views of keys and values, and the box of the keys.
 
-        The exchange of the next step is started before.
+        The exchange of the next step is started before this one is yielded.
         """
         arriving = self._start(steps[0])
         for number in range(len(steps)):
@@ -498,7 +503,10 @@ class _Ring(_Lowering):
             yield number, (views, steps[number][0][self.context.rank])
 
     def _start(self, pair: tuple[Blocks, Blocks]) -> tuple[list[View], list[ExchangeSpec]]:
-        """Start the exchange of a block of keys and values; this rank's block, with whole heads, needs none."""
+        """Start the exchange of a block of keys and values; return their views and the exchanges that were started.
+
+        The ranks' own blocks, if these are whole heads, need no exchange.
+        """
         context, views, messages = self.context, [], []
         for value, boxes in zip(context.inputs[1:], pair):
             if boxes == value.layout.boxes and value.view.packed:
@@ -524,7 +532,7 @@ class _ReturnedSum:
         self._first = True
 
     def start(self, boxes: Blocks, gradient: View) -> None:
-        """Start the return of the gradient of a block."""
+        """Start to send the gradient of a block back to its owners."""
         value = self.value
         # The first return is the gradient itself; further ones have arrays of their own, which a kernel adds.
         received = self.target if self._first else self.context.scratch(value.box.shape, value.dtype)

@@ -1,8 +1,8 @@
 """Batch normalization, with statistics of one block, of the ranks that share samples, or of all ranks.
 
-If the output is wide, it has a margin: elements that other ranks own too, normalized by the statistics of the owned
-elements. The kernels of the norm read the owned box only, so that each element enters the sums once, in the same order
-as without a margin. Further kernels normalize the margin, which is a few thin boxes, and compute its gradients. ::
+If the output is wide, it has a margin: elements that other ranks own, normalized by the same mean and variance. The
+kernels of the norm read the owned box only, so that each element enters the sums once, in the same order as without a
+margin. Further kernels normalize the margin, which is a few thin boxes, and compute its gradients. ::
 
     +---------------+
     |     margin    |      owned: statistics, forward, sums of the gradients, backward
@@ -52,8 +52,9 @@ class BatchNorm(Layer):
     ----------
     statistics
         Elements over which training computes mean and variance: ``"global"`` (the whole batch: the result is that of
-        one process), ``"sample"`` (the ranks that share this rank's samples: the spatial aggregate of Dryden et al.
-        2019, Section III-B) or ``"local"`` (this rank's block). The strategy's option ``statistics`` overrides it.
+        one process), ``"sample"`` (this rank's samples, on all ranks that share them: the spatial aggregate of Dryden
+        et al. 2019, Section III-B) or ``"local"`` (this rank's block). The strategy's option ``statistics`` overrides
+        it.
     momentum
         Weight of the batch in the running statistics, ``running = (1 - momentum) * running + momentum * batch``
         (torch's convention).
@@ -64,20 +65,21 @@ class BatchNorm(Layer):
     activation
         None; or a name (``"relu"``, ``"silu"``, ...) or a layer, which the kernels of the norm compute. Activations
         that these kernels lack (``"softmax"``, :class:`PReLU`, a layer with a name; with a second input all but ReLU)
-        become a layer after it.
+        become a layer after the norm.
 
     Notes
     -----
     Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds the values of its channels. The
     running variance averages the unbiased variance, as torch does. If statistics are not global, the running
-    statistics average those of the blocks, weighted by their number of elements. So they are the same on all ranks,
-    and complete once `backward` (or the next `forward`) has run.
+    statistics average those of all groups of ranks, weighted by their number of elements. So they are the same on all
+    ranks, and complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
-    ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
-    communicator, one more sum of that size over all ranks for the running statistics; no layer waits for it before
-    `backward`. If ``E[x^2] - E[x]^2`` would cancel more digits than the dtype allows (``mean^2 / var`` above 4096 in
-    float64, above 5e8 in float32), one more sum forward, of squares about the mean.
+    ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not that
+    of global statistics, one more sum of that size over the latter for the running statistics; no layer waits for it
+    before `backward`. If ``E[x^2] - E[x]^2`` would cancel more digits than the dtype allows (``mean^2 / var`` above
+    4096 in float64, above 5e8 in float32), one more sum forward, of squares about the mean; on a device in float64
+    always, in float32 never.
 
     In training a batch must be full (`mode.valid`): a shorter batch is rejected.
     """
@@ -163,8 +165,8 @@ class BatchNorm(Layer):
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.
 
-        This layer computes mean and variance if arrays are float64, or if they follow from sums over ranks and the
-        host can check whether ``E[x^2] - E[x]^2`` cancels; otherwise the kernels compute them.
+        This layer computes mean and variance itself if arrays are float64, or if there are sums over ranks and the host
+        can check whether ``E[x^2] - E[x]^2`` cancels; otherwise the kernels compute them.
         """
         boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
@@ -179,7 +181,7 @@ class BatchNorm(Layer):
         margin = _NormMargin(context, inputs, views)
         # Two float64 per channel: 16 B.
         sizes = (16 * boxes.extents[-1]).tolist()
-        # Each part of the channels has a sum of its own; channels are the fastest axis of the numbers of groups.
+        # Each part of the channels has a sum of its own; channels are the fastest axis in the numbering of groups.
         group_sizes = [sizes[color % len(sizes)] for color in range(groups.count)]
         total = context.sum(groups, views["sums"], "statistics", group_sizes)
         running = None
@@ -191,6 +193,7 @@ class BatchNorm(Layer):
         looks = not alone and (exact or context.looks)
         batch, f = context.output.layout.shape[0], self.fused(len(inputs))
         share, again = own / max(1, everyone), context.options.get("recompute", "none") != "none"
+        # A rank without elements has a count of 0, by which nothing may be divided.
         numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again, len(inputs))
         kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
         kernel = context.kernel(partial(kind, numbers), **views, x=margin.inputs[0], y=margin.y, residual=None)
@@ -251,6 +254,7 @@ class BatchNorm(Layer):
         """Return the sums that kernels before and after the norm may compute: each saves a pass over its array."""
         passes, f, more = self.passes, numbers.activation, numbers.inputs - 1
         others = passes.others or (0, 0)
+        # The time of a norm is that of its passes over arrays, and the sums need one of them.
         forward, backward = (1 - 1 / (sum(a) + more * b) for a, b in zip((passes.forward, passes.data), others))
         gradients = ("x", "gamma", "beta", "mean", "var", "sums", "dgamma", "dbeta")
         refused = f"its {f.kind} is applied to a sum of two inputs" if f is not None and more else ""
@@ -360,6 +364,7 @@ class _BatchNormKernel:
     @reads("x", "residual", "gamma", "beta", "running_*")
     @writes("y")
     def evaluate(self) -> None:
+        # A backward pass would use mean and variance of an older batch.
         self._trained = False
         self.apply.forward()
 
@@ -396,7 +401,7 @@ class _BatchNormKernel:
     @reads("x", "moments")
     @writes("sums")
     def centered(self) -> None:
-        """Compute the squares about the mean, which are summed over the ranks."""
+        """Compute the sum over this block of the squares about the mean, which is then summed over the ranks."""
         self.sums[0].fill(0)
         centered_squares(self.rows, self.moments[0], self.sums[1], self._work)
 
@@ -487,6 +492,7 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
     if statistics == "sample":
         return sample_groups(boxes)
     last = len(boxes.grid) - 1
+    # Ranks of a group agree in these coordinates: in that of the channels, or, with local statistics, in all.
     return Groups.agreeing(boxes.grid, (last,) if statistics == "global" else range(last + 1), boxes.size)
 
 
@@ -545,7 +551,9 @@ class _NormMargin:
             self.y = self._packed(Region(context.y, context.box), context.own)
 
     def _packed(self, region: Region, box: Box) -> View:
-        """Return a packed array for `box`; :meth:`_write` copies its part in `region` to the view of the region."""
+        """Return a packed array for `box`: a view of the region, or scratch whose part in the region :meth:`_write`
+        copies there.
+        """
         part = box & region.box
         view = region.part(part)
         if part == box and view.packed:
@@ -561,7 +569,8 @@ class _NormMargin:
         self._out = []
 
     def read(self) -> None:
-        """Start the exchanges of the margins, which travel during the sum of the statistics; make owned boxes packed.
+        """Start the exchanges of the margins, which travel during the sum of the statistics, and pack the owned boxes;
+        without a margin, only pack the inputs.
         """
         for x in self._gathered.values():
             x.start()

@@ -173,7 +173,8 @@ class PatchMerging:
     channels
         Number of channels of the output; None: twice those of the input.
     name
-        Common name; the layers are named ``name.norm`` and ``name.reduction``.
+        Common name; the layers are named ``name.pad`` (if extents are odd), ``name.patches``, ``name.norm`` and
+        ``name.reduction``.
 
     Examples
     --------

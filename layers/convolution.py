@@ -60,9 +60,10 @@ class Conv(Layer):
     Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space. If
     channels are cut too (see :mod:`halograd.layers.lowering`), a rank holds the block of its filters and input
     channels.
-    Forward: halo of `x`, one kernel; `x` and its halo are kept for the filter gradient. Backward: the filter gradient
+    Forward: halo of `x`, one kernel (with ``halo = "overlap"`` one more for each strip at the edges of the block); `x`
+    and its halo are kept for the filter gradient. Backward: the filter gradient
     runs while the halo of `dy` travels; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
-    Communication per process: the halo, twice; the sum of the filter gradients over all ranks.
+    Communication per process: the halos of `x` and `dy`; the sum of the filter gradients over all ranks.
     """
 
     recomputation = "block"
@@ -293,7 +294,9 @@ def conv_data_sums(
     dbeta: Any = None,
     **vectors: Any,
 ) -> Any:
-    """Return the kernel of a data gradient with the sums of the gradient of a batch norm, whose input is `x`."""
+    """Return the kernel that computes a data gradient and, from it, the backward sums of the batch norm before, whose
+    input is `x`.
+    """
     # This kernel computes sums only, for which the count of elements (here 1) is not needed.
     training = BatchNormTraining(1, dgamma=dgamma, dbeta=dbeta)
     # The norm's `dy` is this dx; its `y`, which backward does not read here, only needs an array of the same shape.
@@ -303,7 +306,7 @@ def conv_data_sums(
 
 @writes("array")
 def zeroing(environment: Any, array: Any) -> Callable[[], None]:
-    """Return the kernel that sets a gradient to zero, because no output depends on its array."""
+    """Return the kernel that sets an array to zero."""
     return lambda: array.fill(0)
 
 
@@ -357,7 +360,7 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
 def _lower_strips(
     context: Context, windows: Sequence[Window], x: Gathered, groups: int, f: FusedActivation | None
 ) -> None:
-    """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
+    """Add the kernels of the boundary strips of a convolution: the outputs that need a halo. Local.
 
     An earlier kernel ran before the halos arrived, so its results for these outputs are wrong. ::
 
@@ -415,7 +418,7 @@ class ConvTranspose(Layer):
     groups
         Number of groups: input and output channels are divided into groups that do not mix.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer, which is put after it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer: the activation is a layer after this one.
 
     Notes
     -----
@@ -540,7 +543,7 @@ class ConvTranspose(Layer):
         return 2 * self.parameters(*shapes)["w"].size * math.prod(shapes[0][:-1])
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """Return the inputs that reach the output `box`; the box never reaches outside the array."""
+        """Return the box of the inputs on which the output `box` depends; it never reaches outside the array."""
         (shape,) = shapes
         return (output_box(self.windows(shape), box, (0, *shape)),)
 
@@ -584,7 +587,7 @@ class ConvTranspose(Layer):
 
 
 def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -> None:
-    """Compute the gradients of the parameters.
+    """Add the kernels of the gradients of the parameters.
 
     The gradient of `w` pairs each owned input with all outputs that it reaches, so every pair is counted once.
     """

@@ -41,7 +41,7 @@ class Dense(Layer):
     bias
         Whether to add a bias.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer, which is put after it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer: the activation is a layer after this one.
     weight_norm
         As in :class:`Conv`, with one length per unit. Such a layer cannot have replicated gradients.
 
@@ -167,7 +167,7 @@ def lower_replicated(context: Context) -> Lowered:
     x.finish()
 
     def own(length: int) -> int:
-        """Return the size of this rank's rows [B]."""
+        """Return the size of this rank's rows of `length` elements, with their padding [B]."""
         return rows * length * context.dtype.itemsize
 
     kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
@@ -192,9 +192,9 @@ def lower_replicated(context: Context) -> Lowered:
 class ReplicatedDense:
     """Kernels of a dense layer that can compute the weight gradient of the whole batch on every rank.
 
-    `replicates` chooses the gradient that `backward` computes. False: that of this rank's samples, which is summed over
-    the ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
-    (`halograd.program.gradients`).
+    `replicates` chooses the weight gradient. False: `backward` computes that of this rank's samples, which is summed
+    over the ranks as usual. True: `backward` only copies the errors; their gather and :meth:`whole_gradient`, which
+    computes the gradient of the whole batch, must follow (`halograd.program.gradients`).
 
     Attributes
     ----------
@@ -331,7 +331,7 @@ class RowGather:
 
 
 def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
-    """Return the number of rows per rank for which each rank's rows fill whole cache lines. Pure arithmetic.
+    """Return the least number of rows per rank, at least `most`, that fill whole cache lines. Pure arithmetic.
 
     Parameters
     ----------

@@ -39,9 +39,9 @@ class Dice(Loss):
         ``"batch"``: the sums run over all samples. ``"sample"``: they run over each sample, and the loss is the mean
         over samples.
     smooth
-        Constant in numerator and denominator; with it, the loss of an absent class is 0.
+        Constant in numerator and denominator: the loss of a class that neither targets nor predictions contain is 0.
     ignore_index
-        Target of positions that are left out of all sums; for targets with one channel.
+        Target value of the positions that are left out of all sums; for targets with one channel.
 
     Notes
     -----
@@ -163,7 +163,7 @@ class Tversky(Dice):
 class _DiceKernel(LocalLoss):
     """Kernel of the Dice loss: probabilities and their sums, one reduction, then the gradient in a second sweep.
 
-    `sums` holds I, P, T per group and channel; then, in place, the loss and the gradient's two coefficients.
+    `sums` holds I, P, T per group and channel; then, in place of I and T, the two coefficients of the gradient.
     """
 
     def __init__(self, *arguments: Any, sums: Any, **arrays: Any) -> None:
@@ -198,8 +198,8 @@ class _DiceKernel(LocalLoss):
             self._sweep(n, self.sums[(self.position.first + n) % self.groups], gradient=True)
 
     def _coefficients(self, samples: int) -> Any:
-        """Return the loss, and overwrite `sums` with a, b such that ``dloss/dp = a * t + b``. Local, the same on all
-        ranks.
+        """Return the loss, and write a, b such that ``dloss/dp = a * t + b`` over I and T in `sums`. Local, the same on
+        all ranks.
         """
         loss: Any = 0.0
         share = self.position.weight / (samples * self.sums.shape[2])
@@ -256,6 +256,7 @@ class _DiceKernel(LocalLoss):
 
     def _without(self, weights: Any, p: Any, t: Any) -> Any:
         """Write zeros to `p` where the weight is 0, and return a copy of `t` with the same zeros."""
+        # Not a product with the weight: values without weight may be NaN, which a factor of 0 would not remove.
         none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
         np.copyto(p, 0, where=none.T)
         return masked(t, none, self.work, "masked t")

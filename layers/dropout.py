@@ -1,5 +1,5 @@
-"""Dropout of elements, channels and whole samples. The mask depends only on global indices, so it is the same under
-every cut.
+"""Dropout of elements, channels and whole samples. The mask depends on the seed, the step, the layer and global indices
+only, so it is the same under every cut.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class _SharedDropout(ElementwiseLayer):
         self.rate = _checked(self, rate)
 
     def _shared(self, extent: int, channels: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        """Return how many random numbers a sample has, and the range that a block with these channels uses."""
+        """Return how many random numbers a sample of `extent` channels has, and the range of them that a block with
+        these channels uses.
+        """
         raise NotImplementedError
 
     def lower(self, context: Context) -> Lowered:

@@ -39,8 +39,8 @@ class Embedding(ElementwiseLayer):
     -----
     Parameter `w`, with the extents of the sample along `axes` and 1 along the others, without weight decay: ``(H, W,
     C)``, or ``(H, W, 1)`` for ``("height", "width")``. A rank holds the box of its block, so the network takes samples
-    of other sizes only along axes that are not named. Communication: only the sum of the gradient, over ranks with
-    other samples.
+    of other sizes only along axes that are not named. Communication: only the sum of the gradient, over the
+    ranks that hold the same elements of `w`.
     """
 
     # The gradient of the input is that of the output: backward reads it once.
@@ -98,8 +98,9 @@ class Token(Shifted):
 
     Notes
     -----
-    Parameter `w` ``(count, C)``, without weight decay; a rank holds those of its channels. Communication per process:
-    the positions of its output that other ranks own in the input; backward, the adjoint, and the sum of the gradient.
+    Parameter `w` ``(count, C)``, without weight decay; a rank holds the part of its channels. Communication per
+    process: the positions of its output that other ranks own in the input; backward, the adjoint, and the sum of the
+    gradient of `w`.
     """
 
     exact_parameters = True

@@ -43,7 +43,8 @@ class GroupNorm(Layer):
     Notes
     -----
     Parameters `gamma` and `beta` ``(C,)``, whole on every rank. Communication per process, if other ranks share its
-    samples: one sum of ``2 G`` float64 per sample forward and one backward, over these ranks only.
+    samples: one sum of ``2 G`` float64 per sample forward and one backward, over these ranks only; one more forward if
+    the variance would suffer from cancellation (:class:`BatchNorm`).
     """
 
     recomputation = "pointwise"
@@ -189,7 +190,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     x.start()
     x.finish()
     context.run(kernel, "statistics")
-    # Sums and sums of squares of all ranks; where their difference cancels, a second sum of squares about the mean.
+    # Sums and sums of squares of all ranks; if their difference cancels, a second sum of squares about the mean.
     both = context.add_up(total)
     if context.looks or context.dtype == np.float64:
         centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))

@@ -66,15 +66,15 @@ class Passes:
 
 
 class NodeOperators(ABC):
-    """Protocol of the operators of nodes, which create layers; :mod:`halograd.layers.arithmetic` implements it."""
+    """Interface of the arithmetic on nodes, which creates layers; :mod:`halograd.layers.arithmetic` implements it."""
 
     @abstractmethod
     def add(self, first: Node, second: Node) -> Node:
-        """Return the sum of two nodes; the second may have fewer extents."""
+        """Return the sum of two nodes; the second may broadcast, as in :meth:`Node.__mul__`."""
 
     @abstractmethod
     def multiply(self, first: Node, second: Node) -> Node:
-        """Return the product of two nodes; the second may have fewer extents."""
+        """Return the product of two nodes; the second may broadcast, as in :meth:`Node.__mul__`."""
 
     @abstractmethod
     def affine(self, node: Node, factor: float, shift: float) -> Node:
@@ -142,7 +142,7 @@ class Node:
         return self * other
 
     def __truediv__(self, other: Any) -> Node:
-        """Return the node of a quotient with a number."""
+        """Return the node of this value divided by a number."""
         if not _is_number(other) or other == 0:
             raise TypeError(f"quotient: expected a number other than 0 as divisor, got {other!r}")
         return self._affine(1.0 / other, 0.0)
@@ -245,7 +245,7 @@ class Layer(TargetReader):
             )
 
     def _check_extents(self, output: Node) -> None:
-        """Reject inputs that the default rule of :meth:`input_boxes` would fill up with padding, without an error."""
+        """Raise ValueError for inputs that the default rule of :meth:`input_boxes` would silently extend by padding."""
         kind, shapes = type(self), [node.shape for node in output.inputs]
         # A class that overrides one of these has a rule of its own.
         if (kind.lower, kind.input_boxes, kind.needed_blocks) != (Layer.lower, Layer.input_boxes, Layer.needed_blocks):
@@ -370,10 +370,10 @@ class Layer(TargetReader):
         return self
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        """Return a layer and a sample shape with these outputs, to measure the time of a block. Nothing is modified.
+        """Return a layer and an input shape that give a block of spatial extents `outputs`, to measure its time.
 
-        If the outputs along an axis do not match the block and its padding, the input gets the halo of a rank in the
-        middle, and no padding.
+        `shape` is the sample shape of the rank's block of the input. If it and the padding do not give the outputs
+        along an axis, the input gets the halo of a rank in the middle, and no padding. Nothing is modified.
         """
         if self.stencil is None:
             return self, shape

@@ -107,7 +107,7 @@ class _LocalResponseNorm:
             np.multiply(piece, d, out=self.y[part])
 
     def _denominator(self, x: Any) -> Any:
-        """Return the denominator ``d``, in a buffer."""
+        """Return ``d`` of the formula, in a buffer."""
         d, squares = (buffer(self._work, k, x.shape, x.dtype) for k in ("d", "squares"))
         np.multiply(x, x, out=squares)
         add_windows(squares, self.layer.size // 2, (self.layer.size - 1) // 2, out=d)

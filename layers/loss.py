@@ -141,7 +141,7 @@ class Loss(Layer):
     lie inside the sample. Each rank computes the windows whose middle (element ``(extent - 1) // 2``) it owns. Its
     arrays have a halo, which ends at the border of the sample: the windows inside these arrays are those of the rank.
     :meth:`local` then gets one weight per window: that of its middle, and 0 if any element of the window has weight 0.
-    Elements of weight 0 are 0 in prediction and target. It is called only if a window fits into the arrays.
+    Elements of weight 0 are 0 in prediction and target. The method is called only if a window fits into the arrays.
     """
 
     #: Whether it accepts weights; :meth:`local` gets them as `weights`, ``(n, *spatial, 1)`` or with all channels.
@@ -200,8 +200,8 @@ class Loss(Layer):
             raise ValueError(f"{self.kind}: expected a target of extent {prediction[:-1]}, got {target[:-1]}")
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the owned boxes of prediction and target, with the halo of the stencil, and the matching boxes of
-        weights: each rank computes its block.
+        """Return, per rank, the box of input `i` that it reads: its block of prediction or target, with the halo of the
+        stencil, or the weights of the prediction's box.
         """
         return operand_blocks(inputs[i].shape, self._read(inputs[0])) if i == 2 else self._read(inputs[i])
 
@@ -269,7 +269,10 @@ class Loss(Layer):
         return Lowered(backward, loss=value, terms=terms)
 
     def gathered(self, context: Context, numbers: Sequence[int], value: View, **more: Any) -> LossTerm:
-        """Gather what the loss reads of the inputs `numbers`, in all passes, because other losses may read it too."""
+        """Gather what the loss reads of the inputs `numbers` (prediction, target, perhaps weights); return the term.
+
+        Passes of all kinds gather it, because other losses may read it too. `more` are further fields of the term.
+        """
         prediction, target = (context.inputs[i] for i in numbers[:2])
         boxes, x, t = self._read(prediction.layout), prediction.view, target.view
         if self.stencil is not None:
@@ -398,7 +401,9 @@ def check_normalization(name: str) -> str:
 
 
 def loss_timing(context: Context) -> Timing:
-    """Return the timing of a loss; for weights it uses the needed boxes, not the owned ones."""
+    """Return the timing of a loss by the boxes that it needs: of weights, or with a stencil, these are not those that a
+    rank owns.
+    """
     return context.timing("forward", inputs=tuple(context.needed(i).longest for i in range(len(context.inputs))))
 
 
@@ -444,7 +449,7 @@ class LossPosition:
     first
         Index in the batch of the block's first sample.
     batch, positions, channels
-        Extents of the whole prediction.
+        Samples, positions per sample (with a stencil, windows) and channels of the whole prediction.
     weight
         Factor of loss and gradient.
     """
@@ -483,7 +488,7 @@ class LossBlock(ABC):
         self.layer: Any = position.layer
         self.prediction, self.target, self.value = prediction, target, value
         self.weights, self.divisor = weights, divisor
-        #: This rank's weights in all parts of a batch.
+        #: Sum of this rank's weights over the parts of a batch.
         self.counted: Any = None if divisor is None else environment.kernels.device.zeros((1,), np.float64)
 
     @property
@@ -504,8 +509,8 @@ class LossBlock(ABC):
     def weigh(self) -> None:
         """Write this rank's part of the divisor, which is summed over the ranks.
 
-        If a batch is trained in parts, the divisor of each part is the mean over the parts, whose weights were counted
-        before the first part: the mean loss of the parts is then that of the whole batch.
+        If a batch is trained in parts, the divisor of each is the mean of their sums of weights, which are counted
+        before the first part is trained: the mean loss of the parts is then that of the whole batch.
         """
         mode = self.mode
         if not mode.training or mode.parts == 1:
@@ -615,7 +620,7 @@ class LocalLoss(LossBlock):
         return self.prediction[:count], self.target[:count], None if self.weights is None else self.weights[:count]
 
     def _divide(self, dx: Any | None) -> None:
-        """Divide loss and gradient by the divisor if it is above 0. The host does not read it from a device."""
+        """Divide loss and gradient by the divisor; without weights above 0, set both to 0. The host does not wait."""
         share = buffer(self.work, "share", (1,), np.float64)
         # Without a branch: 0 / tiny if all weights are 0.
         np.maximum(self.divisor, np.finfo(np.float64).tiny, out=share)
@@ -646,6 +651,7 @@ class WindowLoss(LocalLoss):
         self.before = [_before(w) for w in windows]
         #: Number of windows in the block per spatial axis.
         self.fits = [max(0, n - w.extent + 1) for w, n in zip(windows, self.prediction.shape[1:])]
+        #: Copies of prediction and target, with 0 where the weight is 0.
         self.there: Any = more.get("there x", self.prediction), more.get("there t")
         self.none: Any = more.get("none")
         self.work_arrays: Any = more.get("windows"), more.get("least")

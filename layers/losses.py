@@ -144,7 +144,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 
 
 def _pos_weight(weight: float | Sequence[float] | str) -> Any:
-    """Return a number, an array with one number per channel, or ``"balanced"``. Raises ValueError."""
+    """Return ``"balanced"``, or an array of one number (0-d) or of one per channel. Raises ValueError."""
     if isinstance(weight, str) and weight == BALANCED:
         return weight
     try:
@@ -167,7 +167,10 @@ class _Pointwise(_ElementwiseLoss):
         return LocalLoss
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
-        """Compute the loss of every element in `x`, and its derivative in `slope`; `t` may be overwritten. Local."""
+        """Replace the predictions `x` by the loss of every element, and write its derivative to `slope`. Local.
+
+        The targets `t` may be overwritten.
+        """
         raise TypeError(f"{self.kind} must override terms()")
 
     def local(
@@ -256,7 +259,7 @@ class Focal(_Pointwise):
     Parameters
     ----------
     gamma
-        Exponent of the weight; with 0 the loss is the binary cross-entropy.
+        Exponent of the weight; with 0 only `alpha` weights the binary cross-entropy.
     alpha
         Weight of the positive class, in [0, 1]; None: no weights.
     normalization
@@ -328,7 +331,9 @@ class Focal(_Pointwise):
 
     @staticmethod
     def _probabilities(x: Any, p: Any, rest: Any, log: Any, work: dict) -> None:
-        """Compute sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))`` without overflow or cancellation."""
+        """Write sigmoid(x) to `p`, sigmoid(-x) to `rest`, ``log1p(exp(-|x|))`` to `log`, without overflow or
+        cancellation.
+        """
         np.abs(x, out=p)
         np.negative(p, out=p)
         np.exp(p, out=p)
@@ -356,8 +361,9 @@ class CRPS(Loss):
         Number of members M, at least 2. They are channels: channel ``m * C + c`` of the prediction is member `m` of
         channel `c` of the target, as :class:`Concat` of M predictions has them.
     fair
-        1: the fair score, ``f = 1 / (M (M - 1))``, whose mean does not depend on M; 0: the score of the M members as a
-        distribution, ``f = 1 / M^2``; between 0 and 1: the mean of both with this share of the fair score.
+        1: the fair score, ``f = 1 / (M (M - 1))``, whose expectation does not depend on M; 0: the score of the M
+        members as a distribution, ``f = 1 / M^2``; between 0 and 1: the mean of both with this weight of the fair
+        score.
     normalization
         Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
 
@@ -462,12 +468,12 @@ class SoftmaxCrossEntropy(Loss):
     normalization
         ``"weights"``: the sum is divided by the sum of ``w[t]``, as in torch; the default with class weights or an
         `ignore_index`. ``"count"``: the mean over all positions of the valid samples, for any weights; the default
-        without weights, when both are equal. With weights of the positions as a third input, ``w[t]`` is multiplied
-        by the weight of the position.
+        without class weights and `ignore_index`. With weights of the positions as a third input, ``w[t]`` is
+        multiplied by the weight of the position.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
-        Target of positions without loss and weight.
+        Target value of the positions that have no loss and no weight.
 
     Notes
     -----
