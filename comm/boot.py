@@ -80,7 +80,10 @@ def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def start_text(ranks: int, multiple: bool = False) -> str:
-    """Return the advice to start `ranks` ranks. Without a launcher it includes the command to prepend. Local."""
+    """Return the advice to start `ranks` ranks, or with `multiple` a multiple of that number. Local.
+
+    Without a launcher it includes the command to prepend.
+    """
     command = f" (mpirun -n {ranks} ...)" if launched_size() is None else ""
     return f"start {'a multiple of ' if multiple else ''}{ranks} ranks{command}"
 
@@ -88,14 +91,15 @@ def start_text(ranks: int, multiple: bool = False) -> str:
 def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None) -> str | None:
     """Return a message if MPICH may crash because this node has too little shared memory; else None. Local.
 
-    Open MPI reports this itself, and continues.
+    Call it before MPI is initialized, because MPI takes shared memory then. Open MPI reports this itself, and
+    continues.
 
     Parameters
     ----------
     free
         Free shared memory of the node [B].
     environment
-        Environment variables; by default those of the process. Call the function before MPI is initialized.
+        Environment variables; by default those of the process.
     """
     environment = os.environ if environment is None else environment
     if "OMPI_COMM_WORLD_SIZE" in environment:
@@ -123,7 +127,7 @@ def _first_of(names: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def warn_of_shared_memory() -> None:
-    """Print a warning if MPI may crash when it starts, on one rank of the node. Local; only the first call acts.
+    """On one rank per node, print a warning if MPI may crash when it starts. Local; only the first call acts.
 
     Call it before MPI is initialized.
     """
@@ -137,7 +141,7 @@ def warn_of_shared_memory() -> None:
         return
     if _first_of(("MPI_LOCALRANKID", "SLURM_LOCALID"), os.environ) in ("", "0"):
         _print(f"warning: {text}")
-        time.sleep(PRINTING)
+        time.sleep(PRINTING)  # the launcher must forward the warning before this rank may crash
     else:  # the launcher kills the rank that prints as soon as another rank crashes
         time.sleep(4 * PRINTING)
 
@@ -224,9 +228,9 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def on_interrupt(message: Message) -> Iterator[None]:
-    """Print what `message` returns if SIGINT arrives within the context. Local.
+    """Within the context, print what `message` returns if SIGINT arrives. Local.
 
-    `message` is called in a thread.
+    :func:`end_on_interrupt` must have been called, with several ranks; its thread calls `message`.
     """
     global _message
     before, _message = _message, message
@@ -239,8 +243,8 @@ def on_interrupt(message: Message) -> Iterator[None]:
 def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
     """Let SIGINT to this rank end the job with code 130 from now on. Local; call it in the main thread.
 
-    In a single process, SIGINT raises KeyboardInterrupt instead, so that open contexts clean up. A process that ignores
-    or handles SIGINT keeps its setting.
+    In a single process (`comm` is None or has one rank), SIGINT raises KeyboardInterrupt instead, so that open contexts
+    clean up. A process that ignores or handles SIGINT keeps its setting.
     """
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_DFL):
         return

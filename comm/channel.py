@@ -23,7 +23,7 @@ IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
 
 class Channel(ABC):
-    """Fixed set of messages, one to and one from each peer, sent repeatedly; made by `Communicator.channel`.
+    """Fixed set of messages, at most one to and one from each peer, sent repeatedly; made by `Communicator.channel`.
 
     Every rank of the communicator that has a peer runs an exchange like this::
 
@@ -89,21 +89,27 @@ class Channel(ABC):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks that this rank sends to or receives from, in order."""
+        """Ranks that this rank sends to or receives from, in ascending order."""
         return tuple(sorted(self.send_counts.keys() | self.recv_counts.keys()))
 
     def send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """Return the buffer to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
+        """Return the buffer of the message to `peer`: ``(send_counts[peer],)``, `dtype`, 64-byte aligned. Local.
+
+        It is on the host, or on the device of the channel.
+        """
         self._check(peer, slot, self.send_counts, "send_counts")
         return self._send_buffer(peer, slot)
 
     def recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """Return the buffer from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
+        """Return the buffer of the message from `peer`: ``(recv_counts[peer],)``, `dtype`, 64-byte aligned. Local.
+
+        It is on the host, or on the device of the channel. Do not write to it.
+        """
         self._check(peer, slot, self.recv_counts, "recv_counts")
         return self._recv_buffer(peer, slot)
 
     def start(self) -> None:
-        """Send the contents of the send buffers of the current slot. Does not wait."""
+        """Start to send the contents of the send buffers of the current slot. Does not wait."""
         self._expect(IDLE, "start")
         self._state = STARTED
         self._started_at = time.perf_counter()
@@ -112,6 +118,8 @@ class Channel(ABC):
 
     def finish(self) -> None:
         """Wait until the receive buffers of the current slot hold the data of this exchange.
+
+        On a device, work that is enqueued afterwards finds the data there.
 
         Raises
         ------
@@ -124,6 +132,7 @@ class Channel(ABC):
         arrived = self._finish()
         self._state = FINISHED
         after = time.perf_counter()
+        # An arrival time of 0 is unknown: at the latest, the data arrived now.
         self._meter.took(self._started_at, before, arrived or after, after)
 
     def release(self) -> None:

@@ -87,11 +87,14 @@ class Codec(ABC):
         return self.dtype in ("", dtype)
 
     def payload(self, nbytes: int) -> int:
-        """Return the size that a contribution of `nbytes` [B] has in messages [B]."""
+        """Return the size that a contribution of `nbytes` [B] has on the wire [B]."""
         return nbytes * np.dtype(self.wire).itemsize // np.dtype(self.dtype).itemsize
 
     def held(self, itemsize: int) -> int:
-        """Return the memory to encode, add up and decode the elements of one sum, piece by piece [B]."""
+        """Return the scratch memory with which a sum encodes, adds up and decodes its elements, piece by piece [B].
+
+        `itemsize` is the size of an element before encoding [B].
+        """
         return self.arrays * PIECE * itemsize
 
     @property

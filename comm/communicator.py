@@ -149,8 +149,8 @@ class Communicator:
     def waits_for_network(self) -> bool:
         """Whether messages cross a (real or emulated) network. Collective at first use.
 
-        If so, ranks can compute while messages travel. Otherwise ranks read each other's memory, and copy a halo
-        without a message.
+        If so, ranks can compute while messages travel. Otherwise all ranks are on one node, and their cores copy the
+        data.
         """
         return max(self.nodes) > 0
 
@@ -175,11 +175,14 @@ class Communicator:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the messages of open channels on this rank [B]; `buffer_bytes` is host memory."""
+        """Device memory of the messages of open channels and reductions on this rank [B]; `buffer_bytes` is that of the
+        host.
+        """
         return sum(item.device_bytes for item in self._open if not item.closed)
 
     def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
-        """Choose the transport of device arrays, here and in all communicators split from this one. Collective.
+        """Choose the transport of device arrays, here and in all communicators split from this one, and return it.
+        Collective.
 
         Call it before any device array travels. `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without
         this call, device arrays travel by way of pinned host memory; sums that the host makes (hierarchical or encoded)
@@ -201,7 +204,7 @@ class Communicator:
         name: str | None = None,
         device: Device = HOST,
     ) -> Channel:
-        """Return a channel with one message to and one from each peer. Collective over this communicator.
+        """Return a channel with at most one message to and one from each peer. Collective over this communicator.
 
         Parameters
         ----------
@@ -318,7 +321,7 @@ class Communicator:
         """Let a group that was split from this communicator share its transport of device arrays. Collective.
 
         Only set-up time and memory depend on it. Call it directly after `split`, before device arrays travel in the
-        group; ranks without a group pass None. Without it, a group creates its own transport at first use.
+        group; ranks without a group pass None. Without this call, a group creates its own transport at first use.
         """
         self.devices.split(self._context, None if group is None else group._context)
 
@@ -375,6 +378,7 @@ class Communicator:
         """
         if operation not in _OPERATIONS:
             raise CommError(f"operation: expected one of {sorted(_OPERATIONS)}, got {operation!r}")
+        # Integers stay in int64, because float64 would round those above 2**53.
         buffer = np.array([value], np.int64 if isinstance(value, (int, np.integer)) else np.float64)
         self.mpi.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
         return buffer[0].item()
@@ -392,6 +396,7 @@ class Communicator:
         if self.closed:
             return
         self.closed = True
+        # Before the channels: graphs contain their messages.
         if self._is_root:
             self.devices.drop_graphs()
         # Last in, first out: all ranks created these objects in the same order, so they close them in the same order.
@@ -401,6 +406,7 @@ class Communicator:
         self.devices.leave(self._context)
         self._links.close()
         contexts.free(self.mpi)
+        # Split communicators share these objects, which the channels and sums needed until now.
         if self._is_root:
             self.devices.close()
             self._progress.close()
@@ -415,7 +421,8 @@ class Communicator:
         if is_shared(value, self.size):
             self.close()
         elif self._is_root and value is not None:
-            # The other ranks do not have this exception: a collective close would hang.
+            # The other ranks do not have this exception: a collective close would hang. (A split communicator does
+            # nothing: the exception reaches its root.)
             self._guard.leave(value)
             self.devices.abort()
             self._progress.close()

@@ -24,7 +24,7 @@ _held = 0
 
 
 def held() -> int:
-    """Return the number of open communicators and windows. Local."""
+    """Return the number of open communicators and windows of this library. Local."""
     return _held
 
 

@@ -22,7 +22,8 @@ class Counters:
 
     A channel counts one message per peer that it sends to, and the bytes of the payload. Synchronization tokens and the
     headers of the emulated network are not counted, so that all transports give the same counts. A reduction counts one
-    message with this rank's contribution per run, whatever algorithm MPI uses.
+    message with this rank's contribution per run, whatever algorithm MPI uses; for hierarchical sums see
+    `Communicator.reduction`.
 
     >>> counters = Counters()
     >>> counters.add("halo", messages=2, nbytes=64)
@@ -57,9 +58,10 @@ class Recorder(Protocol):
     """Receiver of time spans, always called by the thread that calls `finish()`."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
-        """Record a span of category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s].
+        """Record a span from `t0` to `t1` (`time.perf_counter` [s]).
 
-        `name` is ``"kind: name"`` of the channel or reduction, or only its kind if it has no name.
+        The category is ``"communication"`` (from start to arrival) or ``"wait"``. `name` is ``"kind: name"`` of
+        the channel or reduction, or only its kind if it has no name.
         """
 
 

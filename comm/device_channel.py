@@ -77,6 +77,8 @@ class StagedChannel(DeviceChannel):
         super().__init__(inner.send_counts, inner.recv_counts, inner.dtype, meter, device)
         self._inner, self._device = inner, device
         self._out_pinned = device.pinned(self._out.shape, self.dtype)
+        # Two, because the upload of an exchange may still run when the next one arrives. One is enough for sending: the
+        # host waits for the download, and copies the data on.
         self._in_pinned = [device.pinned(self._in.shape, self.dtype) for _ in range(2)]
         self._uploaded: list[Event | None] = [None, None]
         self._downloaded: Event | None = None
@@ -132,8 +134,9 @@ def staging(buffer: Any) -> np.ndarray:
 
 
 def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPlan:
-    """Return the plan of a sum of `pinned` (from `staging`) with copies from the device array before it and back after
-    it.
+    """Add to the plan of a sum of `pinned` (from `staging`) the copies from and to the device array `buffer`.
+
+    Returns the plan; it is unchanged if `buffer` is on the host.
     """
     device = on_device(buffer)
     if device is None:
@@ -151,7 +154,7 @@ def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPla
 
 
 def message_slices(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
-    """Return the slice of each peer's message in one buffer for all messages. Local.
+    """Return the slice of each peer's message in one buffer for all messages, each aligned to 64 B. Local.
 
     >>> message_slices({1: 3, 4: 20}, np.dtype("float64"))
     {1: slice(0, 3, None), 4: slice(8, 28, None)}

@@ -55,17 +55,17 @@ class Encoding:
 
     @property
     def nbytes(self) -> int:
-        """Scratch memory [B]."""
+        """Scratch memory, and that of `share_error` [B]; `error` belongs to the caller."""
         kept = 0 if self.share_error is None else self.share_error.nbytes
         return kept + sum(array.nbytes for array in (self._spare, *self._work))
 
     def compensate(self, error: np.ndarray) -> None:
-        """Add the encoding error of earlier summands to the next ones from now on; `error` is ``(n,)``. Local."""
+        """From now on, add the encoding error of each summand to the next one; `error`, ``(n,)``, keeps it. Local."""
         self.error = error.reshape(-1)
         self.share_error = np.zeros(sum(part.stop - part.start for part in self.owned), self.dtype)
 
     def collect(self) -> None:
-        """Add the encoding errors of this rank's parts of sums to `error`. Local."""
+        """Move the encoding errors of the parts of the sum that this rank encodes to `error`. Local."""
         offset = 0
         assert self.error is not None and self.share_error is not None
         for part in self.owned:
@@ -101,7 +101,7 @@ class Encoding:
                 self._encode(source, target, None if error is None else error[part])
 
     def _copied(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy of a piece."""
+        """Return a copy of a piece in scratch memory, which the next call overwrites."""
         copy = self._spare.view(np.uint8)[: array.nbytes].view(array.dtype)
         np.copyto(copy, array)
         return copy
@@ -127,7 +127,7 @@ class Encoding:
                 self._encode(total, encoded[part], None if error is None else error[part])
 
     def _encode(self, values: np.ndarray, encoded: np.ndarray, error: np.ndarray | None) -> None:
-        """Encode a piece."""
+        """Encode a piece; with `error`, add it to the values first, and set it to the new encoding error."""
         work = [array[: values.size] for array in self._work]
         if error is None:
             self.codec.encode(values, encoded, work)

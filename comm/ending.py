@@ -65,7 +65,7 @@ class Guard:
     ----------
     left
         Mark, exit code and text of the error by which this rank has left; None before. The error itself is not kept:
-        objects in its traceback must be freed before the process ends (HDF5 crashes then if a file is open).
+        objects in its traceback must be freed before the process ends (HDF5 crashes at exit if a file is open).
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
@@ -85,7 +85,10 @@ class Guard:
             self._start(self.left[0])
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for all ranks to leave; return whether they have left."""
+        """Wait at most `seconds` for all ranks to leave or call `close`; return whether they have done so.
+
+        This rank must have left.
+        """
         assert self._request is not None
         deadline = time.monotonic() + seconds
         while not self._request.Test():
@@ -117,7 +120,10 @@ class Guard:
 
 
 def end(comm: MPI.Intracomm, code: int) -> NoReturn:
-    """End all ranks of the job at once with this exit code. Local; does not return."""
+    """End all ranks of the job at once with this exit code. Local; does not return.
+
+    If `comm` has one rank, or MPI is finalized, only this process ends.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if comm.size > 1 and not MPI.Is_finalized():
@@ -147,7 +153,7 @@ def _unread(file: int) -> int:
 
 
 def refuse(error: UserError, where: str = "") -> None:
-    """Print a user's mistake in one line, on one rank. If only this rank has it, the job ends.
+    """Print a user's mistake in one line, on one rank if all ranks have it. If not all ranks fail, the job ends.
 
     Parameters
     ----------
@@ -168,8 +174,8 @@ def _await_others(error: BaseException) -> tuple[bool, bool]:
     """Return whether all ranks end by an error, and whether this rank prints it. Waits for at most `PATIENCE`, or
     `AGREED` if all ranks agreed on the error.
 
-    If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does, or every rank if
-    the errors differ.
+    If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does; every rank does
+    if the errors differ, or if not all ranks end.
     """
     agreed = _is_agreed(error)
     deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])
@@ -202,7 +208,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
         return
     if isinstance(value, UserError):
         refuse(value, _location(trace))
-        sys.exit(MISTAKE)
+        sys.exit(MISTAKE)  # Python accepts this from a hook: exit handlers run, and MPI is finalized
     together, prints = _await_others(value)
     if prints:
         every = together and not _is_agreed(value)

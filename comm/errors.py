@@ -26,7 +26,9 @@ class CommError(RuntimeError):
 
 
 def mark_agreed(error: BaseException, arose_here: bool, ranks: int, needs_no_rank: bool = False) -> None:
-    """Record in an error how many ranks raise it, whether it arose here, and whether its text needs no rank. Local."""
+    """Record in an error how many ranks raise it, whether it arose here, and whether its text names the rank already.
+    Local.
+    """
     vars(error).update(agreed=ranks, arose_here=arose_here, needs_no_rank=needs_no_rank)
 
 
@@ -50,6 +52,7 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
     `ranks` are the rank numbers for messages. Returns the marks that the ranks pass, of 63 bits each, in order.
     """
+    # A mark is not negative, so -1 is a fault.
     marks = np.zeros(mpi_comm.size, np.int64)
     request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)
     polls = 0
@@ -82,7 +85,9 @@ def describe(fault: Exception) -> tuple[str, str, str, bool]:
 
 
 def recreate(module: str, name: str, text: str, where: str) -> Exception:
-    """Return an error of this type whose text names where it arose; CommError if the type cannot be constructed. Local.
+    """Return an error of the type `name` of `module` with the text `where` + `text`. Local.
+
+    It is a CommError, which names the type, if the type cannot be constructed from a string alone.
     """
     try:
         error = getattr(importlib.import_module(module), name)(f"{where}{text}")

@@ -141,6 +141,7 @@ class Maker:
         by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
         arrays = [staging(spec.buffer) for spec in by_host]
         requests = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
+        # In the order of `by_host`, so that `next` below yields the plan of each sum that the host makes.
         plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._links.plans(requests)))
         return [
             Reduction(spec.buffer, meter, ReductionPlan())
@@ -153,7 +154,9 @@ class Maker:
 
 
 def _check_kinds(comm: Ranks, on_host: bool, dtypes: list[str]) -> None:
-    """Raise CommError unless the channels of this rank are of the kinds of the first rank. Collective."""
+    """Raise CommError unless the channels of this rank are as many as those of the first rank, with the same dtypes and
+    kind of device. Collective.
+    """
     host, expected = comm.mpi.bcast((on_host, dtypes), root=0)
     first = comm.ranks[0]
     if len(dtypes) != len(expected):
@@ -169,5 +172,5 @@ def _check_kinds(comm: Ranks, on_host: bool, dtypes: list[str]) -> None:
 
 
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:
-    """Return the nonzero numbers of elements per peer, in order."""
+    """Return the numbers of elements that are not zero, by peer, in the order of the peers."""
     return {peer: int(count) for peer, count in sorted(counts.items()) if count}

@@ -167,9 +167,9 @@ class StagedOperation:
             self._stages[self.at].begin()
 
     def poll(self, limit: float = float("inf")) -> bool:
-        """Advance the operation, up to stage `limit`, by one piece of work at most. Does not wait.
+        """Advance the operation, up to stage `limit`, by one piece of work per stage at most. Does not wait.
 
-        Returns whether only the owner can continue. Sets `worked` if something was done.
+        Returns whether only the owner can continue. Sets `worked` to whether something was done.
         """
         if self._prepare is not None:
             self._prepare()
@@ -227,7 +227,7 @@ class OperationQueue:
         return not self.operations
 
     def poll(self) -> bool:
-        """Advance the operations, by one piece of work at most; return whether none is left. The caller holds the lock.
+        """Advance the operations until one of them has changed; return whether none is left. The caller holds the lock.
         """
         limit, self.worked = float("inf"), False
         # A copy, because complete operations are removed.
@@ -237,14 +237,14 @@ class OperationQueue:
                 continue
             if _poll(operation, limit):
                 self.operations.remove(operation)
-            limit = operation.at
+            limit = operation.at  # later operations must not overtake this one
             self.worked |= operation.worked
             if self.worked:
                 break
         return self.idle
 
     def complete(self, operation: StagedOperation) -> None:
-        """Drive the queue until only the owner can continue an operation."""
+        """Drive the queue until only the owner can continue `operation`."""
         polls = 0
         while operation in self.operations:
             if not self.lock.acquire(timeout=PATIENCE):
@@ -315,7 +315,7 @@ class Progress:
         else:
             with self._lock:
                 if operation in self._pending:
-                    self._pending.remove(operation)
+                    self._pending.remove(operation)  # from now on, only the calling thread drives it
         with operation.lock:
             # Under the lock: the progress thread has left its last poll of this operation.
             fault, operation.fault = operation.fault, None
@@ -333,7 +333,7 @@ class Progress:
             self._thread.join()
             self._thread = None
             atexit.unregister(self.close)
-        self._closing = False
+        self._closing = False  # an operation that is submitted later starts a new thread
 
     def _launch(self) -> None:
         # A daemon, so that a communicator that was not closed does not keep the process alive. It is joined at exit,

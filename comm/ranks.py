@@ -1,4 +1,4 @@
-"""Protocol of a communicator as links, channels and sums need it."""
+"""Protocol: the part of a communicator that links, channels and sums use."""
 
 from __future__ import annotations
 

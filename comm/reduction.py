@@ -65,11 +65,13 @@ class SumBuffers:
     scatter
         Stage after which `summands` can be read; None: there is nothing to add.
     summands
-        This rank's part of the summands of all ranks, in order. If `total` is one of them, they are overwritten.
+        This rank's part of the summands of all ranks, in order. If `total` is one of them, the first may be
+        overwritten, too.
     total
         Target of their sum.
     gather
-        Stage after which the sources of `returns` can be read, and summands may be overwritten; None: no rank waits.
+        Stage after which the sources of `returns` can be read, and summands may be overwritten; None: no rank waits
+        for the sums of others.
     returns
         Pairs (target, source) of what this rank copies back.
     """
@@ -108,7 +110,7 @@ class Coding(Protocol):
 
 
 class Plain:
-    """Codec that leaves elements unchanged, on the host."""
+    """Copies and additions of elements in their own format, on the host."""
 
     def deposit(self, pairs: Pairs) -> Stage:
         return Work([partial(np.copyto, t[part], s[part]) for t, s in pairs for part in cut(t)])
@@ -143,7 +145,7 @@ class ReductionPlan:
         Encoder of the sum, with the encoding errors (:class:`halograd.comm.encoding.Encoding`); None: messages hold the
         elements as they are.
     nbytes, device_nbytes
-        Memory in addition to the buffer, on the host and on a device [B].
+        Memory in addition to the buffer and to that of `encoding`, on the host and on a device [B].
     fetch, put
         Functions that copy the buffer from a device before the sum, and back after it.
     close
@@ -209,7 +211,10 @@ class Reduction:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of the sum on this rank in addition to the buffer, in MPI or in shared memory [B]."""
+        """Host memory of the sum on this rank in addition to the buffer [B], also inside MPI.
+
+        Memory that several sums share is not counted.
+        """
         return self._plan.nbytes + (0 if self.encoding is None else self.encoding.nbytes)
 
     @property
@@ -219,11 +224,13 @@ class Reduction:
 
     @property
     def summed(self) -> bool:
-        """Whether the last started sum is complete, so that `finish` does not wait for other ranks."""
+        """Whether only this rank's last copies of the last started sum may be left, so that `finish` does not wait for
+        other ranks.
+        """
         return self._plan.operation is None or self._plan.operation.arrived
 
     def start(self) -> None:
-        """Start to sum the buffer. Does not wait.
+        """Start to sum the buffer. Does not wait for other ranks.
 
         Raises
         ------
@@ -280,6 +287,7 @@ class Reduction:
             plan.fetch()
         self._meter.waits()
         before = time.perf_counter()
+        # There is no other meter: a hierarchical sum, which has two, has no `direct`.
         self._meter.sent()
         self._attempt(plan.direct)
         after = time.perf_counter()
@@ -375,7 +383,7 @@ def check_codec(spec: ReductionSpec) -> None:
 
 
 def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None:
-    """Raise CommError unless the link sums arrays of this dtype. Local."""
+    """Raise CommError unless the dtype is `summable`, or the method sums nothing. Local."""
     dtype = spec.buffer.dtype
     if spec.sum.adds and dtype.name not in summable:
         raise CommError(f"buffer: expected one of {', '.join(summable)}, got {dtype}; convert it to float32")

@@ -45,7 +45,8 @@ class FreeSlot(Stage):
         self._after = self._until = 0
 
     def serve(self, operation: StagedOperation, at: int, count: int) -> None:
-        """Set the operation, the number of this stage in it, and how many stages after it use the memory."""
+        """Set the operation, the index `at` of this stage in it, and how many stages after it (`count`) use the memory.
+        """
         self.operation, self._after, self._until = operation, at + 1, at + count
 
     @property
@@ -98,7 +99,7 @@ class Ring:
         stages
             Stages of the sum.
         count
-            How many stages after the first ones use the memory of the sum. The owner runs none of them.
+            How many stages after the `first` ones use the memory of the sum. None of them is one of the `last`.
         first, last
             As in :class:`StagedOperation`.
         """

@@ -19,7 +19,8 @@ __all__ = ["SHARED_MEMORY", "free_memory", "sweep", "unname"]
 SHARED_MEMORY = Path("/dev/shm")
 # A segment younger than this may belong to a job that is just starting and has not mapped it yet.
 AGE = 60.0  # [s]
-# All ranks of a node map it in MPI_Init, and MPICH 5.0 does not use its name again, except to unlink it at the end.
+# All ranks of a node map this segment in MPI_Init, and MPICH 5.0 does not use its name again, except to unlink it at
+# the end.
 UNNAMED = "mpich_shm_*"
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
@@ -54,7 +55,7 @@ def sweep(min_age: float = AGE) -> list[Path]:
 
 
 def unname() -> list[Path]:
-    """Unlink MPI's own segments that this process has mapped. Local, one rank per node.
+    """Unlink the segments of MPICH that this process has mapped. Local, one rank per node.
 
     Call it when all ranks of the node have left MPI_Init. The memory stays until the last process that has mapped it
     ends.

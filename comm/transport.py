@@ -172,9 +172,10 @@ class Emulated(Transport):
         return self.alpha + self.beta * nbytes
 
     def collective(self, method: Method, ranks: int, nbytes: int) -> float:
-        """Return the time of a collective of `nbytes` among `ranks` on several nodes [s].
+        """Return the time of a collective of `nbytes` among `ranks` ranks on several nodes [s].
 
-        An all-reduce takes the time of the faster algorithm; a reduce-scatter or an all-gather half that of a ring.
+        An all-reduce takes the time of a ring or of recursive doubling, whichever is faster; a reduce-scatter or an
+        all-gather takes half that of a ring.
         """
         payload = method.codec.payload(nbytes)
         ring = ring_seconds(ranks, payload, self.alpha, self.beta)
@@ -210,7 +211,7 @@ def doubling_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float
 
 
 def transport_of(transport: str | Transport) -> Transport:
-    """Return the transport that a string names, with its settings. Local.
+    """Return the transport that a string names, with its settings; a transport is returned as it is. Local.
 
     >>> transport_of("emulated:alpha=1e-3,beta=1e-9,node=2")
     Emulated(alpha=0.001, beta=1e-09, node=2)

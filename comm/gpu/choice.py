@@ -59,7 +59,7 @@ class RankFacts:
     shares
         Whether NCCL lets ranks share a GPU (``NCCL_MULTI_RANK_GPU_ENABLE=1``).
     mpi_fault
-        Reason why MPI does not reach device memory; empty if it was proven to.
+        Reason why MPI does not reach device memory, as it reports or as the test has shown; empty if it does.
     """
 
     node: int
@@ -224,11 +224,11 @@ def version_text(version: int) -> str:
 
 
 def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
-    """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
+    """Return the transport for device arrays; `facts` has one item per rank, in order. Local; the same on all ranks.
 
-    ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
-    share one (NCCL 2.30.3 or later; 2.31 or later for MIG instances of one GPU; with ``NCCL_MULTI_RANK_GPU_ENABLE=1``);
-    ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
+    For several ranks, ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or
+    NCCL lets ranks share one (NCCL 2.30.3 or later; 2.31 or later for MIG instances of one GPU; with
+    ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
 
     Raises
     ------
@@ -275,7 +275,7 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
 
 
 def _sharing_fault(facts: Sequence[RankFacts]) -> str:
-    """Return the reason why ranks that share a GPU cannot use NCCL; empty if none share."""
+    """Return the reason why ranks that share a GPU cannot use NCCL; empty if they can, or if none share a GPU."""
     for first, other in _sharing(facts):
         both, version = _both(facts, first, other), facts[other].nccl
         needed = MULTI_RANK_VERSION if facts[first].instance == facts[other].instance else MIG_VERSION

@@ -85,7 +85,7 @@ class DeviceLinks:
     Attributes
     ----------
     choice
-        The chosen transport. None until `choose` is called: device arrays then go through the host.
+        The chosen transport. None until `choose` is called with a device: until then, arrays go through the host.
     """
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class DeviceLinks:
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
     def choose(self, comm: Ranks, device: Device, requested: str, timeout: float | None = None) -> Choice:
-        """Choose the transport, and prepare the shared objects. Collective over the root communicator.
+        """Choose the transport, prepare the shared objects, and return the choice. Collective over `comm`, the root.
 
         Raises
         ------
         CommError
-            On all ranks, if the requested transport cannot work, another choice was made before, or the ranks differ in
-            the request or in whether they have a device.
+            On all ranks, if the requested transport cannot work, another choice was made before, the timeout in the
+            environment is invalid, or the ranks differ in the request or in whether they have a device.
         """
         fault: Exception | None = None
         try:
@@ -256,6 +256,7 @@ def _gathered(comm: Ranks, query: Callable[[], Any]) -> list[Any]:
 def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opened:
     cuda = Cuda(device)
 
+    # The other ranks do not know of the loss, and this one cannot agree with a lost peer.
     def lost(text: str) -> None:
         sys.stderr.write(f"halograd: {text}; the job ends\n")
         sys.stderr.flush()
@@ -264,6 +265,7 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
     nccl = load_nccl() if choice.route.uses_nccl else None
     together = nullcontext if nccl is None else partial(aborting, nccl, device)
     watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, lost, device.use, together)
+    # Two streams: messages and small sums must not queue after large sums.
     return _Opened(choice, cuda, (cuda.comm_stream(), cuda.comm_stream()), watchdog, nccl, StreamSpans(cuda))
 
 
@@ -294,6 +296,7 @@ def gpu_address(device: Any) -> str:
 
 
 def _instance(device: Any) -> str:
-    """Return the identifier of a CUDA device. An instance of a GPU (MIG) has its own, but the address of the GPU."""
+    """Return the identifier of a CUDA device. Instances of one GPU (MIG) have different identifiers, but one address.
+    """
     identifier = device.cupy.cuda.runtime.getDeviceProperties(device.ordinal).get("uuid", b"")
     return bytes(identifier)[:16].hex()  # CuPy's value may be longer, up to the next byte that is 0

@@ -75,7 +75,8 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
     """Return the reason why MPI cannot send device memory to itself; empty if it can. Local; takes some seconds.
 
-    It runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device `ordinal`, as a program of one rank.
+    It runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device `ordinal`, as a program of one rank,
+    for at most `seconds`.
     """
     command = [sys.executable, "-m", "halograd.comm.gpu.mpi_aware", str(ordinal)]
     try:

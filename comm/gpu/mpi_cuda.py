@@ -32,7 +32,7 @@ __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
     """Return `nbytes` bytes at `address` as an MPI buffer.
 
-    mpi4py does not inspect them. (For a CuPy array it would synchronize the device.)
+    mpi4py does not inspect this memory. (Given a CuPy array, it would synchronize the device.)
     """
     return MPI.buffer.fromaddress(address, nbytes), MPI.BYTE
 
@@ -80,7 +80,7 @@ class AwaitedCodec(StreamCodec):
 
 
 class MpiCudaTransport:
-    """Transport by persistent MPI requests on device memory; sums are added up on the device in the order of the ranks.
+    """Transport by persistent MPI requests on device memory; the device adds up summands in the order of the ranks.
 
     It does not use ``MPI_Iallreduce``: many libraries support device memory only in point-to-point messages.
     """
@@ -109,6 +109,7 @@ class MpiCudaTransport:
         parts = [flat[part] for part in shards(flat.size, mpi.size, flat.itemsize)]
         own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
         peers = [r for r in range(mpi.size) if r != mpi.rank]
+        # Peers with a shard that is not empty; all peers, unless the shard of this rank is empty.
         filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
         buffers, moves, held = SumBuffers(), [], 0
         if method.adds:

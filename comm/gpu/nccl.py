@@ -113,6 +113,7 @@ class NcclLink:
         # NCCL splits only an idle communicator. Messages in graphs run on the kernels' stream.
         cuda.device.synchronize()
         self.comm_stream.stream.synchronize()
+        # Groups are disjoint, so the first rank of a group is a color that no other group has.
         color, key = (NO_COLOR, 0) if group is None else (group.ranks[0], group.mpi.rank)
         with self._watchdog.watching("the split of NCCL"):
             comm, fault = _tried(lambda: self._comm.commSplit(color, key), "to split a communicator")
@@ -132,7 +133,7 @@ class NcclLink:
         Raises
         ------
         CommError
-            If NCCL rejects a call.
+            If NCCL rejects a call, or the watchdog has found a fault.
         """
         self._watchdog.raise_fault()
         fault: Exception | None = None

@@ -171,8 +171,9 @@ class StreamSpans:
     def put(self, meter: StreamMeter, events: list[Any]) -> None:
         """Queue four events for the recorder: begin and end on the stream, begin and end of waiting.
 
-        Queued events that the device has reached are recorded.
+        The recorder gets the times of all queued events that the device has reached.
         """
+        # The device reaches the last of the four after the other three.
         self._waiting.append((meter, events))
         while self._waiting and self._cuda.arrived(self._waiting[0][1][-1]):
             oldest, reached = self._waiting.popleft()
@@ -230,7 +231,7 @@ class TimedPassage(Passage):
         super().leave()
 
     def join(self) -> None:
-        if len(self._events) < 2:
+        if len(self._events) < 2:  # not timed: there was no recorder at `enter`, or it was paused
             super().join()
             return
         compute = self.comm_stream.cuda.compute
@@ -279,7 +280,7 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
     """Return a function that enqueues ``total = summands[0] + summands[1] + ...``, in this order, on the current
     stream.
 
-    Local. `total` may be one of the summands; if it is not the first, the first is overwritten.
+    Local. `total` may be one of the summands; if it is one after the first, the first is overwritten, too.
     """
     first, *others = summands
     at = next((i for i, summand in enumerate(summands) if summand is total), None)

@@ -46,13 +46,15 @@ class DeviceWatchdog:
     interval
         Time between two polls [s].
     end
-        Function that is called with a message if no call on this rank raises the fault in time; by default it prints
-        the message. A caller that can end the job does so here.
+        Function that is called with a message if no call on this rank raises a fault in time, or if the body of
+        `watching` takes too long; by default it prints the message. A caller that can end the job does so here.
     begin
         Function that each of its threads calls first: it selects the device of this rank.
     together
         Context in which all communicators are aborted in one group, because the kernels of one may wait for those of
         another.
+    grace
+        Time for a call on this rank to raise a fault [s].
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class DeviceWatchdog:
 
     @contextmanager
     def watching(self, label: str) -> Iterator[None]:
-        """End the job if the body takes longer than the timeout; the body blocks, and cannot be aborted."""
+        """Call `end` if the body takes longer than the timeout; the body blocks, and cannot be aborted."""
         timer = threading.Timer(self.timeout, lambda: self._end(self._lost(label, self.timeout)))
         timer.daemon = True
         timer.start()
@@ -161,13 +163,13 @@ class DeviceWatchdog:
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(2 * PATIENCE)
+            thread.join(2 * PATIENCE)  # it may be in `abort`, which takes up to PATIENCE
 
     def _run(self) -> None:
         self._begin()
         while not self._stop.wait(self._interval):
             self.look()
-            if self._fault is not None:
+            if self._fault is not None:  # all communicators are aborted: nothing is left to poll
                 return
 
     def _failed(self) -> str | None:

@@ -23,7 +23,7 @@ class TransportContext:
     Attributes
     ----------
     mpi
-        A clone of the communicator. Only the transport sends messages on it.
+        A clone of the communicator. Only transports send point-to-point messages on it.
     progress
         The progress thread.
     agree
@@ -50,7 +50,7 @@ class TransportContext:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Messages of one channel: the number of elements per peer, none of them zero.
+    """Messages of one channel: the number of elements for each peer, never zero.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Pattern:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks that this rank sends to or receives from, in order."""
+        """Ranks that this rank sends to or receives from, in ascending order."""
         return tuple(sorted(self.sends.keys() | self.recvs.keys()))
 
 

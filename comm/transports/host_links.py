@@ -65,7 +65,9 @@ class HostLinks:
         return (0,) * mpi.size if alone else numbered(mpi.allgather(first))
 
     def neighbors(self) -> set[int]:
-        """Return the ranks that this rank reaches by shared memory. Collective at the first call."""
+        """Return the ranks that this rank reaches by shared memory, itself among them; empty if the transport has none.
+        Collective at the first call.
+        """
         return set() if self._memory is None else self._memory.neighbors()
 
     @property

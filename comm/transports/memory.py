@@ -90,13 +90,13 @@ class Chunk:
 
     def free(self) -> None:
         """Free the window. Collective over the node."""
-        self._segments.clear()
+        self._segments.clear()  # views of memory that the window frees
         self._window.Unlock_all()
         contexts.free(self._window)
 
 
 class Arena:
-    """Shared memory of the ranks of one node, for all channels of a communicator.
+    """Shared memory of the ranks of one node, for all channels and sums of a communicator.
 
     Parameters
     ----------
@@ -107,9 +107,9 @@ class Arena:
 
     Notes
     -----
-    A window per channel would cost an MPI context and some milliseconds each. The number of windows of an arena grows
-    with the logarithm of the memory. MPI unlinks the names of the segments as soon as all ranks have mapped them, so
-    the segments cannot outlive the run.
+    A window per channel would cost an MPI context and some milliseconds for each channel. The number of windows of an
+    arena grows with the logarithm of the memory. MPI unlinks the names of the segments as soon as all ranks have mapped
+    them, so the segments cannot outlive the run.
     """
 
     def __init__(self, node: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:

@@ -88,6 +88,7 @@ class MpiChannel(Channel):
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._progress = context.progress
         self._sent, self._received = self._allocate(pattern.sends), self._allocate(pattern.recvs)
+        # Receives first: a message that finds its receive is not copied to a buffer of the library.
         self._messages = Messages(
             [
                 *(context.mpi.Recv_init(words(m), peer, pattern.tag) for peer, m in self._received.items()),
@@ -264,6 +265,7 @@ class MessageSums:
         own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
         slots = iter(shared.slot(number, len(peers) * own.nbytes).view(dtype).reshape(len(peers), own.size))
         received = [own if r == mpi.rank else next(slots) for r in range(mpi.size)]
+        # Peers with a shard that is not empty; all peers, unless the shard of this rank is empty.
         filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
         there = [mpi.Send_init(words(parts[r]), r, tags[0]) for r in filled]
         there += [mpi.Recv_init(words(received[r]), r, tags[0]) for r in mine]

@@ -36,7 +36,7 @@ class NodeMemory:
     network
         Emulated network between the nodes; None without one.
     node_of
-        Number of the emulated node of every rank.
+        Number of the emulated node of every rank; empty without a network.
     oversubscribed
         Whether there are more ranks than cores. A waiting rank must then yield its core.
     """
@@ -254,7 +254,7 @@ class NodeMemory:
         """Return the stage of all large sums. The first call creates it (collective)."""
         if self._stage is None:
             ranks = self.context.mpi.size
-            # `blocks` rounds: a share may be one element longer than an equal part.
+            # The function `blocks` rounds: a share may be one element longer than an equal part.
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
             (block,) = self.blocks([STAGE_BYTES + share])
             self._stage = _CommonStage(block, share)
