@@ -1,7 +1,7 @@
 """Import of attention: scores, their softmax and the sum of values become one layer.
 
-A rule merges these operations into one, whatever module or exporter wrote them. Its importer reads from the axes of
-queries, keys and values which of their parts are heads, windows and positions (see :mod:`halograd.interchange.axes`).
+A rule merges these operations into one, whatever module or exporter wrote them. Its importer finds the factors of the
+axes of queries, keys and values that are heads, windows and positions (see :mod:`halograd.interchange.axes`).
 
 ::
 
@@ -26,9 +26,9 @@ from .shaping import in_form
 
 __all__ = ["ATTENTION", "attention"]
 
-#: Operators that only change the number of axes.
+#: Operators that keep the order of the elements.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
-#: A mask adds a number below this one to the scores of keys that are not read: next to 1, exp(-80) is 0 in float64.
+#: A mask adds a number below this one to the scores of keys that are not read: in float64, 1 + exp(-80) is 1.
 _MASKED = -80.0
 
 
@@ -36,7 +36,10 @@ _MASKED = -80.0
 
 
 def attention(graph: Graph, op: OnnxNode) -> None:
-    """Recognize scores of queries and keys, their softmax, and the sum of values with these weights."""
+    """Replace scores of queries and keys, their softmax `op`, and the sum of values that it weights by one operation.
+
+    ONNX's own attention operator is converted to the same operation, ``WeightedValues``. Other operations stay.
+    """
     if op.kind == "Attention" and op.attributes.get("qk_matmul_output_mode", 0) == 0:
         _of_opset_23(graph, op)
     rank = len(graph.shapes[op.inputs[0]])
@@ -69,7 +72,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
             chain.insert(0, before)
             name = before.inputs[0]
         inputs.append(name)
-    # Of queries, keys, values and result.
+    # Permutations of the axes of queries, keys, values and result.
     orders = (*product.orders, sums.orders[1], sums.result)
     attributes = {"scale": scale, "dropout": dropout, "orders": orders, "extents": tuple(shape for _, shape in added)}
     names = (*inputs, sums.inputs[1], *(name for name, _ in added))
@@ -77,7 +80,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
 
 
 def _factor(op: OnnxNode) -> float | None:
-    """Return the number by which an operation multiplies; None if it is another operation."""
+    """Return the number by which an operation multiplies every element; None if it does anything else."""
     attributes = op.attributes
     if op.kind != "Affine" or attributes["axis"] is not None or attributes["shift"]:
         return None
@@ -126,10 +129,10 @@ class _Product:
     inputs
         Names of the values. For scores the rows are queries, and the columns keys.
     orders
-        Orders that permute their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a sum with
-        weights, the second is ``(*batch, summed, columns)``.
+        Permutations of their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a weighted sum,
+        the second is to ``(*batch, summed, columns)``.
     result
-        Order that permutes ``(*batch, rows, columns)`` to the axes of the result.
+        Permutation of ``(*batch, rows, columns)`` to the axes of the result.
     """
 
     inputs: tuple[str, str]
@@ -138,9 +141,10 @@ class _Product:
 
 
 def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | None = None) -> _Product | None:
-    """Return a product of two values that depend on the data: scores, or values with weights.
+    """Describe `op` as the product of two values that depend on the data: scores, or a weighted sum of values. Return
+    None if it is no such product.
 
-    `weights` are the name of a transpose of the weights, and its order.
+    `weights`, for a weighted sum: name of the weights that `op` reads, and the permutation that transposed them before.
     """
     if len(op.inputs) != 2 or any(name in graph.constants for name in op.inputs):
         return None
@@ -159,7 +163,8 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
     if "." in result_term or [len(term) for term in terms] != ranks:
         return None
     inputs = list(op.inputs)
-    # An Einsum may have its factors in any order: queries, or the weights, become the first.
+    # An Einsum may have its factors in any order: queries, or the weights, become the first. The last axis of scores is
+    # that of the keys (the softmax is over them), so the term of the keys has its letter.
     swapped = inputs[0] != weights[0] if weights else result_term[-1:] not in terms[1]
     if swapped:
         inputs.reverse()
@@ -184,7 +189,7 @@ def _product(graph: Graph, op: OnnxNode, weights: tuple[str, tuple[int, ...]] | 
 
 
 def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
-    """Convert ONNX's own operator for attention."""
+    """Convert ONNX's own operator for attention (opset 23), unless it has a feature that the layer lacks."""
     names, settings = list(op.inputs), op.attributes
     rank = len(graph.shapes[names[0]])
     # Inputs from the fifth on are a cache of earlier keys and values, and its lengths.
@@ -192,6 +197,7 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
     if not plain or any(op.outputs[1:]) or rank != 4:
         return
     mask = names[3:4] if len(names) > 3 and names[3] else []
+    # A mask that depends on the data is not read.
     if mask and mask[0] not in graph.constants:
         return
     same = tuple(range(rank))
@@ -210,11 +216,11 @@ def _of_opset_23(graph: Graph, op: OnnxNode) -> None:
 
 
 def _weighted(build: Builder, op: OnnxNode) -> Activation:
-    """Import attention whose inputs have heads and windows at axes of their own."""
+    """Import attention whose queries, keys and values have heads and windows as separate axes."""
     attributes = op.attributes
     values = [_Operand.of(build, op, i) for i in range(3)]
     if any(not build.graph.constants[name].is_fixed for name in op.inputs[3:]):
-        # One window is the whole map, which is then a sequence for torch.
+        # A table of relative positions needs the axes of the map, which torch flattens if one window is the whole map.
         values = [
             operand if (space := _map_of(operand.node)) is None else operand.on(build, op, space) for operand in values
         ]
@@ -231,6 +237,7 @@ def _weighted(build: Builder, op: OnnxNode) -> Activation:
     if (local or op.inputs[3:]) and any(extents != window for extents in windows):
         raise build.refused(op, "queries and keys of the same extents", f"{windows[0]} and {windows[1]}")
     scale = attributes["scale"]
+    # The product of two float32 square roots differs from the layer's default scale by rounding.
     usual = scale is None or math.isclose(scale, 1 / math.sqrt(q.width), rel_tol=1e-6)
     tables = [_added(build, op, i, q, window) for i in range(3, len(op.inputs))]
     trained = [(constant, table) for constant, table in tables if not constant.is_fixed]
@@ -330,12 +337,12 @@ class _Operand:
 
     @property
     def roles(self) -> list[object]:
-        """Meanings of the factors of the batch, in order."""
+        """Role of each factor of `batch`, equal for operands that belong together: head, sample, or window."""
         last = len(self.axes.shape) - 1
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 
     def windows(self) -> Shape | None:
-        """Return the extents of the windows if the rows are all positions of one window; else None."""
+        """Return the extents of the windows if the second to last dimension has all positions of one; else None."""
         space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
         # The position in a window is the inner digit of each spatial axis, the number of the window the outer one.
@@ -345,7 +352,7 @@ class _Operand:
         return extents if list(positions) == inside and factors == outside else None
 
     def summed(self, width: int) -> Axes:
-        """Return the axes of the output, whose heads have `width` channels."""
+        """Return the axes of the weighted sum of values, whose heads have `width` channels."""
         last = len(self.axes.shape) - 1
         dims = [
             tuple(Factor(last, f.stride // self.width * width, f.extent) if f.axis == last else f for f in dim)
@@ -357,7 +364,7 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Table:
-    """Constant that is added to scores, as an array ``(*windows, heads, positions, positions)``.
+    """Constant that is added to scores; a call arranges it as ``(*windows, heads, positions, positions)``.
 
     Attributes
     ----------
@@ -380,10 +387,14 @@ class _Table:
     refused: Callable[[str], Exception]
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """Return the array of the first sample in this form, broadcast to the scores; windows in order of the axes."""
+        """Return the part of `array` for the first sample as ``(*windows, heads, positions, positions)``.
+
+        The array is broadcast to the scores; without an axis of heads in the scores, the extent of heads is 1.
+        """
         batch, size = self.queries.batch, math.prod(self.window)
         whole = np.broadcast_to(array, self.extents).reshape([f.extent for f in batch] + [size, size])
         last = len(self.queries.axes.shape) - 1
+        # In order of the node's axes: samples, windows, heads (which are a part of the channels, the last axis).
         order = sorted(range(len(batch)), key=lambda i: batch[i].axis)
         whole = whole.transpose(*order, len(batch), len(batch) + 1)
         kinds = [batch[i].axis for i in order]
@@ -419,7 +430,10 @@ class _Table:
 
 
 def _added(build: Builder, op: OnnxNode, i: int, q: _Operand, window: Shape) -> tuple[OnnxConstant, _Table]:
-    """Return a constant that is added to the scores, which is a table of relative positions if it is trained."""
+    """Return input `i`, a constant that is added to the scores, and the table that arranges it.
+
+    Raises the error `refused` if the constant is trained and no table of relative positions.
+    """
     constant = build.graph.constants[op.inputs[i]]
 
     def refused(got: str) -> Exception:
@@ -446,6 +460,7 @@ def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequ
     if not total.any():
         return none
     total = total.reshape(*counts, q.heads if total.shape[-3] == q.heads else 1, *total.shape[-2:])
+    # The layer's mask is the same for all heads.
     same = total[..., :1, :, :]
     shift = _shift_of(q.node)
     fits = (total == same).all() and ((same == 0) | (same < _MASKED)).all()
@@ -456,7 +471,10 @@ def _shift(build: Builder, op: OnnxNode, q: _Operand, window: Shape, masks: Sequ
 
 
 def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
-    """Return which keys a query reads in each window of a shifted map, ``(*windows, positions, positions)``."""
+    """Return the mask of the keys that a query reads, for each window of a shifted map.
+
+    Its shape is ``(*windows, positions, positions)``: queries, then keys.
+    """
     positions = np.unravel_index(np.arange(math.prod(window)), window)
     allowed = np.ones((*counts, math.prod(window), math.prod(window)), bool)
     for a, (by, extent, count) in enumerate(zip(shift, window, counts)):
@@ -471,7 +489,7 @@ def _allowed(shift: Shape, window: Shape, counts: Sequence[int]) -> np.ndarray:
 
 
 def _roll(build: Builder, op: OnnxNode) -> Activation:
-    """Import a circular shift. Shifts in sequence become one, also with layers of single positions between them."""
+    """Import a circular shift. Shifts in sequence become one, also with position-wise layers between them."""
     node, axes = build.axes(op.inputs[0])
     (axis, by), last = (op.attributes[key] for key in ("axis", "shift")), len(axes.shape) - 1
     # Along the channels: two slices in exchanged order.
@@ -491,11 +509,15 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _is_of_positions(node: Node) -> bool:
-    """Return whether each position of a node depends only on the same position of its only input."""
+    """Return whether a node is of a position-wise layer: a 1x1 convolution, a slice or dropout.
+
+    Such a layer computes each position from the same position of its only input.
+    """
     layer = node.layer
     if isinstance(layer, Conv):
         extents = node.inputs[0].shape
         return extents[:-1] == node.shape[:-1] and all(window.kernel == 1 for window in layer.windows(extents))
+    # The importer makes slices of channels only; parts in space become a Pad with negative amounts.
     return isinstance(layer, Slice | Dropout)
 
 
@@ -509,10 +531,10 @@ def _map_of(node: Node) -> Shape | None:
 
 
 def _moved(node: Node, shift: Shape, known: dict[Node, Node | None]) -> Node | None:
-    """Return a shifted node: the shift is added to a Roll before it; None if there is none.
+    """Return a node with the values of `node` shifted by `shift`, which is added to a Roll before it; None without one.
 
-    Layers of single positions after that Roll are called again, each once per node of `known`; the former calls are no
-    longer read.
+    Position-wise layers after that Roll are called again on the result. `known` holds results by node, so that each is
+    called again only once.
     """
     if node in known:
         return known[node]

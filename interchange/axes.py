@@ -42,9 +42,9 @@ class Axes:
     Attributes
     ----------
     shape
-        Shape of the node with its samples, ``(N, *spatial, C)``.
+        Shape of the node with the axis of samples, ``(N, *spatial, C)``.
     dims
-        Factors of each dimension in row-major order; axes of extent 1 have none.
+        Factors of each dimension in row-major order; a dimension of extent 1 has none.
     """
 
     shape: Shape
@@ -52,7 +52,7 @@ class Axes:
 
     @classmethod
     def whole(cls, shape: Shape, order: Iterable[int | None]) -> Axes:
-        """Return dimensions that are whole axes, in this order; None: a dimension of extent 1."""
+        """Return dimensions that are whole axes of a node of this shape, in `order`; None: a dimension of extent 1."""
         return cls(shape, tuple(() if axis is None else _digits(shape, [axis]) for axis in order))
 
     def transposed(self, order: Sequence[int]) -> Axes:
@@ -114,7 +114,7 @@ class Axes:
         return Axes(self.shape, self.dims[:dim] + self.dims[dim + 1 :])
 
     def with_channels(self, channels: int) -> Axes | None:
-        """Return the axes of a node with other channels; None unless the last dimension is all channels."""
+        """Return the axes with `channels` channels instead; None unless the last dimension is all channels."""
         last = len(self.shape) - 1
         if self.dims[-1] != _digits(self.shape, [last]):
             return None

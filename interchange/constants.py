@@ -68,7 +68,7 @@ def along(
 ) -> Activation:
     """Import the sum or product of a value, named `name` in the graph, with ``change(constant)``."""
     extents, shape = build.shape(name), value.node.shape
-    # Constants are broadcast from the last axis, so leading axes may be missing.
+    # Constants are broadcast from the last axis, so leading axes may be missing; one per sample (axis 0) is no layer.
     full = (1,) * (len(extents) - len(constant.shape)) + constant.shape
     if len(full) > len(extents) or full[0] != 1 or any(n not in (1, m) for n, m in zip(full, extents)):
         raise build.refused(op, f"an array that is broadcast over samples of {extents[1:]}", f"{constant.shape}")
@@ -91,6 +91,7 @@ def along(
     names = axis_names(len(shape) + 1)[1:]
     axes = tuple(axis for axis, n in zip(names, ours) if n > 1)
     layer: Layer
+    # A difference is a sum, too: `change`, or the negated value, has its sign.
     if op.kind in ("Mul", "Div"):
         key, layer = "gamma", Scale(axes=axes, trained=not constant.is_fixed)
         ours = ours[-1:] if axes == ("channel",) else ours

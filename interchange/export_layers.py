@@ -92,11 +92,11 @@ def first_axes(axes: int) -> list[int]:
 
 
 def _weights(w: OnnxWriter, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
-    """Write the effective weights and, if there is one, the bias."""
+    """Write the effective weights and, if there is one, the bias; return their names."""
     bias, lengths = w.parameter(node, "b"), w.parameter(node, "g")
     weights = np.asarray(w.parameter(node, "w"))
     if lengths is not None:
-        # The files hold w * g / |w|, in float64 because the norm is a long sum.
+        # The files hold w * g / |w| (weight normalization), computed in float64 because the norm is a long sum.
         rows = np.asarray(weights, np.float64).reshape(len(weights), -1)
         scale = np.asarray(lengths, np.float64) / np.sqrt(np.square(rows).sum(axis=1))
         weights = (rows * scale[:, None]).reshape(weights.shape)
@@ -109,7 +109,7 @@ def _channels_second(array: np.ndarray) -> np.ndarray:
 
 
 def _activated(w: OnnxWriter, layer: Any, value: str) -> str:
-    """Apply the fused activation of a layer."""
+    """Write the fused activation of a layer, if it has one; return the name of the result."""
     activation = inside(layer)
     if activation is None:
         return value
@@ -136,7 +136,7 @@ def _conv(w: OnnxWriter, node: Node) -> str:
 
 
 def _conv_transpose(w: OnnxWriter, node: Node) -> str:
-    """Export a transposed convolution; padding beyond the result becomes output padding in ONNX."""
+    """Export a transposed convolution; negative padding at the end becomes output padding in ONNX."""
     layer: Any = node.layer
     windows = layer.windows(node.inputs[0].shape)
     attributes = _window(windows)
@@ -216,7 +216,7 @@ def _adaptive_max(w: OnnxWriter, node: Node) -> str:
     return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", kernel_shape=kernel, strides=kernel)
 
 
-#: ONNX's attributes for our modes, by default with half-pixel centres; -0.75 is the coefficient of torch.
+#: ONNX's attributes for our modes, by default with half-pixel centers; -0.75 is the coefficient of torch.
 _MODES: dict[str, dict[str, Any]] = {
     "nearest": {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
@@ -226,7 +226,10 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 def _resize(w: OnnxWriter, node: Node) -> str:
-    """Export a resize, by sizes if they give the scale exactly, else by scales."""
+    """Export a resize by sizes with aligned corners, or if sizes give the scale exactly; else by scales.
+
+    The mode ``"area"`` is exported as means.
+    """
     layer: Any = node.layer
     shape, name = node.inputs[0].shape, w.name(node)
     resamplings = layer.resamplings(shape)
@@ -252,7 +255,7 @@ def _dense(w: OnnxWriter, node: Node) -> str:
 
 
 def _affine(w: OnnxWriter, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
-    """Write the factor and summand of each channel; ones and zeros for a layer without them."""
+    """Write the factor and summand of each channel, ones and zeros for a layer without them; return their names."""
     name, names = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
@@ -313,7 +316,7 @@ def _layer_norm(w: OnnxWriter, node: Node) -> str:
 
 
 def _rms_norm(w: OnnxWriter, node: Node) -> str:
-    """Export an RMS norm by its parts; the operator for it is newer than the version of our files."""
+    """Export an RMS norm as elementary operators; the operator for it is newer than the opset of our files."""
     layer: Any = node.layer
     name, (value,) = w.name(node), w.inputs(node)
     square = w.add("Mul", [value, value], f"{name}::square")
@@ -343,7 +346,9 @@ _Function = Callable[["OnnxWriter", Any, str, str], str]
 
 
 def _pointwise(kind: str, **attributes: str | float) -> _Function:
-    """Return the exporter of an operator. A string as attribute is the name of the layer's attribute with its value."""
+    """Return the exporter of an operator. A string in `attributes` is the name of the layer's attribute that has the
+    value.
+    """
 
     def write(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
         numbers = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
@@ -364,6 +369,7 @@ def _mish(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
 def _numbers(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     (value,), name, ones = w.inputs(node), w.name(node), [1 for _ in node.shape[:-1]]
+    # One number per channel is broadcast over the spatial axes, which come after the channels in ONNX.
     factor, shift = (np.reshape(n, (-1, *ones) if isinstance(n, tuple) else ()) for n in (layer.factor, layer.shift))
     if layer.factor != 1:
         value = w.add("Mul", [value, w.numbers(f"{name}::factor", factor)], f"{name}::multiplied")
@@ -382,7 +388,10 @@ def _embedding(w: OnnxWriter, node: Node) -> str:
 
 
 def _along(w: OnnxWriter, node: Node, key: str, label: str) -> str:
-    """Write an array per channel ``(C,)`` or with the axes of a sample, for values ``(N, C, *spatial)``."""
+    """Write an array per channel ``(C,)`` or with the axes of a sample so that it broadcasts to ``(N, C, *spatial)``.
+
+    Returns its name in the file.
+    """
     array, axes = _of(w, node, key), len(node.shape)
     array = np.moveaxis(array.reshape((1,) * (axes - array.ndim) + array.shape), -1, 0)
     # Not trained: a constant in the file, which is no weight.
@@ -501,7 +510,7 @@ def _shuffle(w: OnnxWriter, node: Node) -> str:
 
 
 def _padded(w: OnnxWriter, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
-    """Export padding of the spatial axes."""
+    """Export padding by `amounts` (elements before and after, per spatial axis); `value` is for constant padding."""
     every = [(0, 0), (0, 0), *amounts]
     name = w.name(node)
     pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)
@@ -550,6 +559,7 @@ def _pad_pole(w: OnnxWriter, node: Node) -> str:
 def _roll(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     (value,), name, shape = w.inputs(node), w.name(node), node.shape
+    # Shifts are those of the spatial axes only: `zip` leaves the channels out.
     for axis, (n, shift) in enumerate(zip(shape, layer.shifts(shape))):
         value = _rolled(w, value, f"{name}::{axis}", axis + 2, n, shift)
     return value
@@ -650,7 +660,10 @@ class _Cells(NamedTuple):
 
 
 def _closed(reaches: Sequence[Any], cells: Sequence[_Cells], positions: Sequence[np.ndarray]) -> np.ndarray:
-    """Return which keys a query does not read; broadcast to ``(windows, heads, heads per group, queries, keys)``."""
+    """Return the mask of the keys that a query does not read.
+
+    It can be broadcast to ``(windows, heads, heads per group, queries, keys)``.
+    """
     if not all(isinstance(reach, Windows) for reach in reaches):
         # No windows: one mask ``(queries, keys)`` for all samples and heads.
         allowed = np.ones((positions[0].shape[1], positions[1].shape[1]), bool)

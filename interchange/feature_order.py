@@ -76,7 +76,7 @@ def torch_of_ours(order: Order) -> np.ndarray:
 
 
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
-    """Return the order of the features (last axis) of every node, and the nodes without a counterpart in torch. Local.
+    """Return the order of the features (last axis) of every node, and the nodes whose features torch lacks. Local.
 
     Orders are known after Flatten, before Reshape, and at inputs and values with spatial axes. They propagate, forward
     and backward, through layers that keep the position of every feature. So the units of a dense layer whose output is
@@ -84,7 +84,8 @@ def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node
 
     Returns
     -------
-    Orders; and for every node after a layer that mixes flattened features by position, that layer's node.
+    Orders by node; and, by node whose features have no order in torch, the node of the layer from which this comes: one
+    that combines features of different orders, such as a sum, or depends on positions within flattened features.
     """
     orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
     # Repeated, because an order that is found backward may determine others forward.
@@ -137,7 +138,7 @@ def _inputs_with_features(node: Node) -> list[Node]:
 
 
 def _forwards(node: Node, orders: dict[Node, Order]) -> None:
-    """Set the order of a node if it follows from the orders of its inputs."""
+    """Set the order of a node if those of its inputs determine it; plain if the inputs' orders give none."""
     if node in orders or isinstance(node.layer, Dense):
         return
     if _flattens(node):
@@ -150,7 +151,10 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
 
 
 def _order_of_output(node: Node, orders: dict[Node, Order]) -> Order | None:
-    """Return the order of a layer's output from those of its inputs; None if it mixes features by position."""
+    """Return the order of a layer's output from those of its inputs; None if these give no order for torch.
+
+    The layer is one that does not keep the positions of features.
+    """
     orders_of_inputs = [orders[source] for source in node.inputs]
     if isinstance(node.layer, Concat):
         return pieces(*(piece for order in orders_of_inputs for piece in order))

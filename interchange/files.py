@@ -1,4 +1,4 @@
-"""Files of other frameworks: their libraries, and the check of their numbers."""
+"""Import of the libraries for files of other frameworks, and the check of the numbers in these files."""
 
 from __future__ import annotations
 

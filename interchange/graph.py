@@ -1,7 +1,7 @@
 """Graph of an ONNX file, as the importer modifies it, and the builder of the network.
 
-The graph contains operations on activations; all other values are constants. The
-origin of a constant is a parameter that torch trains, a buffer, or another constant of the source.
+The graph contains operations on activations; all other values are constants. A constant is a parameter that torch
+trains, a buffer, or another constant of the source: its origin.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class OnnxConstant:
     def scalar(self) -> float | None:
         """Return the number of a constant with one element, else None.
 
-        Exporters write constants of the source in float32; the result is the shortest decimal number with that float32
-        value.
+        Exporters write constants of the source in float32, without a name; for these, the result is the shortest
+        decimal number with that float32 value.
         """
         if math.prod(self.shape) != 1:
             return None
@@ -158,11 +158,11 @@ class OnnxNode:
         return re.sub(r"_\d+$", "", self.scope)
 
     def part(self, label: str) -> OnnxNode:
-        """Return a copy with `label` appended to its name, for an operation that becomes several layers."""
+        """Return a copy with `label` appended to its name and scope, for an operation that becomes several layers."""
         return self.changed(name=f"{self.name}.{label}", scope=self.scope and f"{self.scope}.{label}")
 
     def changed(self, **settings: Any) -> OnnxNode:
-        """Return a copy with other settings."""
+        """Return a copy in which the fields `settings` have other values."""
         return replace(self, **settings)
 
 
@@ -212,7 +212,7 @@ class Graph:
         return next((op for op in self.operations if value in op.outputs), None)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a value."""
+        """Rename a value in all operations."""
 
         def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(new if name == old else name for name in names)
@@ -359,13 +359,13 @@ class Builder:
         }
         #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
-        #: Layers with one array, by its name.
+        #: By name of an array (factor, summand, tokens): its layer, and the names of all arrays of the layer.
         self._arrays: dict[str, tuple[Layer, tuple[str, ...]]] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
     def value(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, which must be an activation."""
+        """Return input `i`, which must be an activation with its axes in an order that nodes have."""
         arranged = self.arranged(op, i)
         if arranged.refusal is not None:
             raise arranged.refusal
@@ -388,12 +388,13 @@ class Builder:
             return value.source, value.axes
         shape, dims = (self.graph.batch, *value.node.shape), len(self.shape(name))
         inner: list[int | None] = list(range(1, len(shape) - 1))
+        # A pooled value has axes of extent 1 in ONNX that its node lacks.
         inner += [None] * (dims - len(shape))
         channels = len(shape) - 1
         return value.node, Axes.whole(shape, (0, *inner, channels) if value.last else (0, channels, *inner))
 
     def samples(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, which must be channels first in ONNX, with or without spatial axes, and not flattened."""
+        """Return input `i`, which must have its channels first in ONNX, and must not be flattened."""
         value = self.value(op, i)
         if value.spatial:
             raise self.refused(op, "samples with spatial axes, or a dense layer after Flatten", "a flattened value")
@@ -407,7 +408,7 @@ class Builder:
         return Activation(self.add(op.part("first"), Reshape(shape), node))
 
     def with_positions(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, with its spatial axes."""
+        """Return input `i`, with its spatial axes. Raises NeedsPositions if a global pooling has removed them."""
         value = self.samples(op, i)
         if not value.pooled:
             return value
@@ -501,7 +502,7 @@ class Builder:
         return self.add(op, layer, node)
 
     def frozen(self, op: OnnxNode, weights: Sequence[OnnxConstant]) -> bool:
-        """Return whether torch trains none of the weights. Raises UserError if it trains only some of them."""
+        """Return whether there are weights and torch trains none. Raises UserError if it trains only some of them."""
         frozen = [weight for weight in weights if weight.frozen]
         if frozen and len(frozen) < len(weights):
             remedy = "set requires_grad of all parameters of the module to the same value"
@@ -559,7 +560,10 @@ class Builder:
         return before
 
     def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
-        """Return a unique name: that of the weights, else of the module, else of the node."""
+        """Return a unique name: of the module of the weights, else of the operation's module, else of its node.
+
+        A number is appended to a name that is taken.
+        """
         named = [weight.name for weight in weights if weight is not None and "." in weight.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
         stem = _module_of(named[0]) if named and _module_of(named[0]) else scope
@@ -622,7 +626,8 @@ class Origins:
     """Origins of the arrays of a file: parameters of the module, buffers, or other constants.
 
     The new exporter of torch stores them. The old one does not, so a buffer that multiplies looks like a learned
-    factor. In its files the last part of the name decides for names of torch's own modules, and `buffers` for others.
+    factor. If `buffers` is given, it decides for all arrays; else, in files of the old exporter, the last part of the
+    name decides, as torch's own modules use it.
     """
 
     def __init__(self, model: Any, buffers: Collection[str] | None) -> None:
@@ -633,7 +638,10 @@ class Origins:
         }
 
     def of(self, name: str, count: int = 0) -> dict[str, Any]:
-        """Return the attributes `name`, `origin` and `made_of` of a constant of `count` numbers."""
+        """Return attributes of :class:`OnnxConstant` for the array `name` of `count` numbers: `origin`, `made_of`, ...
+
+        Attributes that keep their defaults are left out.
+        """
         stored = self.stored.get(name, {})
         folded = re.findall(r"'([^']*)'", stored.get(_FOLDED, ""))
         parts = [part for part in (*folded, name) if is_named(part)]
@@ -659,7 +667,7 @@ class Origins:
         return "buffer" if last in ("running_mean", "running_var", "num_batches_tracked") else "unknown"
 
     def remedy(self, names: Sequence[str]) -> str:
-        """Return the remedy for weights that are computed from these parameters in every step."""
+        """Return the remedy for weights that are computed from the parameters `names` in every step."""
         if any(re.fullmatch(_PARAMETRIZED, name) for name in names):
             return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
         if all(self.of(name).get("origin") == "unknown" for name in names):

@@ -42,7 +42,7 @@ def _with_affine(
 ) -> Activation:
     """Build the norm that `make(affine, activation)` returns, with the parameters of the operation.
 
-    A norm without summand becomes a norm without parameters and a learned factor.
+    A norm with a factor alone becomes a norm without parameters, then a learned factor.
     """
     channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
@@ -68,6 +68,7 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
     In ONNX, momentum is the share of the running statistics that is kept.
     """
     value, channels = build.value(op), build.value(op).node.shape[-1]
+    # ONNX normalizes axis 1, which then is a spatial axis.
     if value.last:
         raise build.refused(op, "channels at axis 1", "channels at the last axis")
     statistics = [build.constant(op, i) for i in (3, 4)]

@@ -21,7 +21,7 @@ from .onnx_writer import PRODUCER, OnnxWriter
 
 __all__ = ["check_onnx_path", "save"]
 
-#: A file is one message, and its length has 31 bits; 1 MiB is for everything but the weights.
+#: A file is one protobuf message, whose length has 31 bits; 1 MiB is for everything but the weights.
 _MOST = 2**31 - 2**20
 
 
@@ -41,16 +41,16 @@ def save(
     parameters
         Whole arrays of parameters and states, by ``layer/name``; None: the initial values of the network.
     normalization
-        Statistics of channels (`halograd.data.ChannelStatistics`) by input, and by normalized target; the graph then
-        includes the normalization, and its predictions are in the units of the targets.
+        Statistics of channels (`halograd.data.ChannelStatistics`) by name of an input or of a normalized target; the
+        graph then includes the normalization, and its predictions are in the units of the targets.
     dtype
         Type of all arrays: ``"float32"``, or ``"float64"``, for which few programs have all operators.
 
     Raises
     ------
     UserError
-        ONNX has no operator for a layer (one of your own), a parameter is missing or has another shape, the network has
-        no output but a loss, or the file cannot be written.
+        ONNX has no operator for a layer (such as one of your own), a parameter is missing or has another shape, the
+        network has no output but a loss, the parameters exceed 2 GiB, or the file cannot be written.
     """
     arrays = network.initial_values() if parameters is None else parameters
     _check(network, arrays)
@@ -136,7 +136,7 @@ def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
     mean = w.numbers(f"{name}::mean", np.reshape(statistics.mean, shape))
     value = w.add("Sub", [value, mean], f"{name}::centered")
     value = w.add("Mul", [value, w.numbers(f"{name}::scale", scale.reshape(shape))], f"{name}::normalized")
-    # Limits of normalized values, so after mean and deviation.
+    # Limits of normalized values, so after mean and standard deviation.
     if "clip" in rules:
         value = _to_channels(
             w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP
@@ -164,14 +164,17 @@ def _restore(w: OnnxWriter, network: Network, normalization: Mapping[str, Any]) 
         w.values[node] = w.add("Add", [scaled, w.numbers(f"{title} mean", mean)], title)
 
 
-#: Operators of a rule; "log" is sign(x) log(1 + |x|).
+#: Operators of each rule in order; "log" is sign(x) log(1 + |x|).
 _TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 
 
 def _to_channels(
     w: OnnxWriter, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
-    """Apply a rule to the channels of a mask; other channels are unchanged."""
+    """Apply the operators `kinds`, in order, to the channels where `mask` is true; other channels are unchanged.
+
+    ``Clip`` limits magnitudes to `limit`. Returns the name of the result.
+    """
     output = value
     for kind in kinds:
         if kind == "Clip":

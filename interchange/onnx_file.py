@@ -36,7 +36,7 @@ _MOST = 1 << 24
 _LONGEST = 1 << 24
 #: Operators whose results differ from run to run, and from rank to rank.
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
-#: Operators that only move the numbers of a weight.
+#: Operators that only move the numbers of a weight, or convert their type.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
 #: Directions and lengths of torch's weight norms, by the last part of their names.
@@ -61,7 +61,7 @@ def read_onnx(
     Raises
     ------
     UserError
-        The file is missing or not ONNX, or extents are unknown.
+        The file is missing or not ONNX, extents are unknown, or a node is not supported.
     """
     onnx = library("onnx")
     try:
@@ -107,7 +107,7 @@ def read_onnx(
 
 
 def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
-    """Return where the data of large weights begin in the file's `content` [B], so that each is read when needed.
+    """Return the offsets of the data of large weights in the file's `content` [B], so that each is read when needed.
 
     They are in the file in their order in the model. A weight that is not found is left out, and then read at once.
     """
@@ -121,7 +121,9 @@ def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
 
 
 def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of inputs with the file's own extents in place of the given ones."""
+    """Return the shapes of inputs ``(*spatial, C)``, with the file's own extents, where it has them, in place of the
+    given ones.
+    """
     own_shapes = {name: tuple(requested) for name, requested in shapes.items()}
     for value in model.graph.input:
         extents = [dim.dim_value for dim in value.type.tensor_type.shape.dim][1:]
@@ -211,6 +213,7 @@ class _Folding:
         batches = {
             value.type.tensor_type.shape.dim[0].dim_value for value in values if value.type.tensor_type.shape.dim
         }
+        # 0: the file leaves the extent open. Inputs that differ have no common number of samples.
         batch = batches.pop() if len(batches) == 1 else 0
         batch = batch or _BATCH
         for value in values:
@@ -262,7 +265,7 @@ class _Folding:
         return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), **origin)
 
     def _sibling(self, location: str) -> Path | Buffer:
-        """Return a file in the same folder."""
+        """Return the file `location` in the folder of the model, or its content if the files are in memory."""
         if self.contents is not None:
             return self.contents[location]
         file = self.path.parent / location
@@ -295,7 +298,7 @@ class _Folding:
                 self._operation(node)
 
     def _check_traced(self, node: Any) -> None:
-        """Raise UserError if the metadata of the new exporter show that torch computes something else than the node."""
+        """Raise UserError if the metadata or the mode of a node show that torch computes something else."""
         traced = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.fx_node"), "")
         if node.op_type == "Identity" and "target=torch.ops.aten.detach." in traced:
             source = self.aliases.get(node.input[0], node.input[0])
@@ -344,6 +347,7 @@ class _Folding:
         if parts is None or index is None:
             raise self._refused(node, "parts whose sizes depend on the data")
         axis = next((a.i for a in split.attribute if a.name == "axis"), 0)
+        # One size for all parts, or a vector of sizes.
         sizes, i = parts.read(), int(index.read())
         first = int(sizes) * i if sizes.ndim == 0 else int(sizes[:i].sum())
         last = first + int(sizes if sizes.ndim == 0 else sizes[i])
@@ -378,6 +382,7 @@ class _Folding:
             self._keep(node.output[0], factors[0])  # exporters write a factor that was left out as 1
             return
         moved = node.op_type in _SAME and bool(sources)
+        # A shape does not depend on the numbers of the array.
         origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
         if node.op_type == "Constant" or any(source.origin == "buffer" for source in sources):
             origin["origin"] = "buffer"
@@ -450,6 +455,7 @@ class _Folding:
         if len(factors) != 2 or v is None or g is None or g.shape != (v.shape[0], *(1 for _ in v.shape[1:])):
             return None
         draw = np.random.default_rng(0)
+        # Numbers far from 0, so that no length vanishes and the comparison can be relative.
         tried = {part.name: draw.uniform(0.5, 2, part.shape).astype(part.dtype) for part in (v, g)}
         directions, lengths = (tried[part.name].astype(np.float64) for part in (v, g))
         norms = np.sqrt(np.sum(directions**2, axis=tuple(range(1, directions.ndim)), keepdims=True))
@@ -469,7 +475,10 @@ class _Folding:
         )
 
     def _replayed(self, name: str, values: dict[str, np.ndarray]) -> np.ndarray:
-        """Return a constant as the file computes it from other values of the parameters; completes `values`."""
+        """Return a constant as the file computes it if parameters have the arrays in `values`, by name.
+
+        Intermediate results are added to `values`.
+        """
         if name not in values:
             node = self.computing.get(name)
             if node is None:
@@ -480,7 +489,7 @@ class _Folding:
         return values[name]
 
     def _computed(self, node: Any, others: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
-        """Return the outputs of a node of constants, with the arrays `others` in place of some of them."""
+        """Return the outputs of a node of constants; `others` are arrays to read in place of constants, by name."""
         helper, reference = self.onnx.helper, library("onnx.reference")
         inputs = {name: self.constants[name].read() for name in node.input if name and name not in (others or {})}
         inputs |= others or {}
@@ -604,7 +613,7 @@ class _Folding:
 
 
 def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
-    """Rename values that outputs alias: a value gets the output's name, which is the module's own name.
+    """Rename values of which outputs are aliases: a value gets the name of the output.
 
     If several outputs are one value, the others copy the first.
     """
@@ -622,7 +631,7 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _read(file: Path | Buffer, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
-    """Read an array from a file. Raises UserError if the file is missing or too short."""
+    """Read an array from a file, or from its content in memory. Raises UserError if a file is missing or too short."""
     count = math.prod(shape)
     if not isinstance(file, Path):
         # A copy can be written, and does not keep a mapped file open.

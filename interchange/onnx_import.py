@@ -177,7 +177,7 @@ def _check_parts(path: Path, network: Network) -> None:
 
 
 def _output(value: Activation) -> Node:
-    """Return the node of an output. If both orders of channels make it an image, they are first."""
+    """Return the node of an output. Of an image that has channels first and last in ONNX, the first ones are taken."""
     # With three dimensions it is a sequence ``(N, L, C)``, which keeps its channels last.
     if value.last and value.source is not None and value.axes is not None and len(value.axes.dims) > 3:
         shape = value.axes.with_channels_at(False)
@@ -317,7 +317,7 @@ def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _torch_response_norm(build: Builder, op: OnnxNode) -> Activation:
-    """Import torch's local response norm, which uses the same windows for an even number of channels."""
+    """Import torch's local response norm, whose windows are ours, also for an even number of channels."""
     value = build.samples(op)
     return value.of(build.add(op, LocalResponseNorm(**op.attributes), value.node))
 

@@ -76,8 +76,9 @@ class OnnxWriter:
         return name
 
     def weight(self, node: Node, label: str, values: Any) -> str:
-        """Add a parameter of a layer, ``layer.label``; without a label ``layer``. Calls share it if they need it in the
-        same shape.
+        """Add a parameter of a layer under the name ``layer.label``, or ``layer`` if `label` is empty; return the name.
+
+        Calls of one layer share the array if they need it in the same shape.
         """
         owner, array = self.network.owners[self.name(node)], np.ascontiguousarray(values, self.dtype)
         if not label and owner in {*self.network.inputs, *self.network.outputs}:
@@ -86,7 +87,7 @@ class OnnxWriter:
         return self.numbers(name if self.weights.get(name, array).shape == array.shape else own, array)
 
     def model(self, name: str) -> Any:
-        """Return the complete model."""
+        """Return the complete model, an ONNX message with the graph `name`."""
         helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper
         outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
         for key, node in outputs.items():

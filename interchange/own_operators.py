@@ -77,7 +77,7 @@ def output_shape(shape: Shape, size: Sequence[int]) -> Shape:
 
 @functools.cache
 def _channel_dropout_of_torch() -> Callable[[Any, float], Any]:
-    """Register the operator ``halograd::channel_dropout`` of torch, which exporters do not decompose; return it."""
+    """Register the operator ``halograd::channel_dropout`` with torch, which does not decompose it; return it."""
     torch = library("torch")
     operator = torch.library.custom_op(
         "halograd::channel_dropout",
@@ -91,7 +91,10 @@ def _channel_dropout_of_torch() -> Callable[[Any, float], Any]:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Let torch's functions ``dropout1d`` to ``dropout3d`` call ``halograd::channel_dropout`` while this is open."""
+    """Let torch's ``dropout1d`` to ``dropout3d`` call ``halograd::channel_dropout`` within the ``with`` block.
+
+    Calls with ``inplace=True`` stay as they are.
+    """
     functional, operator = library("torch").nn.functional, _channel_dropout_of_torch()
     originals = {name: getattr(functional, name) for name in ("dropout1d", "dropout2d", "dropout3d")}
 
@@ -113,7 +116,7 @@ def marked() -> Iterator[None]:
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Return functions that write the operators for the new exporter, by torch's operator."""
+    """Return functions that write the operators for the new exporter, by torch's operator; register their schemas."""
     onnx, torch, values = library("onnx"), library("torch"), library("onnxscript.values")
     schema = onnx.defs.OpSchema
     for operator in _BY_TORCH.values():
@@ -150,7 +153,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
 
 def symbolics() -> dict[str, Callable[..., Any]]:
-    """Return functions that write the operators for the old exporter, by torch's operator."""
+    """Return functions that write the operators for the old exporter, by name of torch's operator."""
     torch = library("torch")
 
     def writer(operator: _Operator) -> Callable[..., Any]:

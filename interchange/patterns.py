@@ -181,9 +181,10 @@ def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
 
 
 def has_numbers_of_torch(op: OnnxNode) -> bool:
-    """Return whether an activation has the numbers of torch's: HardSigmoid 1 / 6 and 1 / 2, Swish 1."""
+    """Return whether an activation has torch's constants: HardSigmoid 1 / 6 and 1 / 2, Swish 1; others have none."""
     if op.kind == "Swish":
         return bool(op.attributes.get("alpha", 1.0) == 1)
+    # ONNX's default slope differs from torch's.
     slope, offset = op.attributes.get("alpha", 0.2), op.attributes.get("beta", 0.5)
     return op.kind != "HardSigmoid" or (math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5)
 
@@ -332,9 +333,9 @@ def _channel_scale(graph: Graph, op: OnnxNode) -> None:
 
 
 def _learned_axis(graph: Graph, name: str, value: str) -> int:
-    """Return the axis of a value with a learned number per element, preferably that of the channels; else 0."""
+    """Return the axis of a value along which the learned constant `name` has one number per element; 0 without one."""
     axis, extents = _axis_of(graph, name, value), graph.shapes[value]
-    # A single number belongs to an axis of extent 1.
+    # A single number belongs to an axis of extent 1, preferably that of the channels.
     if axis is None:
         return next((axis for axis in (1, len(extents) - 1) if extents[axis] == 1), 0)
     return axis
@@ -392,7 +393,9 @@ def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
 
 
 def _activation_after(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] | None:
-    """Return kind and attributes of the activation that is fused into an operation or is its only reader."""
+    """Return kind and attributes of the activation that is fused into an operation or, as its only reader, can be; or
+    None.
+    """
     if "activation" in op.attributes:
         fused: tuple[str, dict[str, Any]] = op.attributes["activation"]
         return fused
@@ -417,7 +420,7 @@ def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
     return np.moveaxis(separate, len(before), -1).reshape(*before, size)
 
 
-#: Operators that only change the number of axes.
+#: Operators that keep the order of the elements.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
 
 
@@ -465,9 +468,9 @@ def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
 
 
 def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) -> tuple[str, int] | None:
-    """Follow the mean over channels back to the squares. Return the squared value and the number of channels, or None.
+    """Follow the mean over channels back to the squares, and append the operations to `chain`.
 
-    Appends the operations to `chain`.
+    Returns the name of the squared value and the number of channels of a window; None if `op` is no such mean.
     """
     kinds = iter(("AveragePool", "Pad", "Mul"))
     kind, size, pads = next(kinds), 0, []
@@ -532,6 +535,7 @@ def _limits(graph: Graph, op: OnnxNode) -> None:
     before, attributes, chain = graph.maker(value), {key: number}, [op]
     if before is not None and before.kind == "Clip" and len(before.inputs) == 1 and graph.only_reader(value) is op:
         both = attributes | before.attributes
+        # If the limits cross, Max and Min in sequence depend on their order, which a Clip does not have.
         if set(before.attributes) == {other} and both["min"] < both["max"]:
             value, chain, attributes = before.inputs[0], [before, op], both
     graph.replace(chain, op.changed(kind="Clip", inputs=(value,), attributes=attributes))
@@ -576,7 +580,7 @@ def _kept_axis(graph: Graph, op: OnnxNode) -> None:
 
 
 def _expanded(graph: Graph, op: OnnxNode) -> None:
-    """Remove an Expand whose reader (a product or a sum with a value of the full extents) broadcasts itself."""
+    """Remove an Expand if its readers, products and sums with values of the full extents, broadcast its input too."""
     if op.kind != "Expand" or op.outputs[0] in graph.outputs:
         return
     output, value = op.outputs[0], op.inputs[0]
@@ -633,7 +637,7 @@ class _NormByParts:
         self.chain: list[OnnxNode] = []
 
     def maker(self, name: str, *kinds: str) -> OnnxNode | None:
-        """Return the operation of one of these kinds that computes a value, and append it to the chain."""
+        """Return the operation of one of these kinds that computes a value, and append it to the chain; else None."""
         op = self.graph.maker(name)
         if op is None or op.kind not in kinds:
             return None
@@ -642,7 +646,7 @@ class _NormByParts:
         return op
 
     def divided(self, op: OnnxNode) -> tuple[str, str] | None:
-        """Return numerator and denominator of a quotient, or of a product with a reciprocal."""
+        """Return numerator and denominator of a quotient, or of a product with a reciprocal; None for others."""
         if op.kind == "Div":
             return op.inputs[0], op.inputs[1]
         for value, factor in (op.inputs, op.inputs[::-1]) if op.kind == "Mul" else ():
@@ -664,7 +668,7 @@ class _NormByParts:
         return name
 
     def deviation(self, name: str) -> tuple[str, float, list[int]] | None:
-        """Return x, eps and axes for the value ``sqrt(mean(x ** 2, axes) + eps)``."""
+        """Return x, eps and axes for the value ``sqrt(mean(x ** 2, axes) + eps)``; None for other values."""
         root = self.maker(name, "Sqrt")
         added = root and self.maker(root.inputs[0], "Add")
         value, eps = _operands(self.graph, added) if added else ("", None)

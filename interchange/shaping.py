@@ -33,7 +33,9 @@ __all__ = ["SHAPING", "SPATIAL", "in_form"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
-    """Import a move of the channels from first to last, or back. Here the channels are always last."""
+    """Import a permutation of axes. A move of the channels to the last axis, or back, needs no layer: here they are
+    always last.
+    """
     value = build.arranged(op)
     axes = len(build.shape(op.inputs[0]))
     order = tuple(op.attributes.get("perm", range(axes - 1, -1, -1)))
@@ -308,7 +310,9 @@ Rows = tuple[int, int]
 
 
 def _rows_of(graph: Graph, name: str, axis: int) -> tuple[str, Rows] | None:
-    """Return the source of a value and its rows along an axis, if it is a slice with step 1 along this axis only."""
+    """Return the source of a value and its rows along an axis, if it is a slice with step 1 along this axis only; else
+    None.
+    """
     op = graph.maker(name)
     if op is None or op.kind != "Slice" or any(number not in graph.constants for number in op.inputs[1:]):
         return None
@@ -409,8 +413,8 @@ def _picked(graph: Graph, op: OnnxNode) -> None:
 
 def _index_of_rows(graph: Graph, op: OnnxNode) -> None:
     """Recognize the selection of rows or channels by index vectors, one per axis: a Transpose, a GatherND of the
-    leading axes, and the Transpose back. It becomes a Gather of channels, a Resize to the nearest rows, or stays as
-    an operation ``Indexed`` for later rules.
+    leading axes, and the Transpose back. It becomes a Gather of channels, a Resize to the nearest rows, or an operation
+    ``Indexed``, for later rules.
     """
     picked = graph.only_reader(op.outputs[0]) if op.kind == "Transpose" else None
     back = graph.only_reader(picked.outputs[0]) if picked is not None and picked.kind == "GatherND" else None
@@ -538,7 +542,7 @@ _PARTS = ("Transpose", "GatherND", "Where", "Gather", "Add", "Div")
 
 
 def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
-    """Return the operations from the Transpose `op` to a quotient; none if others read the values between."""
+    """Return the operations from the Transpose `op` to a quotient; an empty list if others read the values between."""
     picked = graph.only_reader(op.outputs[0])
     if picked is None or picked.kind != "GatherND":
         return []
@@ -560,13 +564,14 @@ def _chain_to_quotient(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
 
 
 def _computed(graph: Graph, chain: Sequence[OnnxNode], x: str, array: np.ndarray) -> np.ndarray:
-    """Return the last value of the operations if `x` is this array."""
+    """Return the result of the last operation of `chain` if the value `x` is `array`."""
     values = {x: array}
     for op in chain:
         inputs = [values[n] if n in values else graph.constants[n].read() for n in op.inputs]
         if op.kind == "Transpose":
             result = inputs[0].transpose(op.attributes["perm"])
         elif op.kind == "GatherND":
+            # The last axis of the indices has one index per leading axis.
             result = inputs[0][tuple(np.moveaxis(inputs[1], -1, 0))]
         elif op.kind == "Gather":
             result = np.take(inputs[0], inputs[1], axis=op.attributes.get("axis", 0))

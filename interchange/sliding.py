@@ -141,7 +141,9 @@ def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
-    """Import a learned factor per channel as a 1 x 1 convolution with as many groups as channels."""
+    """Import a learned factor per element of an axis, and a summand; for channels of a map, it is a 1 x 1 convolution
+    with as many groups as channels.
+    """
     value, scale, shift = build.value(op), build.constant(op, 1), build.constant(op, 2)
     assert scale is not None
     for constant in (scale, shift):
@@ -188,7 +190,7 @@ def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> in
 
 
 def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
-    """Return the padding that gives as many outputs as ``ceil_mode``, which rounds up; without it, as it is."""
+    """Return the padding that gives as many outputs as ``ceil_mode``, which rounds up; unchanged without this mode."""
     padding = window["padding"]
     if not op.attributes.get("ceil_mode") or padding == "same":
         return padding
@@ -265,7 +267,7 @@ def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activ
 
 
 def _over_channels(build: Builder, op: OnnxNode, others: list[int], what: str, kind: type[Layer]) -> Activation:
-    """Import the mean, or the maximum, over the channels, and over other axes before."""
+    """Import the mean, or the maximum, over the spatial axes `others`, if any, and then over the channels."""
     value = build.value(op)
     if others:
         value = _reduce(build, op.part("space").changed(inputs=op.inputs[:1], attributes={"axes": others}), what, kind)

@@ -95,7 +95,7 @@ class _Call:
     outputs: list[str] = dataclasses.field(default_factory=list)
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the tensors in order that returns the tensors of `original` in order."""
+        """Return a function of the call's tensors, in order; it returns the tensors in the result of `original`."""
 
         def forward(*tensors: Any) -> tuple[Any, ...]:
             named = dict(zip(self.tensors, tensors))
@@ -401,6 +401,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
     model.metadata_props.add(key=UNMERGED, value="True")
     _store_buffers(graph, dict(call.module.named_buffers()))
     _store_frozen(graph, {name for name, parameter in call.module.named_parameters() if not parameter.requires_grad})
+    # Equal models have equal bytes: their checksum is a part of the network's source.
     contents: dict[str, Buffer] = {type(call.module).__name__: model.SerializeToString(deterministic=True)}
     for path in sorted(folder.iterdir()):
         if path.name != "model.onnx":
@@ -410,7 +411,7 @@ def _finished(folder: Path, call: _Call) -> dict[str, Buffer]:
 
 
 def _first_names(module: Any, graph: Any) -> dict[str, str]:
-    """Return the first name of each weight in the graph that the module has under several names."""
+    """Return the module's first name of each weight that the graph has under another name, by this name."""
     first: dict[int, str] = {}
     both = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in both}
@@ -464,7 +465,8 @@ def _store_frozen(graph: Any, names: Collection[str]) -> None:
 
 
 def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the arrays of a network by their names in torch: numbers, and a mask of the elements that it has. Local.
+    """Return the arrays of a network by their names in torch: numbers, and a mask of the elements that the network has.
+    Local.
 
     Parameters
     ----------

@@ -269,7 +269,7 @@ _PROJECTIONS = {
 
 
 def _of_transformer(network: Network, name: str, shape: tuple[int, ...]) -> Arrangement | None:
-    """Return the layout of a parameter of a vision transformer that torchvision arranges in its own way."""
+    """Return the layout of a parameter of a vision transformer that torchvision arranges in its own way; else None."""
     if not re.match(r"(vit|swin)(_[bt]|$)", network.name):
         return None
     layer, _, key = name.rpartition("/")
@@ -304,7 +304,8 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
     Raises
     ------
     UserError
-        A layer with parameters follows one that mixes flattened features by position, which torch cannot express.
+        A layer with parameters reads or returns features that have no order in torch (:func:`feature_orders`), or
+        different orders at its calls.
     """
     modules, result = module_names(network), {}
     orders, mixed = feature_orders(network)
@@ -399,7 +400,7 @@ def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Nod
 
 
 def _ones(node: Node, keys: tuple[str, ...]) -> int:
-    """Return the number of trailing axes of extent 1 in torch's array of lengths (weight norm)."""
+    """Return the number of trailing axes of extent 1 in torch's array of lengths (weight norm); 0 for other arrays."""
     return len(node.layer.parameters(*_shapes(node))["w"].shape) - 1 if keys == _NORMED["g"] else 0
 
 
@@ -473,7 +474,7 @@ def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()
     Parameters
     ----------
     fresh
-        Layers that are missing in the file, or have other sizes in it: they are left out.
+        Layers to leave out, because the file lacks them or has them with other sizes.
 
     Raises
     ------
@@ -533,7 +534,7 @@ class WeightsFile:
 
     def _find_wrapper(self) -> str:
         """Return the prefix that a wrapper of the module gives all names, such as ``module.`` of data-parallel training
-        and ``model.`` of Lightning; an empty text if there is none.
+        and ``model.`` of Lightning; an empty string if there is none.
 
         All names of the network must have it. If two prefixes fit, such as those of weights and of their moving
         averages, none is chosen.
