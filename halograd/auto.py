@@ -196,7 +196,10 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
 
 
 class _Planner:
-    """Planner that measures on all ranks within the budget [s], and plans on rank 0. All methods are collective."""
+    """Planner that measures on all ranks within the budget [s], and plans on rank 0.
+
+    Methods are collective unless they are described as Local.
+    """
 
     def __init__(
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
@@ -230,7 +233,7 @@ class _Planner:
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """Return a plan whose layers were measured, first once and then again, as far as the budget permits.
+        """Return a plan whose layers were measured, and its decisive layers twice, as far as the budget permits.
 
         The loop ends because each round measures a layer for the first or second time.
         """

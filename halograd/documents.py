@@ -175,7 +175,10 @@ def bytes_text(nbytes: float) -> str:
 
 
 def dotted(path: Iterable[str | int], before: str = "") -> str:
-    """Return the path of an entry as a string: ``layers.conv1.height``, ``milestones[2]``; unusual keys are quoted."""
+    """Return the path of an entry as a string: ``layers.conv1.height``, ``milestones[2]``; unusual keys are quoted.
+
+    `before` is the beginning of the string, such as the path of the table that has the entry.
+    """
     text = before
     for step in path:
         if isinstance(step, int):
@@ -458,7 +461,7 @@ _REMEDIES = {
 
 
 def os_reason(error: OSError) -> str | None:
-    """Return reason and remedy of a file system error; None for an error of the program. Local.
+    """Return reason and remedy of a file system error; None if no remedy is known, as for errors of the program. Local.
 
     >>> os_reason(OSError(errno.EIO, "Input/output error"))[:25]
     'input/output error; the d'

@@ -33,7 +33,7 @@ class ExportKind:
     save
         ``save(network, arrays, path)`` writes whole arrays by ``layer/name``.
     normalizes
-        Whether `save` also takes the statistics of the inputs, to include the normalization in the file.
+        Whether `save` also takes the statistics of inputs and normalized targets, to include the normalization.
     """
 
     check: Callable[[Path], None]
@@ -58,7 +58,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     kind
         ``"onnx"``, or ``"safetensors"``: weights alone.
     out
-        File to write; an existing file is replaced only if this function wrote it.
+        File to write; an existing file is replaced only if halograd wrote it.
     overrides
         ``section.key=value``, such as another resolution.
     normalize
@@ -68,6 +68,12 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     -------
     int
         Number of updates until the checkpoint.
+
+    Raises
+    ------
+    UserError, DataError
+        If the user can correct the fault, such as an unknown kind, a directory without checkpoint, or a file of another
+        program at `out`.
     """
     if kind not in KINDS:
         raise UserError(f"--to: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -101,7 +107,10 @@ def trained_arrays(
 
 
 def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[str, ChannelStatistics]:
-    """Return statistics by input. A checkpoint of an earlier version has statistics of its single input only."""
+    """Return statistics by name of an input or a normalized target; empty without normalization.
+
+    A checkpoint of an earlier version has statistics of its single input only.
+    """
     if not known:
         return {}
     # "mean" is a key of the statistics themselves, so there is no level of input names.

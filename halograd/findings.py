@@ -32,7 +32,7 @@ class Finding:
 
 
 def probe_mpi() -> Iterator[Finding]:
-    """Report the MPI library, its version and thread level. Local."""
+    """Report the MPI library, its version and thread level, and the version of mpi4py. Local."""
     try:
         # The import of MPI loads the library and initializes MPI, so both errors occur here.
         import mpi4py

@@ -261,7 +261,7 @@ def _checksum(dataset: ArrayDataset) -> int:
 
 
 class TrainedRun:
-    """Finished training run: its scores, and methods that use its network. Attributes are plain data on all ranks.
+    """Finished training run: its scores, and methods that use its network. Attributes are the same on all ranks.
 
     Attributes
     ----------
@@ -376,7 +376,7 @@ class TrainedRun:
         on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
 
     def normalization(self, which: str = "latest") -> dict[str, ChannelStatistics]:
-        """Return the statistics that normalize the channels of each input: means and divisors. Local."""
+        """Return the statistics that normalize channels, means and divisors, by input and normalized target. Local."""
         known = read_header(self.given(which).resolve())[0].normalization or {}
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 

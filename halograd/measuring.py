@@ -55,7 +55,7 @@ UNITS = 12
 
 
 class Measuring:
-    """Measurements of this machine for a network, new or stored on disk. All methods are collective over `comm`.
+    """Measurements of this machine for a network, new or stored on disk. Methods except `times` are collective.
 
     Times of layers are stored on disk, so an interrupted measurement, or one that used up its budget, can be continued.
 
@@ -105,7 +105,7 @@ class Measuring:
             self.cache = TimeCache(self.path if comm.rank == 0 else None, EVERY)
 
     def machine(self) -> Profile:
-        """Measure messages, device and overheads."""
+        """Measure messages, device and overheads; return them as the profile of the machine."""
         profile = replace(measure_machine(self.comm, self.kernels), autotune=self._autotune)
         return profile.with_overheads(*measure_overheads(self.comm, self.kernels, profile.machine, self.dtype))
 
@@ -134,7 +134,7 @@ class Measuring:
         return None if machine is None else replace(machine, memory=memory)
 
     def keep_machine(self, path: Path) -> Machine:
-        """Measure the machine, and store it in a file."""
+        """Measure the machine, and store it in a file; return it with the memory that this job may use."""
         profile = self.machine()
         with self.comm.agreement():
             if self.comm.rank == 0:
@@ -146,13 +146,13 @@ class Measuring:
         return machine
 
     def times(self, machine: Machine) -> MeasuredTimes:
-        """Return the known times of layers on rank 0. Other layers are estimated, and listed as missing."""
+        """Return the times of layers that rank 0 knows. Other layers are estimated, and listed as missing. Local."""
         return MeasuredTimes(self.cache, self.conditions, RooflineTimes(machine))
 
     def layers(
         self, works: Iterable[LayerWork], budget: float | None = None, again: bool = False, show: bool = True
     ) -> Coverage:
-        """Measure the layers whose times are unknown.
+        """Measure the layers whose times are unknown; return how many were measured, known before, and left.
 
         Parameters
         ----------
@@ -258,7 +258,7 @@ def _times(
     before: Callable[[], Any] = lambda: None,
     repeats: int = 25,
 ) -> list[float]:
-    """Return times of `run` [s], after two warm-up runs. `before` runs first and is not timed."""
+    """Return times of `run` [s], after two warm-up runs. `before` runs before each of them and is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
@@ -289,7 +289,7 @@ class StepTrial:
     Attributes
     ----------
     plan
-        Fastest plan.
+        Chosen plan: the fastest one, or the planner's if that is almost as fast.
     name
         Name of the plan in `seconds`.
     seconds
@@ -320,7 +320,7 @@ class StepTrial:
 
 
 def near_baselines(plan: Plan) -> list[str]:
-    """Return the baselines, including the grid, that fit and may be as fast as a plan, by predicted time. Local."""
+    """Return the names of baselines and the grid that fit and may be as fast as a plan, the fastest first. Local."""
     slowest = (1 + NEAR) * plan.step_seconds
     near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
     # Strategies of equal time and memory, to the byte, have the same cuts; one of them is enough.

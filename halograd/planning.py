@@ -123,7 +123,9 @@ class PlanRequest:
         return self._quick if times is self._quick.times else None
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
-        """Return the cost model of a step of `batch` samples on `ranks` ranks, with the faster halo algorithms."""
+        """Return the cost model of a step of `batch` samples on `ranks` ranks, each layer with its fastest halo
+        algorithm.
+        """
         return Pricing(NetworkModel(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 

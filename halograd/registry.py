@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 
 class Registry(Generic[Kind]):
-    """Registry of the classes of one kind by name, from three sources. Local. ::
+    """Registry of the classes of one kind by name: those of the library, of users, and of installed packages. Local. ::
 
         CODECS = Registry("codec", Codec, key="reduction.payload")
 
@@ -45,7 +45,7 @@ class Registry(Generic[Kind]):
     kind
         Name of the kind, for messages and for the group of entry points.
     base
-        Base class of all of them.
+        Base class of the registered classes.
     key
         Entry of the configuration that names a class, for messages.
     """

@@ -261,7 +261,7 @@ def _known(key: str | int, tables: Iterable[Any]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean NAME?`` with the nearest known name, or an empty text. Local.
+    """Return ``; did you mean NAME?`` with the nearest known name, or an empty string. Local.
 
     If several names start with the given text, all are listed.
 

@@ -20,7 +20,7 @@ def check_methods(
 ) -> None:
     """Check that methods of a user's class take the arguments of the methods that they override. Local.
 
-    Methods of the library, and overrides of methods with ``**keywords``, are not checked.
+    Private methods, methods of the library, and overrides of methods with ``**keywords``, are not checked.
 
     Parameters
     ----------

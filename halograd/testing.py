@@ -161,6 +161,7 @@ def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.nd
     blocks: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
     values = {"y": executor.program.values[name], **{f"dx{i}": executor.program.values[f"x{i}"] for i in range(inputs)}}
     for key, value in values.items():
+        # `dy` of an input's value is the gradient of the loss with respect to the input.
         view = value.view if key == "y" else value.dy
         slices = value.layout.boxes[executor.comm.rank].slices()
         blocks[key] = executor.device.to_host(executor.runner.view(view)).copy(), slices
@@ -207,6 +208,10 @@ def check_layer(
         Allowed difference in units of ``eps * sqrt(size) * max(1, max|reference|)``, with the size of the whole array.
     gradient
         Compare gradients with central differences too (float64 only).
+    options
+        Options of the :class:`~halograd.layers.Strategy` on the grids.
+    transport
+        Transport of messages between ranks.
     axes
         Axes that are cut, by default samples and spatial axes. With ``"channel"`` (and ``"input_channel"``), the
         channels of a layer that supports this are cut too; unsupported cuts are left out.

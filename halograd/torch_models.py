@@ -69,8 +69,8 @@ def _sendable(exported: Any) -> Any:
 def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "latest", strict: bool = True) -> Any:
     """Put trained parameters and running statistics into a module of torch.
 
-    Local; collective for an executor, where ranks without a module pass None. Moving averages of a run replace its
-    parameters, as in evaluation.
+    Local; collective for an executor, which fills the module of rank 0 only: other ranks may pass None. Moving averages
+    of a run replace its parameters, as in evaluation.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def to_torch(run: TrainedRun | Executor | str | Path, model: Any, which: str = "
 
     Returns
     -------
-    The module.
+    `model`.
 
     Raises
     ------

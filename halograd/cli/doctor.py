@@ -163,6 +163,7 @@ def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     assert isinstance(node, MPI.Intracomm)
     window = MPI.Win.Allocate_shared(1 << 20, 1, comm=node)
+    # The memory of the next rank, which must be visible here.
     neighbour, _ = window.Shared_query((node.rank + 1) % node.size)
     shared = neighbour is not None and len(neighbour) == 1 << 20
     window.Free()

@@ -189,7 +189,7 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return {key: parse_option("--option", key, text.strip()) for key, text in pairs}
 
 
-#: Largest number of digits of a number of ranks.
+#: Pattern of numbers of ranks and of parts, with at most nine digits.
 _WHOLE = r"[0-9]{1,9}"
 
 

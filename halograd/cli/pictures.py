@@ -150,7 +150,9 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
 
 
 def draw_frontier(title: str, points: Sequence[tuple[int, float, int]], path: Path) -> None:
-    """Draw memory [B] against step time [s] of plans, with the number of layers computed again, in a PNG file. Local.
+    """Draw the step time of plans against their memory, with the number of layers computed again, as PNG. Local.
+
+    `points` are memory [B], step time [s] and number of layers of each plan.
 
     Raises
     ------

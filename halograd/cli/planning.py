@@ -152,7 +152,7 @@ def plan(
 def _show_frontier(
     plan_request: PlanRequest, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool
 ) -> None:
-    """Print plans from the fastest to the leanest, and draw them."""
+    """Print plans from the fastest to that with the least memory; draw them if `path` is given."""
     from ..perfmodel.predict import plan_frontier
 
     if path is not None:

@@ -242,7 +242,7 @@ def _refusals(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _parse_size(text: str) -> int:
-    """Return the size [B] in a string; it must be at least that of one float32 element."""
+    """Return the size [B] in a string, rounded down to whole float32 elements. Raises UserError if that is none."""
     from ..planning import parse_memory
 
     try:

@@ -89,7 +89,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     except BrokenPipeError:  # `halograd ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
-    except UserError as error:
+    except UserError as error:  # before the next clause: OutOfMemory is a MemoryError, too
         return _complain(error, comm)
     except (MemoryError, OSError) as error:
         mistake = _mistake(error)

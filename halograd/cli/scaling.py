@@ -173,11 +173,13 @@ class Series:
         return cls(kind, tuple(points))
 
     def reference(self) -> Point | None:
-        """Return the prediction with the fewest ranks that fits into memory."""
+        """Return the prediction with the fewest ranks that fits into memory; None if there is none."""
         return next((p for p in self.points if p.prediction is not None and p.fits), None)
 
     def efficiency(self, point: Point) -> tuple[float, float] | None:
-        """Return the speed-up over :meth:`reference`, in samples per second, and its ratio to the ideal one."""
+        """Return the speed-up over :meth:`reference`, in samples per second, and its ratio to the ideal speed-up; None
+        without a prediction of either.
+        """
         first = self.reference()
         if first is None or first.prediction is None or point.prediction is None:
             return None

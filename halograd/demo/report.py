@@ -228,7 +228,7 @@ def read_phases(files: Files) -> dict[str, Any]:
 
 
 def draw_pictures(files: Files, results: HeldOutResults) -> None:
-    """Write ``loss.png``, ``predictions.png`` and ``timeline.png``. Local."""
+    """Write ``loss.png``, ``predictions.png`` and, if the trace has enough steps, ``timeline.png``. Local."""
     log = files.run / "log.jsonl"
     steps, held_out = read_log(log, "step"), read_log(log, "validation")
     quality = Quality(

@@ -118,7 +118,7 @@ def _curves(record: Record, pictures: Path, left_out: list[str]) -> dict[str, Pa
 
 
 def _predicted(record: Record, left_out: list[str]) -> Entry | None:
-    """Return the log entry ``prediction``, with its layers and waits as rows of tables."""
+    """Return the log entry ``prediction``, with its layers and waits as rows of tables; None if there is none."""
     entry = record.last("prediction")
     if entry is None:
         left_out.append('predicted against measured: the run was not planned by strategy = "auto", or has not ended')
@@ -298,7 +298,8 @@ def _slice(values: np.ndarray) -> np.ndarray:
 def _image(
     file: h5py.File, rows: np.ndarray, spatial: tuple[int, ...], data: dict[str, Any]
 ) -> tuple[np.ndarray | None, str]:
-    """Return one channel of the inputs and its name: the density of a mesh, else the first channel.
+    """Return one channel of the inputs and its name: the density of a mesh, else the first channel; None and an empty
+    name if the samples cannot be read.
 
     Samples are found by their files, because their numbers may be those of other data: of an evaluation of other files,
     or of ``data.lag``. `spatial` are the extents of the masks, which may be those of windows in the middle of samples.
@@ -339,7 +340,7 @@ def _open(given: Any, data: dict[str, Any]) -> Any:
 
 
 def _image_of(part: Any, index: int, spatial: tuple[int, ...], data: dict[str, Any]) -> tuple[np.ndarray, str]:
-    """Return one channel of a sample's first input, where masks of extents `spatial` are, and the channel's name."""
+    """Return one channel of a sample's first input, at the positions of masks of extents `spatial`, and its name."""
     part.lenient = frozenset(part.fields)  # missing numbers are left blank
     (name, field), *_ = ((n, f) for n, f in part.fields.items() if len(f.shape) > 1 and not f.is_target)
     target, *_ = (f for f in part.fields.values() if f.is_target)

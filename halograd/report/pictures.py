@@ -122,6 +122,8 @@ def draw_curves(
         Lines ``step`` (at least one) and ``validation``.
     at, validated_at
         Number of epochs after each step, and at each validation.
+    quality
+        Metrics and labels of the panel next to the loss; None: all logged metrics.
     """
     quality = quality or Quality()
     metrics = _metrics(validations) if quality.metrics is None else quality.metrics
@@ -249,7 +251,7 @@ class Masks:
     title
         Title of the true masks.
     image, image_title, image_unit
-        ``(n, H, W)``: input of the network, if it is to be shown.
+        ``(n, H, W)``: input of the network, its title, and the unit of its color bar; None: no input is shown.
     """
 
     samples: np.ndarray

@@ -119,7 +119,7 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
 
 
 def draw_reliability(path: Path, bins: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the frequency over the predicted probability, and the number of positions in each bin. Local."""
+    """Draw the frequency against the predicted probability, and the share of the positions in each bin. Local."""
     filled = [row for row in bins if row["count"]]
     total = sum(row["count"] for row in filled)
     with picture(path, 6.0, 3.0) as figure:

@@ -165,7 +165,7 @@ class Status:
         ``"running"``, ``"quiet"`` (killed, or no log lines for a long time), ``"finished"``, ``"stopped"`` (after a
         checkpoint), ``"interrupted"`` (by Ctrl-C; both continue with --resume), ``"failed"``.
     detail
-        Reason of the state.
+        Reason for the state; may be empty.
     step, steps, epoch, epochs
         Completed and total numbers; None if the log is too old to contain them. `epoch` is the current epoch, from 1.
     loss, validation

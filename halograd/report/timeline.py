@@ -66,12 +66,13 @@ def read_bars(path: Path) -> list[Bar]:
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
     """Return the start of each step of a rank, that of its first forward span. (Updates may overlap this span.)"""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
+    # Kinds of the spans before; the first span begins a step as if it came after a backward pass.
     before = ["backward", *(bar.kind for bar in mine)]
     return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
 
 
 def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
-    """Return an interval of `count` whole steps of rank 0 with median length; None if there are fewer steps."""
+    """Return an interval of `count` whole steps of rank 0 with median length; None if there are too few steps."""
     begins = np.array(step_begins(bars, 0)[1:])  # the begin of the first step may be missing
     if len(begins) <= count:
         return None
