@@ -65,7 +65,10 @@ def cuts_channels(parts: Mapping[str, int]) -> bool:
 
 
 def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
-    """Return the box of which each rank computes a partial sum, with all filters of its block. Pure arithmetic."""
+    """Return, per rank, the box of the output of which it computes a partial sum, with all filters of its block.
+
+    Pure arithmetic.
+    """
     # Ranks along the channel axis: blocks of filters, each with all blocks of input channels one after the other.
     filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
     return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
@@ -79,7 +82,7 @@ def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Block
 class ContractionKernels(Protocol):
     """Factories of a layer's kernels on blocks: `x` is the input box, `y` the output box of which a rank has a summand.
 
-    The kernels take the arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
+    The kernels take the arrays ``x, w, b, y`` (forward), ``x, dy, dw, db`` (filter) and ``dy, w, dx`` (data).
     """
 
     def forward(self, x: Box, y: Box, f: FusedActivation | None) -> Callable[..., Any]: ...
@@ -197,6 +200,7 @@ def lower_local(layer: LocalLayer, context: Context) -> Lowered:
     def local_kernel(environment: Any, **arrays: Any) -> _LocalKernel:
         return _LocalKernel(layer, context.box, environment, **arrays)
 
+    # One kernel object for both passes: `backward` gets the arrays that `forward` read.
     kernel = context.kernel(local_kernel, **views)
     kernel.recordable = False  # it allocates its arrays in every step
     context.run(kernel, "forward", timing=context.timing("forward"))

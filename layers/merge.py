@@ -33,7 +33,7 @@ class Add(Layer):
 
     Notes
     -----
-    The gradient of every input is that of the output, without a copy. Communication: none.
+    Without an activation, the gradient of every input is that of the output, without a copy. Communication: none.
     """
 
     recomputation = "pointwise"
@@ -87,8 +87,8 @@ class _OfTwo(Layer):
 
     Notes
     -----
-    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its
-    partial sum over the positions or channels that share an element of `g`.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: the partial
+    sums over this rank's positions and channels that share an element of `g`.
     """
 
     recomputation = "pointwise"
@@ -118,7 +118,7 @@ class _OfTwo(Layer):
         raise TypeError(f"{self.kind} must override error()")
 
     def pass_on(self, context: Context, g: View, dx: View) -> None:
-        """Compute the gradient of `x`."""
+        """Add the operation that writes the gradient of `x` to `dx`; `g` has as many axes as `x`."""
         raise TypeError(f"{self.kind} must override pass_on()")
 
     def lower(self, context: Context) -> Lowered:
@@ -180,8 +180,8 @@ class Multiply(_OfTwo):
 
     Notes
     -----
-    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its
-    partial sum over the positions or channels that share an element of `g`.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: the partial
+    sums over this rank's positions and channels that share an element of `g`.
     """
 
     combine = staticmethod(product)
@@ -288,9 +288,12 @@ class Concat(Layer):
 
     @staticmethod
     def _parts(extents: Sequence[int]) -> list[Callable[[int, int], Interval]]:
-        """Return, per input, the function from an interval of the output to that of the input."""
+        """Return, per input, a function from an interval of the output to the part of it that the input holds, in
+        indices of the input.
+        """
 
         def part(first: int, own: int, low: int, high: int) -> Interval:
+            # Clipped to the input: an interval that contains nothing of it becomes an empty one.
             start = min(max(low - first, 0), own)
             return start, min(max(high - first, start), own)
 

@@ -99,7 +99,10 @@ class Stencil:
         return [(p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding]
 
     def output_spatial(self, spatial: Sequence[int], what: str) -> tuple[int, ...]:
-        """Return the global spatial output sizes. Raises ValueError, naming `what`, if a window does not fit once."""
+        """Return the global spatial output sizes.
+
+        Raises ValueError, naming `what`, if a window does not fit once, or without spatial axes.
+        """
         check_spatial(spatial, what)
         windows = self.windows(spatial)
         sizes = tuple(w.output_size(n) for w, n in zip(windows, spatial))
@@ -112,7 +115,7 @@ class Stencil:
 
 
 def check_spatial(spatial: Sequence[int], what: str) -> None:
-    """Reject samples without spatial axes, naming `what`, because the layer would do nothing for them."""
+    """Raise ValueError, naming `what`, for samples without spatial axes, for which the layer would do nothing."""
     if not spatial:
         raise ValueError(
             f"{what}: expected samples with spatial axes (*spatial, C), got vectors (C,); a signal of one channel has "
@@ -142,6 +145,7 @@ def _reaching_beyond(w: Window, size: int) -> Window:
     >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
     (2, 1)
     """
+    # The formula of the output size, with ceil instead of floor.
     outputs = -(-(size + w.pad_lo + w.pad_hi - w.extent) // w.stride) + 1
     # torch drops a last window that would begin in the padding at the end.
     outputs -= (outputs - 1) * w.stride >= size + w.pad_lo
@@ -157,13 +161,19 @@ def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
 
 
 def sliding(windows: Sequence[Window], output: Blocks, channels: Intervals) -> Blocks:
-    """Return, per rank, the box of inputs that its outputs read through windows; it may reach outside the array."""
+    """Return, per rank, the box of inputs that its outputs read through windows; it may reach outside the array.
+
+    `channels` are the intervals of input channels.
+    """
     spatial = [_read(w, axis) for w, axis in zip(windows, output.axes[1:-1])]
     return Blocks((output.axes[0], *spatial, channels), output.size)
 
 
 def reaching(windows: Sequence[Window], inputs: Blocks, outputs: Sequence[int], channels: Intervals) -> Blocks:
-    """Return, per rank, the box of outputs that read its inputs; `outputs` holds their sizes along the spatial axes."""
+    """Return, per rank, the box of outputs from which the gradient of its inputs follows.
+
+    `outputs` are the global output sizes along the spatial axes, `channels` the intervals of output channels.
+    """
     spatial = [_reach(w, axis, n) for w, axis, n in zip(windows, inputs.axes[1:-1], outputs)]
     return Blocks((inputs.axes[0], *spatial, channels), inputs.size)
 
@@ -187,8 +197,9 @@ def all_of(axis: Intervals, size: int) -> Intervals:
 def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check: bool) -> Blocks:
     """Return the boxes with `ndim` axes that `of` computes from the boxes of `blocks`, one axis at a time.
 
-    `of` is called with an interval of one axis and the whole of the other axes. Samples and channels are the outer axes
-    of both. If the numbers of axes differ, the spatial axes follow from the whole array alone.
+    `of` is called with an interval of one axis and the whole of the other axes. The first axis of its argument and of
+    its result holds samples, the last one channels. If the numbers of axes differ, all ranks get the spatial intervals
+    that `of` computes from the whole array.
 
     Raises
     ------
@@ -211,8 +222,10 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
 
 
 def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -> Intervals:
-    """Map every interval of one axis by `of`. Unchanged samples and channels, or whole axes, need only a few calls of
-    `of`.
+    """Map every interval of one axis by `of`.
+
+    For an `outer` axis (samples or channels), three calls decide whether `of` changes no interval, or maps all to the
+    same one; if so, the other intervals need no call.
     """
     # A plan of thousands of ranks has as many intervals: samples and channels are unchanged or whole in most layers.
     full = [piece for piece in pieces if piece[1] > piece[0]]
@@ -281,7 +294,7 @@ def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
 
 
 def with_axes(view: View, axes: int) -> View:
-    """Return a vector per sample as an array with this number of axes."""
+    """Return a view ``(N, C)`` as ``(N, 1, .., C)`` with `axes` axes; a view with as many axes is unchanged."""
     shape = view.shape
     return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
 

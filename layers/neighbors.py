@@ -20,7 +20,7 @@ _Taps = Sequence[Sequence[float]]
 
 
 class _Neighbors(Loss):
-    """Mean over all windows inside the samples, and over channels, in strips that stay in the cache."""
+    """Mean over all windows inside the samples, and over channels, computed in strips that stay in the cache."""
 
     takes_weights = weighs_channels = True
     #: Arrays of a strip that :meth:`strip` needs at once, each as large as the strip's prediction.
@@ -38,15 +38,19 @@ class _Neighbors(Loss):
         return self.arrays * self._rows(shape[1:])[1] * math.prod(shape[2:])
 
     def _rows(self, shape: Shape) -> tuple[int, int]:
-        """Return the rows of windows of a strip, and the rows that these read; at least as many rows as a window has,
-        so that at most half of the rows are read twice.
+        """Return the number of rows of windows in a strip, and the number of rows of elements that these windows read.
+
+        A strip has at least as many rows of windows as a window has rows of elements, if the block has that many: then
+        strips read at most half of the rows twice.
         """
         extent = self.windows(shape)[0].extent
+        # A strip that reads CHUNK elements; at least as many rows as a window has, at most those of the block.
         count = min(max(CHUNK // max(1, math.prod(shape[1:])) - extent + 1, extent), shape[0] - extent + 1)
         return max(0, count), max(0, count + extent - 1)
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         loss: Any = 0.0
+        # The divisor counts windows; the mean is also over channels.
         scale /= prediction.shape[-1]
         count, rows = self._rows(prediction.shape[1:])
         outputs = prediction.shape[1] - rows + count
@@ -65,6 +69,8 @@ class _Neighbors(Loss):
     def strip(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None, space: _Space) -> Any:
         """Return the sum of the loss over the windows in a strip of a sample ``(*spatial, C)``; add `scale` times its
         gradient to `dx` if given. Local.
+
+        `weights` has one number per window, for all channels or for each; `space` holds :attr:`arrays` arrays.
         """
         raise TypeError(f"{self.kind} must override strip()")
 
@@ -76,7 +82,7 @@ class _Space:
         self._array, self._used = array, 0
 
     def take(self, shape: Sequence[int]) -> Any:
-        """Return an array with undefined contents."""
+        """Return an array of this shape, with undefined contents, in a part of the work space that is not in use."""
         first = self._used
         self._used += math.prod(shape)
         return self._array[first : self._used].reshape(shape)
@@ -93,6 +99,7 @@ def _filtered(source: Any, taps: _Taps, out: Any, others: Sequence[Any]) -> Any:
     `others` are three packed work arrays.
     """
     last, term = len(taps) - 1, others[2]
+    # Factors of a window are products, so one axis is summed after another, each from the array of the axis before.
     for axis, factors in enumerate(taps):
         n = source.shape[axis] - len(factors) + 1
         shape = (*source.shape[:axis], n, *source.shape[axis + 1 :])
@@ -112,7 +119,7 @@ def _combine(target: Any, terms: Sequence[tuple[float, Any]], work: Any) -> None
 
 
 def _spread_back(gradient: Any, taps: _Taps, others: Sequence[Any]) -> Any:
-    """Return the adjoint of :func:`_filtered`, in one of the three packed work arrays `others`."""
+    """Apply the adjoint of :func:`_filtered` to `gradient`; the result is in one of three packed work arrays."""
     for axis in reversed(range(len(taps))):
         factors, n = taps[axis], gradient.shape[axis]
         shape = (*gradient.shape[:axis], n + len(factors) - 1, *gradient.shape[axis + 1 :])
@@ -149,8 +156,8 @@ class StructuralSimilarity(_Neighbors):
 
     Notes
     -----
-    Prediction and target ``(N, *spatial, C)`` with 1 to 3 spatial axes of at least `window` elements. A window has the
-    weight of its middle, and 0 if any of its elements has weight 0. Communication per process: the halo of the
+    Prediction and target are ``(N, *spatial, C)``, with 1 to 3 spatial axes of at least `window` elements. A window has
+    the weight of its middle, or 0 if any of its elements has weight 0. Communication per process: the halo of the
     prediction, ``(window - 1) / 2`` elements on each side, forward and, with the gradient, backward; the sum of the
     loss.
 
@@ -265,21 +272,21 @@ class GradientError(_Neighbors):
         ``"sobel"``: Sobel's operator, the central difference ``(x[i + 1] - x[i - 1]) / 2`` along the axis, averaged
         with the factors 1/4, 1/2, 1/4 along all others; elements at the border have no window.
     power
-        1 or 2; the derivative of the absolute value at 0 is 0.
+        1 or 2; with 1, the derivative of ``|d|`` at ``d = 0`` is taken as 0.
     normalization
         Divisor of the sum, with weights as a third input: the ``"count"`` of windows or the sum of their ``"weights"``.
 
     Notes
     -----
-    Prediction and target ``(N, *spatial, C)``; gradients are per element, whatever its extent in space. A window (2 or
-    3 elements along every axis) has the weight of its element `i`, and 0 if any of its elements has weight 0.
+    Prediction and target are ``(N, *spatial, C)``; gradients are per element, whatever its extent in space. A window (2
+    or 3 elements along every axis) has the weight of its element `i`, or 0 if any of its elements has weight 0.
     Communication per process: the halo of the prediction, 1 element after (and for ``"sobel"`` before) the block,
     forward and, with the gradient, backward; the sum of the loss.
 
     References
     ----------
     Mathieu, Couprie and LeCun, "Deep multi-scale video prediction beyond mean square error", ICLR 2016, Section 3.2.
-    They compare absolute values of the differences, which does not see a wrong sign; we compare the differences.
+    They compare the absolute values of the gradients, so that a wrong sign costs nothing; we compare the gradients.
     """
 
     # The error, its derivative and three work arrays of the filters.

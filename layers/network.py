@@ -40,8 +40,8 @@ class Network:
     frozen
         Names of the frozen layers.
     origin
-        The network that this one is a copy of, for samples of another size (:func:`halograd.layers.resized.resized`);
-        else None.
+        The network of which this one is a copy for samples of another size (:func:`halograd.layers.resized.resized`);
+        None if it is no copy.
     owners
         Layer -> the layer whose parameters it uses: itself, or the first call of a layer that is called several times.
         Later calls are named after the first: ``head``, ``head#2``, ``head#3``.
@@ -50,9 +50,9 @@ class Network:
     ------
     ValueError
         If two layers have the same name, calls of one layer cannot share parameters (see `owners`), no layer reads an
-        input, there is a loss other than the output ``"loss"``, its target has parameters, a parameter has other
-        spatial extents than the output of its layer, given initial values fit no parameter, or a pattern of frozen
-        layers matches none.
+        input, there is a loss other than the output ``"loss"``, a target of the loss depends on parameters, a parameter
+        has other spatial extents than the output of its layer, given initial values fit no parameter, a pattern of
+        frozen layers matches none, or all layers are frozen.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
@@ -78,7 +78,7 @@ class Network:
         self.trained = frozenset(name for name in reached if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the layers with parameters whose names match the pattern. Local. Raises ValueError if there are none.
+        """Return the names of the layers with parameters that match the pattern. Local. Raises ValueError if none does.
         """
         having = [name for name in self.layers if self.own_parameters(name)]
         # A name is no pattern: "stage[0]" would match "stage0".
@@ -91,7 +91,7 @@ class Network:
         return matches
 
     def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Return the names of the layers that are frozen by a pattern or by themselves."""
+        """Return the names of the layers that are frozen by a pattern or by their attribute `frozen`."""
         frozen = frozenset(name for pattern in patterns for name in self.matching(pattern))
         frozen |= {name for name, node in self.layers.items() if node.layer.frozen and self.own_parameters(name)}
         # Without a loss, as for a frozen module of torch, there is nothing to train.
@@ -110,8 +110,7 @@ class Network:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of the target-only inputs: the loss compares predictions with them, and no prediction depends on them.
-        """
+        """Names of the inputs that only the loss reads, as targets or weights: no prediction depends on them."""
         # An input that a prediction reads too is not a target: it is normalized, and rounded to 16 bits.
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
@@ -121,7 +120,7 @@ class Network:
 
     @property
     def counted(self) -> dict[str, int]:
-        """Inputs whose classes are counted over the training samples for the loss, with the number of classes."""
+        """Number of classes of each input whose classes are counted over the training samples, for the loss."""
         counted: dict[str, int] = {}
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
@@ -180,7 +179,7 @@ class Network:
 
     @property
     def class_factors(self) -> dict[str, Sequence[float]]:
-        """Class weights that follow from counts, by the name of the input."""
+        """Class weights that are computed from class counts, by the name of the input with the classes."""
         loss = self.outputs.get("loss")
         if loss is None:
             return {}
@@ -236,7 +235,7 @@ class Network:
         return sum(owner == self.owners[name] for owner in self.owners.values()) > 1
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return all parameters as ``layer/parameter``."""
+        """Return all parameters by name, ``layer/parameter``."""
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
@@ -244,7 +243,7 @@ class Network:
         }
 
     def state(self) -> dict[str, Parameter]:
-        """Return all untrained arrays as ``layer/array``."""
+        """Return all untrained arrays by name, ``layer/array``."""
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
@@ -254,7 +253,8 @@ class Network:
     def begin_with(self, values: Mapping[str, Any]) -> None:
         """Set initial values of parameters and states: whole arrays by ``layer/name``; the others stay unchanged.
 
-        Call it before an executor is created for the network. Raises ValueError for an array that fits no parameter.
+        Call it before an executor is created for the network. Raises ValueError for an array that fits no parameter or
+        state.
         """
         layers = self.layers
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
@@ -293,7 +293,9 @@ class Network:
         return result
 
     def summary(self, batch: int = 1, itemsize: int = 4) -> str:
-        """Return the network as a table: shape, parameters, forward flops and activation bytes of `batch` samples."""
+        """Return the network as a table: shape, parameters, and the forward flops and activation memory of `batch`
+        samples, with `itemsize` [B] per element.
+        """
         head = ("layer", "kind", "shape", "parameters", "MFlop", "activation MiB")
         rows = [
             (
@@ -337,7 +339,9 @@ def _input_shapes(node: Node) -> list[Shape]:
 
 
 def _sorted_nodes(outputs: list[Node]) -> list[Node]:
-    """Return all nodes that `outputs` depend on in depth-first order, without recursion (networks are deep)."""
+    """Return `outputs` and all nodes on which they depend, inputs before their readers; without recursion, because
+    networks are deep.
+    """
     # A node is pushed twice: it is done when it comes up after its inputs.
     order: list[Node] = []
     done: set[Node] = set()
@@ -368,7 +372,7 @@ def _check_outputs(network: Network) -> None:
 
 
 def _check_inputs(network: Network) -> None:
-    """Check that a layer reads every input (inputs are cut as their readers), and that only losses read integers."""
+    """Check that every input is read by a layer, which determines its cut, and that only losses read integers."""
     read = {node for other in network.nodes for node in other.inputs}
     alone = [network.names[n] for n in network.nodes if isinstance(n, Input) and n not in read]
     if alone:
@@ -412,7 +416,7 @@ def _check_losses(network: Network) -> None:
 
 
 def _check_weights(network: Network, loss: Node) -> None:
-    """Check that no prediction depends on the weights of a loss: inputs of predictions are normalized and augmented."""
+    """Check that no prediction depends on the weights of a loss: inputs of predictions are normalized."""
     compared = network.targets
     for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
         shared = [n for n in _sorted_nodes([own]) if isinstance(n, Input) and network.names[n] not in compared]

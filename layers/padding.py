@@ -55,7 +55,7 @@ class Copied(Layer):
 
     @staticmethod
     def timing(context: Context, phase: str) -> Timing:
-        """Return the timing of a copy of the output's block."""
+        """Return the timing of a copy of the largest block of the output."""
         return context.timing(phase, inputs=(context.output.layout.boxes.longest,))
 
 
@@ -89,7 +89,8 @@ class Shifted(Copied):
 
 
 class Slice(Shifted):
-    """Selection of the channels ``first .. last - 1``; ``(*spatial, C)`` -> ``(*spatial, last - first)``.
+    """Selection of the elements ``first .. last - 1`` along an axis, by default of channels: ``(*spatial, C)`` ->
+    ``(*spatial, last - first)``.
 
     :class:`Pad` with negative amounts removes rows.
 
@@ -102,7 +103,8 @@ class Slice(Shifted):
 
     Notes
     -----
-    Communication per process: none for channels, unless they are cut; else the rows that other ranks own.
+    Communication per process: the elements of its output that other ranks own in the input; none if the axis is not
+    cut. Backward, the adjoint.
     """
 
     def __init__(self, first: int, last: int, name: str | None = None, *, axis: str = "channel") -> None:
@@ -112,7 +114,7 @@ class Slice(Shifted):
         self.first, self.last, self.axis = first, last, axis
 
     def along(self, shape: Shape) -> int:
-        """Return the axis of a sample of this shape."""
+        """Return the index of `axis` in samples of this shape. Raises ValueError if they lack it."""
         names = axis_names(len(shape) + 1)[1:]
         if self.axis not in names:
             raise ValueError(f"Slice: axis: expected one of {', '.join(names)}, the axes of {shape}, got {self.axis!r}")
@@ -148,7 +150,7 @@ class Flip(Copied):
         self.axes = axes
 
     def flipped_axes(self, shape: Shape) -> tuple[int, ...]:
-        """Return the flipped axes of a sample of this shape."""
+        """Return the indices of the flipped axes in samples of this shape. Raises ValueError if they lack one."""
         names = axis_names(len(shape) + 1)[1:]
         if not self.axes or set(self.axes) - set(names):
             raise ValueError(f"Flip: expected some of {', '.join(names)}, the axes of {shape}, got {self.axes}")
@@ -209,7 +211,8 @@ class Sphere:
     Attributes
     ----------
     longitude
-        Spatial axis of the longitudes, of even extent `W`; None: the axis after the latitudes. It is circular.
+        Spatial axis of the longitudes, of even extent `W`; None: the axis after the latitudes. Its mode must be
+        ``"circular"``.
     poles
         Whether the first and the last row are at the poles: the row ``-1 - i`` is then the row ``1 + i``.
     sign
@@ -318,7 +321,7 @@ class Pad(Shifted):
         return node
 
     def _once(self, kind: Any, axis: int, node: Node, modes: Sequence[Mode], pairs: Amounts) -> Node:
-        """Call the layer of one axis; calls of this layer with the same padding share it."""
+        """Return the output of the layer of class `kind` that pads one axis; calls with the same padding share it."""
         key = axis, pairs[axis], modes[axis], len(modes)
         if key not in self._layers:
             name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
@@ -400,9 +403,9 @@ class Pieced(Copied):
         """Return the pieces of the output, for inputs of this shape; they cover it, and do not overlap."""
 
     def closed_axes(self, axes: int) -> tuple[int, ...]:
-        """Return the circular ones of `axes` spatial axes.
+        """Return those of `axes` spatial axes that are circular, or that continue across poles.
 
-        Samples cannot be padded along them, because the first row follows the last one.
+        Samples cannot be padded at an end of such an axis, where the layer takes further rows from the sample itself.
         """
         return ()
 
@@ -450,7 +453,7 @@ class Pieced(Copied):
 
 
 class WindowPadding:
-    """Function that pads the input of a layer with windows in modes other than zeros.
+    """Function that pads the input of a layer with windows, in modes other than zeros.
 
     Parameters
     ----------
@@ -464,7 +467,8 @@ class WindowPadding:
     Attributes
     ----------
     stencil : Stencil
-        Windows of the layer after the padding. The layer itself still pads with zeros the axes whose own mode is zeros.
+        Windows of the layer after the padding. With one mode per axis, the layer itself still pads with zeros the axes
+        whose mode is ``"zeros"``, unless the padding is ``"same"``.
     """
 
     def __init__(self, stencil: Stencil, mode: Mode | Sequence[Mode], name: str | None) -> None:
@@ -517,7 +521,7 @@ class PadAxis(Pieced):
         return (self.axis,) if self.mode == "circular" else ()
 
     def most(self, extent: int) -> float:
-        """Return the largest number of rows that can be added to an axis of this extent."""
+        """Return the largest number of rows that can be added at one end of an axis of this extent."""
         # A mirrored axis does not repeat its end row, so one row fewer is available.
         return {"reflect": extent - 1, "circular": extent}.get(self.mode, math.inf)
 
@@ -537,6 +541,8 @@ class PadAxis(Pieced):
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
         """
         low, n = self.low, extent
+        # Rows [a, b) of the output -> rows of the input. By "reflect", the output's row r is a copy of the input's row
+        # low - r before the array, and 2 n + low - 2 - r after it.
         before: dict[str, Callable[[int, int], Interval]] = {
             "reflect": lambda a, b: (low - b + 1, low - a + 1),
             # Unlike "reflect", "symmetric" repeats the end row itself: there is no row at the pole.
@@ -616,7 +622,7 @@ class Roll(Pieced):
         self.shift = shift
 
     def shifts(self, shape: Shape) -> tuple[int, ...]:
-        """Return the shift of each spatial axis, between 0 and its extent."""
+        """Return the shift of each spatial axis, modulo its extent."""
         check_spatial(shape[:-1], "Roll")
         shifts = np.asarray(self.shift)
         if shifts.dtype.kind != "i" or shifts.shape not in ((), (len(shape) - 1,)):
@@ -654,7 +660,7 @@ def _common(interval: Interval, rows: Interval) -> Interval:
 
 
 def _sources(output: Blocks, part: ShownBox) -> Blocks:
-    """Return, per rank, the box of the input that one piece shows."""
+    """Return, per rank, the box of the input of which its box of the output shows a copy in the piece `part`."""
 
     def along(span: Span, a: int, b: int) -> Interval:
         first, last = _common((a, b), span.rows)
@@ -675,7 +681,7 @@ def _shifted(shift: int, low: int, high: int) -> Interval:
 def _show(
     flips: tuple[int, ...], sign: float | tuple[float, ...], environment: Any, x: Any, y: Any
 ) -> Callable[[], None]:
-    """Return the kernel ``y = sign * x``, mirrored along the axes `flips`; one row of x is repeated."""
+    """Return the kernel ``y = sign * x``, mirrored along the axes `flips`; a single row of x is repeated."""
     source = x[tuple(slice(None, None, -1 if axis in flips else 1) for axis in range(x.ndim))]
     if sign == 1.0:
         return lambda: np.copyto(y, source)

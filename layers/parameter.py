@@ -95,8 +95,8 @@ class Parameter:
         Shape of the array. Convolution weights are ``(K, *kernel, C / groups)``.
     init
         ``"he"`` (normal, variance 2 / fan_in; He et al. 2015), ``"glorot"`` (uniform; Glorot and Bengio
-        2010), ``"normal"`` (of deviation `std`), ``"zeros"``, ``"ones"``, a number for every element, or given values,
-        see :meth:`Layer.initialized`.
+        2010), ``"normal"`` (standard deviation `std`), ``"zeros"``, ``"ones"``, a number for every element, or given
+        values, see :meth:`Layer.initialized`.
     fan_in, fan_out
         Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
     std

@@ -1,7 +1,7 @@
 """Max and average pooling: over windows, over all positions, and over the channels.
 
-Adaptive windows cover the input, and follow from the number of outputs. They may overlap. Global pooling of samples
-that are cut in space gives one number per sample and channel.
+Adaptive windows cover the input, and follow from the number of outputs. They may overlap. Global pooling gives one
+number per sample and channel, also of samples that are cut in space.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class _Pool(Layer, ABC):
         global array, and the counts of average pooling are right.
         """
         windows = self.windows(context.shapes[0])
-        # Boxes are clipped at the border of the array, so no fill value is needed.
+        # Boxes are clipped at the border of the array, so no fill value is needed. A stride skips up to stride - 1
+        # elements at the end of a block: a box may include them, so that the block itself serves without a copy.
         slack = [0, *(w.stride - 1 for w in windows), 0]
         boxes = context.clipped(0, slack)
         x = context.gather(0, boxes).run()
@@ -134,7 +135,8 @@ class MaxPool(_Pool):
     ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding is never the maximum. Of several equal
     maxima, the first in row-major order of the window receives the gradient.
 
-    Output size per axis: ``floor((n + pad_lo + pad_hi - dilation * (kernel - 1) - 1) / stride) + 1``.
+    Output size per axis: ``floor((n + pad_lo + pad_hi - extent) / stride) + 1`` with ``extent = dilation * (kernel - 1)
+    + 1``, unless `ceil_mode` rounds up.
 
     Parameters
     ----------
@@ -235,7 +237,7 @@ class AveragePool(_Pool):
 
 
 def _only_padding(w: Window, size: int, outputs: int) -> int | None:
-    """Return the first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
+    """Return the index of the first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
     for o in range(outputs):
         first = o * w.stride - w.pad_lo
         # The first tap at or after 0 is the only candidate: later taps are further away.
@@ -274,7 +276,7 @@ class GlobalAveragePool(_GlobalPool):
 
     Notes
     -----
-    Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
+    Before: blocks cut in samples, space and channels; after: vectors, cut in samples and channels, over all ranks.
     Communication per process: one float64 per channel of each of its samples whose result another rank owns; backward,
     the adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
     """
@@ -310,7 +312,7 @@ class GlobalMaxPool(_GlobalPool):
 
     Notes
     -----
-    Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
+    Before: blocks cut in samples, space and channels; after: vectors, cut in samples and channels, over all ranks.
 
     Communication per process: two float64 per channel of each of its samples whose result another rank owns (the
     maximum of its block and its position), and as many backward (the gradient and its position).
@@ -411,7 +413,7 @@ class Search:
     axis, windows
         The axis, and the half-open windows along it, one per output.
     first, stride
-        Element ``i`` has the number ``first + i * stride``, plus the number `before` if there is one.
+        Element ``i`` has the number ``first + i * stride``, plus its number in the array `before` if there is one.
     """
 
     axis: int
@@ -429,7 +431,7 @@ class Search:
     def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
         """Return the kernel: `y` is the maximum of each window, and `number` the lowest number of equal maxima.
 
-        `work` has the dtype of `number` and the shape of x, or the length of the longest window along the axis.
+        `work` has the dtype of `number` and the shape of `x`, but along the axis at least the longest window's length.
         """
         # With a dtype other than that of `work`, NumPy would allocate buffers for casts at every step.
         numbers = -(self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64))
@@ -644,7 +646,8 @@ class SearchStage:
 @reads("dy", "number")
 @writes("dx", "work")
 def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, work: Any) -> Callable[[], None]:
-    """Return the kernel that sums, per element, the gradients of the windows whose first maximum it is."""
+    """Return the kernel that sums, for each element, the gradients of the windows whose first maximum the element is.
+    """
     numbers = np.arange(dx.shape[search.axis]).reshape(-1, *(1 for _ in dx.shape[search.axis + 1 :]))
     ramp, steps = environment.kernels.device.array(numbers, number.dtype), []
     for o, (a, b) in enumerate(search.windows):

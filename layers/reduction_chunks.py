@@ -43,7 +43,7 @@ __all__ = [
 
 
 class CutLayers(Protocol):
-    """Protocol of a strategy as buckets need it; see :class:`halograd.layers.Strategy`."""
+    """Protocol: the part of a strategy that buckets use; see :class:`halograd.layers.Strategy`."""
 
     @property
     def bucket_bytes(self) -> int: ...
@@ -153,8 +153,7 @@ _FACTORS = (BatchNorm, GroupNorm, Scale, PReLU, Embedding, Token)
 def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
     """Return the layers of a network in the order in which backward finishes them.
 
-    Layers that backward does not reach have no gradients. `blocks` holds the blocks of the parameters, by
-    ``layer/parameter``.
+    Layers that are not trained have no gradients. `blocks` holds the blocks of the parameters, by ``layer/parameter``.
     """
     result = []
     for layer, kind in reversed(kinds_of(network).items()):
@@ -204,9 +203,9 @@ def chunks_of(
 ) -> list[GradientChunk]:
     """Return all chunks of a scheme, in the order in which backward finishes them: that in which their sums start.
 
-    Every chunk is a consecutive part of the gradients that the same ranks share, in the order of `layers`. So all
-    gradients that these ranks share may lie in one array, and chunks are ranges of it. Replicated layers have chunks of
-    their own.
+    Every chunk is a consecutive part of the gradients that the same ranks share, in the order of `layers`, those of the
+    layers in `separate` taken separately. So the gradients may lie in one array per set of ranks, and another one for
+    these layers, and chunks are ranges of the arrays. Replicated layers have chunks of their own.
 
     Parameters
     ----------
@@ -215,7 +214,7 @@ def chunks_of(
     scheme
         Scheme of the reduction; ``"auto"`` starts with buckets.
     bucket_bytes
-        Size at which a bucket is closed, on the rank with the largest part of it [B].
+        Size at which a bucket is closed [B]; each gradient counts with its largest block.
     itemsize
         Size of one element [B].
     separate
@@ -240,8 +239,8 @@ def buckets_of(
 ) -> list[GradientChunk]:
     """Return all buckets of a network under the strategy's scheme, in the order in which backward finishes them.
 
-    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B]; `separate` are
-    layers that may be replicated at another time.
+    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is the size of a gradient's element [B];
+    `separate` holds the names of layers that may be replicated later.
     """
     layers = gradient_layers(network, blocks)
     return chunks_of(layers, strategy.reduction, strategy.bucket_bytes, itemsize, frozenset(separate))
@@ -265,6 +264,7 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
         chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
         lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
         return lambda elements, layer: layer in lasts
+    # After every layer, or never: all chunks are closed at the end of backward.
     return lambda elements, layer: chunks == "layer"
 
 
@@ -306,6 +306,7 @@ class _Filling:
     def _add(
         self, sharing: Groups, gradients: tuple[Gradient, ...], layers: tuple[str, ...], replicated: bool = False
     ) -> None:
+        # Per gradient, one size for each group of ranks: their blocks may differ by a row.
         sizes = [[aligned(n * self._itemsize) for n in gradient.sizes] for gradient in gradients]
         self._done.append(GradientChunk(sharing, gradients, layers, replicated, tuple(map(sum, zip(*sizes)))))
 

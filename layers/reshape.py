@@ -231,7 +231,8 @@ def _changed(before: Shape, after: Shape) -> tuple[int, int]:
 
 
 def _span(ranges: Sequence[Interval], extents: Shape) -> tuple[int, Interval]:
-    """Return the first axis along which a box has several elements, and the row-major interval that its rows span.
+    """Return the first axis along which a box has several elements (else the last one), and the row-major interval
+    that its rows along this axis span.
 
     >>> _span([(2, 3), (1, 3), (0, 1)], (4, 5, 2)), _span([(0, 2), (1, 3), (0, 1)], (4, 5, 2))
     ((1, (22, 26)), (0, (0, 20)))
@@ -246,7 +247,7 @@ def _span(ranges: Sequence[Interval], extents: Shape) -> tuple[int, Interval]:
 
 
 def _rows(ranges: Sequence[Interval], extents: Shape, row: int) -> Interval:
-    """Return the interval of rows with `row` elements that holds the elements of a box; an empty one if that is empty.
+    """Return the interval of rows, of `row` elements each, that contain elements of a box; empty if the box is empty.
     """
     if any(high <= low for low, high in ranges):
         return 0, 0
@@ -266,10 +267,10 @@ def _regrouped(
     x: Any,
     y: Any,
 ) -> Callable[[], None]:
-    """Return the kernel that copies the elements of the box `target_box` from the box `read`, or with `back` into it.
+    """Return the kernel that copies the elements of the box `target_box` from the input box `read` (`x`) to `y`.
 
-    In the latter case, the elements of `read` that are not in `target_box` become 0. `shape` is the global shape of the
-    array of `target_box`, and `outside` the numbers of equal axes at the beginning and at the end.
+    With `back`, it copies them from `x` to `y`, the box `read`, whose other elements become 0. `shape` is the global
+    shape of the array of `target_box`, and `outside` the numbers of equal axes at the beginning and at the end.
     """
     whole, block = (y, x) if back else (x, y)
     (first, last), end = outside, len(shape) - outside[1]
@@ -376,7 +377,8 @@ class PixelShuffle(_Pixels):
 class PixelUnshuffle(_Pixels):
     """Rearrangement of positions into channels, ``(*(n * factor), C)`` -> ``(*spatial, C * factor ** d)``.
 
-    It is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of axes.
+    In the order ``"channel"`` it is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of
+    axes.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Resizing: nearest, linear and cubic interpolation and means, cut along samples and space."""
+"""Resizing: nearest, linear and cubic interpolation, and means over windows."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Resize(Layer):
 
     Notes
     -----
-    Input and output are cut in samples and space. Communication per process: the inputs that its outputs read and
-    another rank owns; backward as much, added to the gradients of the owners.
+    Input and output may be cut in samples, space and channels. Communication per process: the inputs that its outputs
+    read and other ranks own; backward as much, added to the gradients of the owners.
     """
 
     recomputation = "pointwise"
@@ -158,5 +158,6 @@ def _resize(
     dy: Any = None,
     dx: Any = None,
 ) -> Pair:
+    # Each rank resamples from global positions: its block of outputs, and the first input of its gathered box.
     axes = [Resampled(r, *box.ranges[axis], start[axis]) for axis, r in enumerate(resamplings, start=1)]
     return Pair(*environment.kernels.resize(x, y, dy, dx, axes))

@@ -19,7 +19,8 @@ __all__ = ["resized"]
 
 
 def resized(network: Network, extents: Sequence[int]) -> Network:
-    """Return a network of the same layers and parameters for samples of other extents. Local.
+    """Return a network of the same layers and parameters for samples of other extents; `network` itself if the extents
+    are the same. Local.
 
     Parameters
     ----------
@@ -30,8 +31,8 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
     Raises
     ------
     ValueError
-        If the layers do not take these extents, even padded; if parameters depend on them; if an axis that would have
-        to be padded is circular.
+        If no input has as many spatial axes; if the layers do not take these extents, even padded; if parameters depend
+        on them; if an axis that would have to be padded is circular.
     """
     read = [name for name in network.inputs if name not in network.targets]
     first = next((name for name in read if len(network.inputs[name].shape) == len(extents) + 1), None)
@@ -63,6 +64,7 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
 def _steps(network: Network, extents: Shape) -> list[int]:
     """Return, per axis, the least common multiple of the factors by which the layers reduce a sample."""
     shapes = [n.shape[:-1] for n in network.nodes if len(n.shape) == len(extents) + 1]
+    # Only factors that divide the extent: an axis shortened by a convolution without padding gives none.
     axes = [[n // shape[axis] for shape in shapes if shape[axis] > 1 and not n % shape[axis]]
             for axis, n in enumerate(extents)]  # fmt: skip
     return [math.lcm(*factors) for factors in axes]
@@ -158,7 +160,7 @@ class _Resizing:
         return self._cut[node]
 
     def _kept(self, before: int, now: int, axis: int) -> int:
-        """Return how many of the `now` rows of a prediction lie in the sample; there were `before` rows."""
+        """Return how many of the `now` rows of a prediction lie in the sample; the old prediction has `before` rows."""
         old, extent, computed = self._before[axis], self._extents[axis], self._computed[axis]
         if before == old and now != computed:
             raise ValueError(f"predictions of samples of {_by(self._computed)} have other extents")

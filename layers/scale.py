@@ -36,7 +36,7 @@ class Scale(ElementwiseLayer):
         Axes along which `gamma` and `beta` vary: some of ``"depth"``, ``"height"``, ``"width"`` (the axis of samples
         ``(L, C)``) and ``"channel"``; ``()``: one number.
     trained
-        False: the arrays are constants (buffers in torch), given by :meth:`initialized`.
+        False: the arrays are constants (buffers in torch): the initial values, or those given by :meth:`initialized`.
 
     Notes
     -----
@@ -98,9 +98,10 @@ class Scale(ElementwiseLayer):
 
 
 def extents_along(what: str, shape: Shape, axes: Sequence[str] | None) -> dict[str, Any]:
-    """Return shape and axes of a :class:`Parameter` that varies along these axes of a sample, all axes by default.
+    """Return the arguments `shape`, `spatial_axes` and `channel_axis` of a :class:`Parameter` that varies along `axes`
+    of samples of this shape; None: along all axes.
 
-    Raises ValueError, naming `what`, for an axis that the sample does not have.
+    Raises ValueError, naming `what`, for an axis that a sample does not have, and for one that is given twice.
     """
     names = axis_names(len(shape) + 1)[1:]
     chosen = names if axes is None else axes
@@ -176,8 +177,8 @@ def _finite(what: str, value: float) -> float:
 
 
 def sum_into(context: Context, array: View, gradient: View, timing: Timing | None = None) -> None:
-    """Write the gradient of a parameter ``(C,)`` or ``(1,)``, or of one with the axes of a sample: the sum of an array
-    over all other axes, in float64.
+    """Add the operations that write the gradient of a parameter ``(C,)`` or ``(1,)``, or of one with the axes of a
+    sample: the sum of `array`, in float64, over the axes that the parameter lacks or has with one element.
     """
     # `summing` adds over all axes along which `sums` has one element.
     ones = (1,) * (len(array.shape) - len(gradient.shape))
@@ -221,6 +222,7 @@ def _below(environment: Any, x: Any, dy: Any, positive: Any, products: Any) -> C
     def run() -> None:
         if dy.size:
             np.greater(x, 0, out=positive)
+            # Converted first, so that products of 16-bit arrays are formed in float32.
             np.copyto(products, dy)
             np.multiply(products, x, out=products)
             np.copyto(products, 0, where=positive)

@@ -85,10 +85,12 @@ def fingerprint(network: Network) -> list[str]:
 
 
 def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
-    """Return the first lines in which the fingerprints of two networks differ; None if they are equal.
+    """Return the first line or setting in which two fingerprints differ, that of `here` and that of `there`; None if
+    they are equal.
 
-    Only settings that both networks have are compared: later versions of a layer have more. Without `extents`, the
-    shapes of activations and the padding that follows from them are not compared: samples may have another size.
+    Only settings that both networks have are compared: later versions of a layer have more. Without `extents`, neither
+    the shapes of activations nor the windows of layers, whose padding may follow from the shapes, are compared: samples
+    may have another size.
     """
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))

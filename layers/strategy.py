@@ -204,8 +204,9 @@ class Strategy:
         Raises
         ------
         UserError
-            For unknown layers or options, axes that are unknown or that a layer lacks, and parts that do not match the
-            number of ranks.
+            For unknown layers or options, axes that are unknown or that a layer lacks, parts that do not match the
+            number of ranks, calls of one layer with different blocks of its parameters, and a gradient reduction that
+            does not fit the network.
         """
         check_fields(self, "", "strategy")
         unknown = set(self.layers) - set(network.layers)
@@ -279,7 +280,7 @@ class Strategy:
         """Log a warning if ranks own nothing of any layer's output: this is correct, but a waste. Local; once per
         process.
 
-        There is no warning if every layer has its own cut, as in a plan, which may leave ranks idle on purpose.
+        There is no warning if only single layers have parts, as in a plan, which may leave ranks idle on purpose.
         """
         idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
@@ -292,7 +293,7 @@ class Strategy:
 
     @property
     def _is_plan(self) -> bool:
-        """Whether every layer has its own parts."""
+        """Whether only single layers have parts, as in a plan."""
         return bool(self.layers) and not self.parts
 
     def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
@@ -345,7 +346,8 @@ def spatial_axes(network: Network) -> list[str]:
 
 
 def _check_axes(name: str, node: Node, parts: Mapping[str, int], spatial: Sequence[str]) -> None:
-    """Check that the network has the axes of a layer's cut, and that every rank has channels. Raises UserError.
+    """Check that the network has the spatial axes of a layer's cut, that the layer allows a cut of channels if there is
+    one, and that every part has channels. Raises UserError.
 
     A layer may be cut along any of the `spatial` axes of the network: see `layout_of` for those that it lacks.
     """

@@ -83,7 +83,7 @@ class TargetReader:
         return 0
 
     def with_counts(self: Reader, counts: Mapping[int, Sequence[int]]) -> Reader:
-        """Return a copy of the layer with the number of occurrences of each class, by input index."""
+        """Return the layer with the number of occurrences of each class, by input index; a copy if it uses them."""
         return self
 
     def class_factors(self, i: int) -> Sequence[float]:

@@ -70,7 +70,10 @@ class TotalLoss(Loss):
         return (1,)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return the smallest boxes that hold those of all terms that read the input."""
+        """Return the smallest boxes that hold those of all terms that read the input; only boxes on the grid of the
+        first term's boxes count.
+        """
+        # Boxes on other grids cannot be joined: their terms gather them separately.
         first, *others = [term.layer.needed_blocks(k, self._of(term, inputs), output) for k, term in self._readers(i)]
         return first.joined([blocks for blocks in others if blocks.grid == first.grid])
 
