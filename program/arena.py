@@ -89,10 +89,11 @@ Spans = list[tuple[int, int]]
 
 
 def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[Buffer, Spans]:
-    """Return, for each buffer that is not kept, the numbers of the first and the last operation that use it.
+    """Return the spans of each buffer of the arena that is not kept: numbers of the first and last operation that use
+    it.
 
-    A buffer that is released (:class:`Release`) and written again later has several such spans. The parameters are
-    those of :func:`placement_of`.
+    A buffer that is released (:class:`Release`) and written again later has several spans. The parameters are those of
+    :func:`placement_of`.
     """
     result: dict[Buffer, Spans] = {}
     released: set[Buffer] = set()
@@ -143,7 +144,8 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
 def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
     """Return the offsets of buffers, and the end of the memory.
 
-    They are those of the best of several placements, tried until one is close to the most memory in use at one time.
+    They are those of the best of several placements, tried until the end is close to its lower bound, the most memory
+    in use at one time.
     """
     changes = Counter[int]()
     nbytes = {buffer: buffer.nbytes for buffer in spans}

@@ -19,6 +19,7 @@ def operations_before(program: Program, goals: Collection[Operation]) -> tuple[s
     The operations, and the buffers that they read, including those of the inputs.
     """
     operations, read = set[Operation](), set[Buffer]()
+    # Backwards, so that `read` contains what later operations need when their writers are visited.
     for operation in reversed([o for segment in program.forward for o in segment.operations]):
         if isinstance(operation, Run):
             views = operation.kernel.views

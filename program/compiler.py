@@ -137,6 +137,7 @@ class _Compiler:
         step = Step(name, node.layer, inputs, output, options, parts, owner if owner != name else "", frozen)
         if not step.owner:  # all programs of a network share the descriptions
             vars(step).update(parameters=self.network.own_parameters(name), states=self.network.own_states(name))
+        # The gradient of the output leads to parameters of this layer, or to those of earlier ones.
         output.trainable = (bool(step.parameters) and not frozen) or any(v.trainable for v in inputs)
         self.program.steps.append(step)
         if step.owner:
@@ -220,6 +221,7 @@ class _Compiler:
             self._lower_backward()
         for name in sorted(self.target.probed):
             value = self.program.values[name]
+            # An input has no layer whose backward pass would finish its gradient.
             self._close(name, value)
             if value.gradient is not None:
                 # It is read after the step.
@@ -306,7 +308,8 @@ class _Compiler:
 
 
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], rounds: bool = True) -> dict[str, dict[str, View]]:
-    """Return views of the arrays in the store that belong to a layer, by short names.
+    """Return views of the arrays in the store that belong to a layer, by kind (``"params"``, ``"grads"``, ``"state"``)
+    and short name.
 
     Gradients of a frozen layer, and of a layer that uses another layer's parameters, are scratch.
     """

@@ -163,7 +163,7 @@ class CheckGradients(Operation):
 def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int = 1) -> Program:
     """Return the program with the operations that sum the gradients of `buckets` by a scheme and update parameters.
 
-    Operations of another scheme are replaced. Local.
+    Operations of another scheme are replaced. A program without a backward pass is returned unchanged. Local.
 
     Parameters
     ----------
@@ -232,6 +232,7 @@ class _Placing:
             before.append(self._update(i))
             if kind.shards:
                 before.append(ShardGather("", sums[i][1], "start", i))
+        # A gather finishes before the first layer that reads its parameters, while gathers of later layers travel.
         for i in summed if kind.shards else ():
             refresh = [Refresh("", i, self._own[i])] if self._low else []
             self._before[self._first[i]] += [ShardGather("", sums[i][1], "finish", i), *refresh]
@@ -317,7 +318,7 @@ class _Placing:
 def completions(program: Program) -> list[Operation]:
     """Return the operations that complete all parameters, in the order for a call outside of a pass. Local.
 
-    The buckets of the last layers come first, and gathers of updated shards last.
+    Finishes of gathers of updated shards, and the rounding of what they gather, come last.
     """
     operations = [operation for segment in reversed(program.forward) for operation in segment.before]
     late = [o for o in operations if isinstance(o, Refresh) or (isinstance(o, ShardGather) and o.end == "finish")]
@@ -338,7 +339,7 @@ def complete_early(program: Program) -> Program:
 
 
 def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:
-    """Return the program with the computation of a scalar from all gradients before any update.
+    """Return the program with all gradients complete at the end of backward, and a scalar computed from them there.
 
     Parameters
     ----------

@@ -52,7 +52,8 @@ _Floats = NDArray[np.float64]
 
 
 def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
-    """Return the strategy that computes outputs again, with the smallest arena that was found. Local.
+    """Return the strategy that computes outputs again, with the smallest arena that was found; `strategy` itself if
+    none is smaller than without recomputation. Local.
 
     Chosen layers get the option ``recompute``; options ``"none"`` of single layers stay. The cuts are those of
     `strategy`; `target` gives batch and rank.
@@ -77,7 +78,7 @@ class Keeping:
     Attributes
     ----------
     most, least
-        Arena with all outputs kept, and smallest estimate of an arena [B].
+        Size of the arena with all outputs kept, and smallest estimate of such a size [B].
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Keeping:
             if v in steps_by_output
         ]
 
+        # Arrays in use during each operation of the program without recomputation.
         operations, spans = list(program), lifetimes(list(program), program.kept)
         # Number of operations of the forward pass; those of the backward pass follow.
         begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
@@ -273,7 +275,8 @@ class Keeping:
         return replace(self._strategy, layers=layers)
 
     def _search(self, capacity: float, most: int = STATES) -> tuple[float, frozenset[str]] | None:
-        """Return time and layers of the fastest choice within a capacity [B]; None: there is none.
+        """Return the time of recomputation [s] and the repeated layers of the fastest choice within a capacity [B], or
+        None.
 
         Row ``i + 1`` of the states stands for kept layer `i`, row 0 for the beginning. At most `most` states per row
         are used; with one, that with the fewest bytes.
@@ -319,7 +322,7 @@ def _sums_from(terms: _Floats) -> _Floats:
 
 
 def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
-    """Return the layer to which each repeatable buffer belongs; copies for readers, to the layer that they copy."""
+    """Return the layer to which each repeatable buffer belongs; a copy of an output belongs to the output's layer."""
     outputs = {step.output.region.view.buffer: step.name for step in steps if step.output.region is not None}
     owners: dict[Buffer, str] = {}
     # In the order of computation, so that the owner of a buffer is known before its copies are visited.
@@ -338,7 +341,8 @@ def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
 def _undominated(seconds: _Floats, nbytes: _Floats, most: int) -> NDArray[np.intp]:
     """Return the states that no other state dominates (not slower, and keeping no more), the fastest first.
 
-    If there are more than `most`, some are chosen evenly, among them the fastest and that with the fewest bytes.
+    If there are more than `most`, some are chosen evenly, among them the fastest and that with the fewest bytes; if
+    `most` is 1, only the latter.
     """
     order = np.lexsort((nbytes, seconds))
     least = np.minimum.accumulate(nbytes[order])

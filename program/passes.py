@@ -85,11 +85,13 @@ class Fuse(Pass):
             if x is None or x.buffer in read or x.buffer.kept or x.buffer.location is not None:
                 continue
             writer = _only_writer(users[x.buffer], operation.kernel)
+            # A kernel applies one function, to all that it writes.
             if writer is None or writer.kernel in kernels or writer.kernel.views["y"] != x:
                 continue
             function = operation.kernel.function
             assert writer.kernel.fuse is not None
             kernel = writer.kernel.fuse(function)
+            # `summing`: with an activation, a kernel cannot compute the sums of a norm, too (`FuseSums`).
             kernels[writer.kernel] = replace(
                 writer.kernel, make=kernel, views={**writer.kernel.views, "y": y}, fuse=None, summing=None
             )
@@ -113,7 +115,9 @@ def _users(program: Program) -> dict[Buffer, list[Operation]]:
 
 
 def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
-    """Return the operation of `users` that does not run `reader`; None if it cannot be fused or there are several."""
+    """Return the only operation of `users` that does not run `reader`; None if there is not exactly one, or if it
+    cannot be fused.
+    """
     others = [o for o in users if not (isinstance(o, Run) and o.kernel is reader)]
     if len(others) != 1 or not isinstance(others[0], Run):
         return None

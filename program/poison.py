@@ -212,7 +212,7 @@ class Poison:
 
 
 def _carries_numbers(array: Any) -> bool:
-    # A NaN of 16 bits has 9 bits for a number, and gives other bits when it is converted.
+    # Only float32 and float64: a NaN of 16 bits has 9 bits for a number, and gives other bits when it is converted.
     return array.dtype.kind == "f" and array.itemsize in _BITS
 
 

@@ -201,7 +201,9 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers that occupy the arena for a whole step, used or not: inputs, outputs, gradients of probed inputs."""
+        """Buffers that occupy the arena for a whole step, used or not: inputs, outputs of the network and other kept
+        values, gradients of probed inputs.
+        """
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]
@@ -215,7 +217,8 @@ class Program:
 
 
 def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:
-    """Yield lines of text for the operations in order, with the arrays that they use; with `layers`, only theirs.
+    """Yield lines of text for the operations in order, with the arrays that they use; with `layers`, only for
+    operations of these layers.
 
     ::
 

@@ -30,7 +30,7 @@ class Item:
         Number of the exchange or sum that it starts or finishes, the same on all ranks; negative for a fork. Start and
         finish are in the same graph, or in none.
     starts
-        Whether it starts the exchange or sum.
+        Whether it starts the exchange, sum or fork.
     when
         ``"training"`` or ``"evaluation"`` if it is part of such passes only; None: part of both.
     again

@@ -121,11 +121,11 @@ class Runner:
     forward, backward
         Calls of the operations of each segment, in the order of the program; without operations on gradients.
     arena
-        Memory of all other arrays, zeroed; empty with `debug`.
+        Memory of all arrays that are not in `arrays`, zeroed; empty with `debug`.
     poison
         With `debug`, the detector of undeclared accesses; else None.
     substitutes
-        Kernels that the backend replaced by others, by layer.
+        Names of layers, each with a kernel that the backend replaced by another.
     """
 
     def __init__(
@@ -244,6 +244,7 @@ class Runner:
         return {key: number for number, key in enumerate(moves)} | {key: -1 - i for i, key in enumerate(forks)}
 
     def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
+        # Several operations may run one kernel, such as the two passes of a layer.
         if key not in self._instances:
             self._instances[key] = make(key)
         return self._instances[key]
@@ -311,7 +312,7 @@ class UnderWay:
 
 
 def _travels(operation: Operation) -> object:
-    """Return the exchange, sum or forked kernel that an operation starts or finishes; None for other kernels."""
+    """Return the exchange, sum or forked kernel that an operation starts or finishes; None for other operations."""
     if isinstance(operation, Transfer):
         return operation.exchange
     if isinstance(operation, ForkEnd) or (isinstance(operation, Run) and operation.forked):

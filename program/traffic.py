@@ -167,7 +167,9 @@ class GroupSum:
 
     @cached_property
     def largest(self) -> tuple[int, range | tuple[int, ...]]:
-        """Slowest group, as (size [B], ranks): the one with most bytes, then most ranks, then longest distance."""
+        """Slowest group, as (size [B], ranks): the one with most bytes to sum over several ranks, then most ranks, then
+        the longest distance from the first to the last rank.
+        """
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members
 
