@@ -119,7 +119,10 @@ class DistTensor:
         dtype: np.dtype | str = "float32",
         margin: Sequence[tuple[int, int]] | None = None,
     ) -> DistTensor:
-        """Distribute the array of rank `root`; other ranks may pass None. Collective. Adjoint: gather."""
+        """Return a tensor with the values of the array of rank `root`, and margins of zeros; other ranks may pass None.
+
+        Collective. Adjoint: gather.
+        """
         whole = DistTensor(comm, Layout.on_rank(layout.shape, root, comm.size), dtype)
         with comm.agreement():  # the root alone has an array
             if comm.rank == root:

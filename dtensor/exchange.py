@@ -61,11 +61,11 @@ class Exchange:
     comm
         Communicator; all its ranks build the exchange, in the same order, and raise the same error.
     source, target
-        Both arrays are on the host or on one device, and have the dtype of the messages. Elements of the target that
-        no rank owns (outside the global array) are not modified.
+        Both arrays are on the host or on one device, and have the dtype of the messages.
     combine
-        ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, and the target box is
-        overwritten with their sum. Several targets that hold an element get the same bits.
+        ``"assign"``: each element of the target is set once; elements that no rank owns (outside the global array) are
+        not modified. ``"sum"``: sources are summands, and the target box is overwritten with their sum; elements in no
+        source become 0. Several targets that hold an element get the same bits.
     kind, name
         Kind in `comm.counters` of the messages and bytes, and name for the recorder.
 
@@ -128,6 +128,7 @@ class Exchange:
         at_source, at_target = source.origin_on(rank), target.origin_on(rank)
         pack = self._bind(sends, "target", channel.send_buffer, source.array, at_source)
         unpack = self._bind(recvs, "source", channel.recv_buffer, target.array, at_target)
+        # `copies` and `sums` take pairs (target, source): message first to pack, array first to unpack.
         if self._sum and target.blocks.overlapping:
             # Replicas add up in the order of the ranks, so this rank's own summand waits in an array.
             dtype = _dtype(source.array, target.array)
@@ -219,4 +220,3 @@ def _view(array: Any, box: Box, origin: Sequence[int]) -> Any:
     if view.shape != box.shape:
         raise ValueError(f"an array of shape {array.shape} that begins at {tuple(origin)} does not hold {box}")
     return view
-

@@ -288,6 +288,7 @@ class Blocks(Sequence[Box]):
         if rank >= self.placed:
             return None
         coordinates = []
+        # Row-major: the last axis is the fastest.
         for parts in reversed(self.grid):
             rank, at = divmod(rank, parts)
             coordinates.append(at)
@@ -295,12 +296,12 @@ class Blocks(Sequence[Box]):
 
     @property
     def extents(self) -> tuple[np.ndarray, ...]:
-        """Return the length of every interval, per axis."""
+        """Length of every interval, per axis."""
         return tuple(map(_extents, self.axes))
 
     @cached_property
     def longest(self) -> tuple[int, ...]:
-        """Return the length of the longest interval, per axis."""
+        """Length of the longest interval, per axis."""
         return tuple(map(_longest, self.axes))
 
     @property
@@ -377,7 +378,7 @@ def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def padded(values: np.ndarray, size: int) -> np.ndarray:
-    """Extend the values of the first ranks by zeros for the other ranks."""
+    """Return the values of `size` ranks: those of the first ranks, followed by zeros; further values are dropped."""
     return np.concatenate([values, np.zeros(max(0, size - len(values)), values.dtype)])[:size]
 
 
@@ -412,11 +413,13 @@ def _covers(axis: Intervals, size: int) -> bool:
 
 @lru_cache(maxsize=16384)
 def _contains(axis: Intervals, other: Intervals) -> bool:
+    # An empty interval is contained in any other.
     return all(d <= c or (a <= c and d <= b) for (a, b), (c, d) in zip(axis, other))
 
 
 @lru_cache(maxsize=16384)
 def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
+    # Only intervals with elements, so that a rank that needs nothing still needs nothing.
     return tuple((a, d if a < b <= d <= b + slack else b) for (a, b), (_, d) in zip(axis, owned))
 
 
@@ -428,5 +431,6 @@ def _clip(axis: Intervals, size: int) -> Intervals:
 
 
 def _hull(parts: Sequence[Interval]) -> Interval:
+    # Empty intervals do not count; if all are empty, the result is the first one.
     full = [(a, b) for a, b in parts if b > a] or [parts[0]]
     return min(a for a, _ in full), max(b for _, b in full)

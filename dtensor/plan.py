@@ -5,9 +5,9 @@ the ranks whose boxes intersect a given box are a product of the intersecting pa
 without a loop over all ranks. A halo wider than the neighbor's block needs no special code: its box intersects the
 boxes of several owners.
 
-Every element of a target comes from one source. A rank that owns its whole target copies it. Otherwise, if several
-ranks own an element, the rank in the first part of each axis that holds the element sends it. Elements that no rank
-owns (padding) are not modified.
+Unless sources are summands, every element of a target comes from one source. A rank that owns its whole target copies
+it. Otherwise, if several ranks own an element, the rank in the first part of each axis that holds the element sends it.
+Elements that no rank owns (padding) are in no message.
 """
 
 from __future__ import annotations

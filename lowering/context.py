@@ -244,7 +244,7 @@ class Context:
         return Buffer(tuple(shape), np.dtype(self.dtype if dtype is None else dtype), "transient").view
 
     def keep(self, shape: Sequence[int], dtype: np.dtype | str, use: str, fill: float = 0.0) -> View:
-        """Return an array that keeps its contents from step to step."""
+        """Return an array that keeps its contents from step to step; `use` is the category of memory (`Buffer.use`)."""
         return Buffer(tuple(shape), np.dtype(dtype), use, kept=True, fill=fill).view
 
     def needs_gradient(self, i: int) -> bool:
@@ -277,7 +277,7 @@ class Context:
         when: str | None = None,
         guarded: Sequence[Operation] = (),
     ) -> None:
-        """Add a run of a kernel, or of one of its methods."""
+        """Add a run of a kernel, or of one of its methods; no-op for a filter gradient in a frozen layer."""
         if self.frozen and timing is not None and timing.phase == "backward_filter":
             return
         self._operations.append(Run(self.name, kernel, method, timing, tuple(guarded), when=when))
@@ -294,7 +294,7 @@ class Context:
             self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
-        """Return the timing of a kernel of this layer, with the largest blocks of all ranks."""
+        """Return the timing of a kernel of this layer, with the largest blocks of all ranks; `changes` set fields."""
         outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]  # spatial axes
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         if phase == "forward" and self.output.wide:
