@@ -226,9 +226,10 @@ class Device(ABC):
         """Return an event for everything enqueued so far."""
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Event | None = None) -> Event:
-        """Enqueue uploads on a separate stream, after `after`. The compute stream waits for them in `join` only.
+        """Enqueue uploads ``(pinned, array)`` on a separate stream, after event `after`; return an event after them.
 
-        Another thread than that of the kernels may call this.
+        The compute stream waits for them in :meth:`join` only; this base class has no separate stream, and uploads in
+        order. A thread other than that of the kernels may call this.
         """
         for pinned, array in pairs:
             self.upload(pinned, array)
@@ -279,7 +280,7 @@ class Device(ABC):
         """Return the time from one timestamp to another, both done [s]."""
 
     def fork(self) -> Branch:
-        """Return a branch of the compute stream, which may be used repeatedly, also within a graph."""
+        """Return a branch of the compute stream, which may be used repeatedly, even while a graph is captured."""
         return Branch()
 
     # -- graphs, threads, memory ----------------------------------------------------------------
@@ -289,7 +290,7 @@ class Device(ABC):
         Raises
         ------
         DeviceError
-            If the device has no graphs.
+            If the device has no graphs, or the work cannot be captured.
         """
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
 
@@ -302,7 +303,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Finish the enqueued work and unregister the device from `device_of`. `close` may be called twice."""
+        """Close the device and unregister it from `device_of`; idempotent. No-op if it stays open, as the host does."""
         return None
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -310,7 +311,7 @@ class Device(ABC):
         return nullcontext()
 
     def memory(self) -> DeviceMemory | None:
-        """Return the used and free memory; None for the host."""
+        """Return the used, free and total memory; None for the host."""
         return None
 
     def describe(self) -> str:

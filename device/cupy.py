@@ -1,6 +1,6 @@
 """CUDA devices by CuPy, and the choice of a device for a rank.
 
-A device has one compute stream per rank, one stream for uploads ahead of their use, events, and pinned memory.
+On its device a rank has a compute stream, a stream for uploads ahead of their use, one for branches, and events.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def choose_ordinal(requested: str | int | Sequence[int], local_rank: int, count:
     return ordinal
 
 
+#: Function of pairs (target, source) of views; it returns the function that enqueues their copies or sums.
 Copies = Callable[[Sequence[tuple[Any, Any]]], Callable[[], None]]
 
 
@@ -105,7 +106,7 @@ NOT_READY = 600  # cudaErrorNotReady
 def arrived(cupy: Any, event: Any) -> bool:
     """Return whether the device has reached an event. Does not wait.
 
-    After a failure of the device, ``Event.done`` stays false; this raises instead.
+    After a failure of the device, CuPy's ``Event.done`` stays false; this function raises instead.
 
     Raises
     ------
@@ -256,6 +257,7 @@ class CupyDevice(Device):
         return _StreamEvent(self._cupy, self.compute, timed=False)
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Event | None = None) -> Event:
+        # Kernels enqueued before `after` may still read the arrays.
         if isinstance(after, _StreamEvent):
             self._ahead.wait_event(after.recorded)
         for pinned, array in pairs:
@@ -353,6 +355,7 @@ class CupyDevice(Device):
         return self.compute
 
     def memory(self) -> DeviceMemory:
+        # Free and total are those of the whole device, which ranks may share; used is this process's alone.
         free, total = self._cupy.cuda.runtime.memGetInfo()
         return DeviceMemory(int(self._cupy.get_default_memory_pool().used_bytes()), int(free), int(total))
 

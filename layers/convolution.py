@@ -294,8 +294,8 @@ def conv_data_sums(
     dbeta: Any = None,
     **vectors: Any,
 ) -> Any:
-    """Return the kernel that computes a data gradient and, from it, the backward sums of the batch norm before, whose
-    input is `x`.
+    """Return the kernel that computes a data gradient and, from it, the backward sums of the batch norm that precedes
+    the convolution; `x` is the input of the norm.
     """
     # This kernel computes sums only, for which the count of elements (here 1) is not needed.
     training = BatchNormTraining(1, dgamma=dgamma, dbeta=dbeta)

@@ -75,7 +75,7 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 
 
 def makers(name: str) -> tuple[Callable[..., Network], ...]:
-    """Return the functions with the options of model `name` as parameters; an option of both is the first one's."""
+    """Return the functions whose parameters are the options of model `name`; the first takes precedence."""
     model = MODELS[name]
     return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
 

@@ -53,7 +53,7 @@ def diffusion_unet(
     blocks
         Residual blocks per level of the encoder; the decoder has one more.
     attention_levels
-        Levels, from 0, whose blocks are followed by attention over the whole sample.
+        Levels, from 0, whose blocks are followed by attention over the whole sample; the middle always has it.
     heads, groups
         Heads of attention; groups of the norms.
     dropout

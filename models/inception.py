@@ -60,7 +60,7 @@ def googlenet(
     width
         Factor of all filters and hidden units, for small networks.
     dropout
-        Rate before the last layer (the auxiliary classifiers have 0.7, or 0 where this is 0).
+        Rate before the last layer (the auxiliary classifiers have 0.7, or 0 if this is 0).
     auxiliary
         Whether two more classifiers, after the modules 4a and 4d, add to the training loss, with weight 0.3 each; this
         needs a resolution of at least 65.
@@ -75,7 +75,7 @@ def googlenet(
 
     Notes
     -----
-    Pooling of stride 2 rounds the size up, with padding at the end; for multiples of 32 this is the same as in Caffe.
+    Pooling of stride 2 rounds the size up; for multiples of 32, which it pads at the end, it is the same as in Caffe.
     """
     y: Node = Input((resolution, resolution, channels), name="x")
     y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)

@@ -89,7 +89,9 @@ def mesh(
 
 
 def _decoder(y: Node, skips: Sequence[Node], widths: Sequence[int], statistics: str) -> Node:
-    """Add, per level, a resize by 2, a join with the encoder's output of that size, and a unit; then a last resize."""
+    """Add, per level, a resize by 2, a join with the encoder's output of that size, and a unit; then a unit and a last
+    resize.
+    """
     for level in range(len(widths) - 1, 0, -1):
         y = Resize(scale=2, name=f"up{level}")(y)
         y = Concat(name=f"join{level}")(y, skips[level - 1])

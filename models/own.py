@@ -37,13 +37,14 @@ def is_made(where: str) -> bool:
 
 
 def foreign_kind(where: str) -> str:
-    """Return ``torch`` or ``onnx`` for the source ``torch:FILE.py:FUNCTION`` or ``onnx:FILE``, else an empty text."""
+    """Return ``torch`` or ``onnx`` for the source ``torch:FILE.py:FUNCTION`` or ``onnx:FILE``, else an empty string."""
     kind = where.partition(":")[0]
     return kind if kind in FOREIGN else ""
 
 
 def build_own(where: str, settings: Mapping[str, Any]) -> Network:
-    """Return the network that a function of the user builds from options. Local; every rank calls it.
+    """Return the network that a function of the user builds from the options `settings`, or the registered or foreign
+    network at this location. Local; every rank calls it.
 
     Raises
     ------
@@ -130,7 +131,7 @@ def source_of(where: str) -> tuple[str, str]:
 
 
 def _checked(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, checked by the annotations of a function. Options without annotation may have any type."""
+    """Return the options, checked by the annotations of a function, as far as these exist and can be evaluated."""
     parameters = inspect.signature(function).parameters.values()
     named = {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     # A function with **options takes further ones, which have no annotation to check.

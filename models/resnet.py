@@ -66,11 +66,13 @@ def resnet(
 
 
 def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str) -> Node:
+    # 1 x 1, 3 x 3, 1 x 1; the last has four times the filters (Table 1 of the paper).
     y = unit(x, filters, 1, f"{label}a", 1, 0, statistics=statistics)
     y = unit(y, filters, 3, f"{label}b", stride, 1, statistics=statistics)
     y = Conv(4 * filters, 1, bias=False, name=f"conv{label}c")(y)
     shortcut = x
     if stride > 1 or x.shape[-1] != 4 * filters:
+        # A projection, as in option B of the paper (Section 3.3): extents or channels differ.
         shortcut = Conv(4 * filters, 1, stride, bias=False, name=f"conv{label}s")(x)
         shortcut = BatchNorm(statistics=statistics, name=f"bn{label}s")(shortcut)
     # The norm adds the shortcut before its activation, in the same kernels.

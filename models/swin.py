@@ -158,9 +158,9 @@ def swin_unet(
     channels, classes
         Input channels; classes per element.
     depths, heads
-        Blocks, and heads of their attention, per stage of the encoder; the decoder has as many.
+        Blocks, and heads of their attention, per stage of the encoder; the decoder repeats all stages but the last.
     width, window, patch, hidden_factor, random_depth
-        As for :func:`swin`.
+        As for :func:`swin`; `random_depth` applies to the encoder.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
     ignore_index
