@@ -34,10 +34,11 @@ def checked_line(name: str, value: Any) -> str:
     Raises
     ------
     UserError
-        The value has control characters (such as line feeds), which a line of a script cannot contain; the message
-        names the option `name`.
+        If the value has control characters (such as line feeds), line separators or unpaired surrogates, which a line
+        of a script cannot contain; the message names the option `name`.
     """
     text = str(value)
+    # Categories of Unicode: controls, surrogates, and separators of lines and of paragraphs.
     bad = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
     if bad is not None:
         raise UserError(f"{name}: expected text on one line, got {bad!a} in {_short(text)}; leave that character out")
@@ -62,7 +63,8 @@ def directive(value: Any) -> Raw:
     """Quote the value of an option in a line ``#SBATCH --option=VALUE``.
 
     sbatch itself parses these lines, without a shell: a blank ends an unquoted value, and ``#`` begins a comment. The
-    character after a backslash is literal, also in quotes.
+    character after a backslash is literal, even within quotes. Raises UserError for a value of more than
+    `LONGEST_DIRECTIVE` bytes, which sbatch would truncate.
 
     >>> print(directive("4 #x"), directive("gpu"))
     "4 #x" gpu
@@ -72,6 +74,7 @@ def directive(value: Any) -> Raw:
         raise UserError(f"#SBATCH: expected at most {LONGEST_DIRECTIVE} bytes, got {_short(text)}; shorten it")
     if _PLAIN_DIRECTIVE.fullmatch(text):
         return Raw(text)
+    # Backslashes first: those that escape the quotes must stay single.
     return Raw('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"')
 
 
@@ -110,7 +113,8 @@ MOST = 1000
 def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     """Return the overrides (``KEY=VALUE``) of every combination of the values; the last key varies fastest.
 
-    Values are separated by commas; values that contain commas are given as a TOML list.
+    Values are separated by commas; values that contain commas are given as a TOML list. Without options the result is
+    empty.
 
     >>> parse_sweep(["training.batch=2,4", "model.widths=[[8], [8, 16]]"])[1]
     ['training.batch=2', 'model.widths=[8, 16]']
@@ -137,6 +141,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
         combinations *= len(values)
     if combinations > MOST:
         raise UserError(f"--sweep: expected at most {MOST} combinations, got {combinations}; leave values out")
+    # A product of no sequences would have one combination, the empty one.
     return [[f"{k}={v}" for k, v in zip(axes, chosen)] for chosen in itertools.product(*axes.values())] if axes else []
 
 

@@ -52,7 +52,7 @@ class Resources:
     nodes, ranks_per_node, cpus_per_rank, gpus_per_node
         Numbers of nodes, ranks, cores and GPUs; without GPUs `gpus_per_node` is 0.
     time
-        Time limit in Slurm's format: minutes, ``H:MM:SS``, ``D-HH:MM``; None for the partition's default.
+        Time limit in Slurm's format, such as minutes, ``H:MM:SS`` or ``D-HH:MM``; None: the partition's default.
     partition, account
         None: the site's default.
     warning
@@ -124,7 +124,7 @@ class Resources:
         Raises
         ------
         UserError
-            The backend would leave reserved GPUs idle, lacks GPUs, or has more threads than cores.
+            If the backend would leave reserved GPUs idle, lacks GPUs, or has more threads per rank than cores.
         """
         if self.gpus_per_node and not on_device:
             raise UserError(
@@ -155,7 +155,7 @@ def _seconds(time: str) -> int | None:
         return None
     parts = [int(part) for part in rest.split(":")]
     if dash:
-        # After days, the first number is hours; alone, one number is minutes.
+        # After days, the first number is hours; without days, a single number is minutes.
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:
         hours, minutes, seconds = parts
@@ -173,6 +173,7 @@ def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ..
     directives = []
     for option in options:
         key, equals, value = checked_line("--sbatch", option).partition("=")
+        # As copied from a script: --sbatch=--mem=64G.
         key = key.strip().removeprefix("--")
         if not _KEY.fullmatch(key):
             raise UserError(
@@ -282,7 +283,7 @@ class Software:
 
     @property
     def mpi_launcher(self) -> str:
-        """Path of the mpirun for the MPI of the job's Python."""
+        """Path of the mpirun for the MPI of the job's Python; ``"mpirun"``, from PATH, if none is known."""
         if self.mpirun is not None:
             return self.mpirun
         # The mpiexec of an MPI wheel is installed next to Python.
@@ -291,7 +292,10 @@ class Software:
 
     @property
     def prefix(self) -> list[str]:
-        """Words of the command that start the container; the program follows them."""
+        """First words of the command that starts the container; further options and the image follow.
+
+        It is empty without a container, and with pyxis, which is a plugin of srun.
+        """
         if self.container is None or self.runtime == "pyxis":
             return []
         binds = (word for folder in self.mounted for word in ("--bind", folder))

@@ -143,7 +143,7 @@ def render(kind: str, job: Job) -> str:
     Raises
     ------
     UserError
-        A value cannot be rendered; the message has one line.
+        If the kind is unknown or a value cannot be rendered; the message has one line.
     """
     if kind not in KINDS:
         raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!a}")
@@ -308,7 +308,8 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
     Raises
     ------
     UserError
-        sbatch failed; the message contains that of sbatch. Jobs of the chain that were submitted already are canceled.
+        If there is no sbatch, or it fails; the message contains that of sbatch. Jobs of the chain that were submitted
+        already are canceled.
     """
     require_slurm()
     jobs: list[str] = []

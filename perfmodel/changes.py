@@ -122,7 +122,9 @@ class Changes:
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield changes of the first 1, 2, ... layers of a region to another cut, if it is one of their candidates."""
+        """Yield changes of the first 1, 2, ... layers of a region to another cut; layers that do not have it as a
+        candidate keep their cut. Only the `BEGINNINGS` changes with the largest gains are yielded.
+        """
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
         new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
         index_of = {v: i for i, v in enumerate(region)}

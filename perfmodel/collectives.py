@@ -116,7 +116,7 @@ def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: s
     ranks
         Number of ranks; the time of a single rank is 0.
     link
-        Link between any two of them.
+        Link between any two ranks.
     algorithm
         A key of ``ALGORITHMS[collective]``; None: the cheapest one. For an all-reduce, "recursive_doubling" suits short
         vectors, "rabenseifner" (recursive halving, then doubling) long ones, and "ring" long ones if `ranks` is not a
@@ -171,6 +171,7 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     # With equal links, the ring is among the algorithms of the stage.
     if len(stages) == 1:
         return staged
+    # The largest counts of all nodes and switches: for an uneven group, more than its number of ranks.
     ranks = math.prod(stage.size for stage in stages)
     slowest = Link(max(stage.link.alpha for stage in stages), max(stage.link.beta for stage in stages))
     return min(staged, seconds(collective, nbytes, ranks, slowest, "ring"))
@@ -184,11 +185,11 @@ def library_seconds(
     Parameters
     ----------
     collective, nbytes, ranks
-        As for `seconds`.
+        As for `seconds`; here, at least one byte and two ranks.
     nodes
         Number of nodes of the ranks.
     protocols
-        Protocols of all-reduces. A reduce-scatter or all-gather is half of an all-reduce on a ring.
+        Protocols of all-reduces. A reduce-scatter or all-gather has half the hops and bytes of an all-reduce on a ring.
     groups
         Number of such groups of ranks on a node that communicate at the same time.
 
@@ -199,6 +200,7 @@ def library_seconds(
         size.
     """
     if collective == "allreduce":
+        # `most` = 0: the protocol has no limit.
         valid, part = [protocol for protocol in protocols if not 0 < protocol.most < nbytes], 1.0
     else:
         rings = [protocol for protocol in protocols if protocol.algorithm == "ring"]
@@ -226,12 +228,16 @@ def _protocol_seconds(
 
 
 def _hops(ranks: int, nodes: int) -> tuple[int, int]:
-    """Return the number of hops from a leaf of a tree to its root, within a node and between nodes."""
+    """Return the numbers of hops from a leaf of a tree to its root: within a node, and between nodes."""
+    # Within a node the tree is a chain of its ranks; only between nodes it is binary.
     return -(-ranks // nodes) - 1, _log(nodes)
 
 
 def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int, groups: int) -> float:
-    """Return the time until the first chunk has passed all hops but the first, upwards and downwards [s]."""
+    """Return the time until the first chunk of a tree has passed all hops but the first, upwards and downwards [s].
+
+    It is 0 for a ring, and for a tree without chunks.
+    """
     if protocol.algorithm != "tree" or not protocol.chunk:
         return 0.0
     inside, between = _hops(ranks, nodes)
@@ -248,7 +254,9 @@ def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
 
     A chunk is halved as long as a channel has fewer than 8 chunks per level of the tree (`hops` + 1) and the chunk
     exceeds 4 times its least size; then as long as there are fewer than 4 and it exceeds twice that size; then as long
-    as there is fewer than one and it exceeds that size.
+    as there is fewer than one and it exceeds that size. A channel with fewer bytes than a chunk has one chunk of these.
+
+    `nbytes` is the size of the whole vector [B].
 
     >>> from halograd.perfmodel.machine import Protocol
     >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)

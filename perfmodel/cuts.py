@@ -189,11 +189,15 @@ def _factorizations(there: Sequence[bool], used: int) -> Iterator[Parts]:
 
 
 def _fits(extents: Sequence[Extent], parts: Parts, balanced: bool) -> bool:
-    """Return whether every part has elements of each extent; if `balanced`, nearly equal numbers of them."""
+    """Return whether every part has elements of each extent.
+
+    If `balanced`, parts also have nearly equal numbers of elements, and at least `CHANNELS` channels.
+    """
     for axes, n in extents:
         count = math.prod(parts[axis] for axis in axes)
         if count == 1:
             continue
+        # The largest part may have at most `UNEVEN` times the mean, n / count.
         if n < count or (balanced and -(-n // count) * count > UNEVEN * n):
             return False
         # Axes 4 and 5 are channels.
@@ -242,6 +246,7 @@ def shared_candidates(network: Network, candidates: Mapping[str, tuple[Parts, ..
             continue
         first = 1 if any(spec.spatial_axes for spec in specs) else 4  # the first axis along which parameters are cut
         whole = {name: [p for p in candidates[name] if math.prod(p[first:]) == 1] for name in names}
+        # Never empty: a single rank is a candidate of every call.
         used = max(set.intersection(*({math.prod(p) for p in options} for options in whole.values())))
         result |= {name: tuple(p for p in options if math.prod(p) == used) for name, options in whole.items()}
     return result

@@ -57,7 +57,8 @@ class LayerWork:
     """Layer on the blocks of one rank: a local version of the layer, with the shapes that its kernels get.
 
     :meth:`of` creates it. If the output channels are cut (`filters`), the inputs have all channels, because they are
-    gathered first; if the input channels are cut, the inputs have the rank's channels.
+    gathered first; if the input channels are cut, the inputs have the rank's channels. `spread`: whether statistics are
+    sums over several ranks.
     """
 
     layer: Layer
@@ -114,7 +115,7 @@ class LayerWork:
 
     @cached_property
     def kind(self) -> str:
-        """Class name of the layer."""
+        """Class name of the layer, with its module if the class is not one of halograd."""
         # Classes of users in different modules may have the same name.
         kind = type(self.layer)
         return kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
@@ -123,8 +124,9 @@ class LayerWork:
     def key(self) -> str:
         """Key of its stored time: one line of JSON, the same in every process. Layers with equal keys have equal times.
 
-        It consists of the layer's class, its settings without its name, shapes, dtype, and whether there is a backward
-        pass, whether it computes the gradient of the inputs, and whether statistics are sums over several ranks.
+        It contains the layer's class, its settings except its name, the shapes of the inputs, the dtype, and three
+        flags: whether there is a backward pass, whether this computes the gradient of the inputs, and whether
+        statistics are sums over several ranks.
         """
         settings = settings_of(self.layer, self.inputs[0][1:])
         config = json.dumps(settings, sort_keys=True, separators=(",", ":"))
@@ -143,7 +145,7 @@ class LayerWork:
 
     @cached_property
     def output(self) -> tuple[int, ...]:
-        """Sample shape of the output. Raises UserError if a layer of the user does not accept a block as a sample."""
+        """Sample shape of the output. Raises UserError if the layer, such as one of the user, rejects the blocks."""
         try:
             return self.layer.output_shape(*self.shapes)
         except ValueError as error:
@@ -173,9 +175,10 @@ class KernelTimes(ABC):
         outputs: Sequence[int] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> LayerTime:
-        """Return the time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
+        """Return the time of `layer` on local blocks, 0 if one is empty; parameters as in :meth:`LayerWork.of`."""
         # A tuple, because a cut layer without this option, (None,), differs from a layer on one rank, None.
         statistics = None if options is None else (options.get("statistics"),)
+        # `and` keeps None, and converts a list, which has no hash.
         cut = (filters, outputs and tuple(outputs), statistics)
         known = (layer, tuple(inputs), dtype, trainable, input_gradient, *cut)
         if known not in self._known:
@@ -222,6 +225,7 @@ class RooflineTimes(KernelTimes):
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
         x = sum(xs)
         y = work.samples * math.prod(work.output) * itemsize
+        # Local sizes, because a local layer has the rank's filters and input channels only.
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)
@@ -285,6 +289,7 @@ class MeasuredTimes(KernelTimes):
         measured = self.cache.get(self.conditions, work.key)
         if measured is not None:
             return LayerTime(*measured)
+
         if self.measure is not None:
             time = self.measure(work)
             self.cache.put(self.conditions, work.key, time)
@@ -298,7 +303,7 @@ class MeasuredTimes(KernelTimes):
         return self.fallback.of_work(work)
 
     def forget(self) -> None:
-        """Clear the stored lookups; call this after the cache got new entries."""
+        """Clear the times that were looked up, and `missing`; call this after the cache gets new entries."""
         self._known.clear()
         self.missing.clear()
 

@@ -104,7 +104,8 @@ class Link:
 class GroupStage(NamedTuple):
     """One level of a group of ranks: `size` members joined by `link`, which belongs to `level`.
 
-    `sharing` is the number of members that share one link when all of them send to the next level.
+    `sharing` is the number of members, of all groups that communicate at the same time, that share one link when all of
+    them send to the next level.
     """
 
     level: str
@@ -426,7 +427,7 @@ class Machine:
 
     @property
     def has_emulated_links(self) -> bool:
-        """Whether the ranks are on the emulated network."""
+        """Whether the ranks communicate over the emulated network."""
         # A profile on one node measures the link within it; a described network of nodes has the link across.
         return any(self.links[level].emulated for level in ("node", "across"))
 
@@ -436,9 +437,9 @@ class Machine:
         Parameters
         ----------
         alpha, beta
-            Parameters of the link at every level except "device" [s], [s/B].
+            Parameters of the link at every level except "device", and "node" if `node` > 1 [s], [s/B].
         name
-            Name; by default this machine's name with the two numbers.
+            Name; by default this machine's name with these parameters.
         node
             Number of devices that share memory, as in the transport's string: they use the link "node" of this machine,
             and the network is between them and other devices.
@@ -450,6 +451,7 @@ class Machine:
         # The sums were measured on the real links: on the emulated network they are unknown.
         unknown: Any = {key: {} for key in SUMS}
         runtime = dataclasses.replace(self.runtime, **unknown)
+        # Topology and library of collectives describe the real network, which messages do not use either.
         machine = dataclasses.replace(
             self, name=name, source=source, links=links, runtime=runtime, topology=None, collectives={}
         )
@@ -502,6 +504,7 @@ class Machine:
             for level in ("switch", "across"):
                 links[level] = links[level].shared_by(-(-groups // self.rails))
         if self.topology is not None and self.topology.node_links:
+            # At least 1: one message does not travel faster if there are more links than messages.
             links["node"] = links["node"].shared_by(max(1.0, counts[0] * groups / self.topology.node_links))
         if self.topology is not None and self.topology.network:
             sharing = (counts[0], 1, 1)
@@ -543,6 +546,7 @@ class Machine:
         ----------
         Williams, Waterman, Patterson 2009, "Roofline"; Hockney 1983 for the half-performance length.
         """
+        # Without operations, the curve would divide by 0.
         arithmetic = flops / self.rate(flops, dtype, phase) if flops > 0 else 0.0
         memory = self.weighted.get(phase, self.efficiency).memory
         return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * memory))
@@ -639,7 +643,7 @@ class LinkTable(Table):
         return self
 
     def link(self) -> Link:
-        """Return the link of the cost model."""
+        """Return the table as a :class:`Link`."""
         # Files of earlier versions have the transport in the note only.
         shared = self.note.startswith(("shared", "auto")) if self.shared is None else self.shared
         emulated = self.note.startswith("emulated") if self.emulated is None else self.emulated
@@ -661,7 +665,7 @@ class CurveTable(Table):
     memory: Fraction
 
     def efficiency(self) -> Efficiency:
-        """Return the fractions of the cost model."""
+        """Return the table as an :class:`Efficiency`."""
         return Efficiency(**{key: getattr(self, key) for key in CurveTable.model_fields})
 
 
@@ -730,7 +734,7 @@ class ProtocolTable(Table):
     least_chunk: Bytes = 0
 
     def protocol(self) -> Protocol:
-        """Return the protocol of the cost model."""
+        """Return the table as a :class:`Protocol`."""
         # Quantities are parsed as floats.
         sizes = {key: int(getattr(self, key)) for key in ("most", "chunk", "least_chunk")}
         return Protocol(**dict(self) | sizes)
@@ -773,7 +777,7 @@ class MachineTable(Table):
     variation: VariationTable = VariationTable()
 
     def machine(self) -> Machine:
-        """Return the machine of the cost model."""
+        """Return the file as a :class:`Machine`."""
         device, runtime = self.device, self.runtime
         sums = {key: {n: line.link() for n, line in getattr(runtime, key).items()} for key in SUMS}
         return Machine(

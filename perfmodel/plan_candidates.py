@@ -95,11 +95,11 @@ class PlanCandidates:
         return iter(self._candidates.values())
 
     def cuts(self, strategy: Strategy) -> Cuts:
-        """Return the parts of all layers, which identify a strategy."""
+        """Return the numbers of parts of all layers, per axis, which identify a strategy here."""
         return tuple(tuple(strategy.parts_of(name).values()) for name in self._network.layers)
 
     def find(self, strategy: Strategy) -> PlanCandidate | None:
-        """Return the stored strategy with the same cuts, if there is one."""
+        """Return the stored strategy with the same cuts; None if there is none."""
         return self._candidates.get(self.cuts(strategy))
 
     def add(self, plan_candidate: PlanCandidate) -> PlanCandidate:
@@ -107,7 +107,10 @@ class PlanCandidates:
         return self._candidates.setdefault(self.cuts(plan_candidate.strategy), plan_candidate)
 
     def variants(self, plan_candidate: PlanCandidate) -> list[PlanCandidate]:
-        """Return the strategies with the same cuts, under all schemes and with recomputed outputs; fastest first."""
+        """Return the strategies with the same cuts, the fastest first.
+
+        They have all schemes, and the recomputed outputs that :meth:`add_recomputed` has added so far.
+        """
         key = self.cuts(plan_candidate.strategy)
         if key not in self._variants:
             distinct: dict[object, Simulation] = {}  # buckets of several sizes may hold the same gradients
@@ -126,7 +129,7 @@ class PlanCandidates:
         return any(scheme == allowed for allowed, _ in self._schemes(strategy))
 
     def add_recomputed(self, plan_candidate: PlanCandidate, simulation: Simulation) -> PlanCandidate:
-        """Store and return a strategy that has the cuts of `plan_candidate` and computes outputs again."""
+        """Store and return the strategy of `simulation`: the cuts of `plan_candidate`, with outputs computed again."""
         recomputed = PlanCandidate(plan_candidate.name, simulation, indices=plan_candidate.indices)
         self._variants[self.cuts(plan_candidate.strategy)] = sorted(
             [*self.variants(plan_candidate), recomputed], key=lambda variant: variant.seconds
@@ -151,12 +154,13 @@ class PlanCandidates:
     def fastest(self, limit: float = math.inf) -> PlanCandidate | None:
         """Return the fastest strategy within a limit [B], under any scheme; None if nothing fits."""
         best: PlanCandidate | None = None
+        # By the lower bound of the time, so that most of the later ones need no variants.
         for plan_candidate in sorted(self, key=lambda other: other.simulation.computing):
             best = self.best_of(plan_candidate, limit, math.inf if best is None else best.seconds) or best
         return best
 
     def few(self, limit: float, count: int) -> list[PlanCandidate]:
-        """Return the fastest strategies with different cuts that fit, at most `count`."""
+        """Return at most `count` strategies, the fastest with different cuts that fit into `limit` [B]."""
         fastest: list[PlanCandidate] = []
         for plan_candidate in sorted(self, key=lambda other: other.simulation.computing):
             slowest = fastest[-1].seconds if len(fastest) == count else math.inf
@@ -220,7 +224,7 @@ def first_chunks(network: Network) -> list[int]:
     """Return promising numbers of layers in the first of two chunks, in increasing order.
 
     In backward order, these chunks end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of
-    VGG-A). If there are fewer than three of them, equal parts of the layers are added.
+    VGG-A). If there are fewer than three of them, one to four fifths of the number of layers are added.
 
     >>> from halograd.models import build
     >>> first_chunks(build("vgg_a"))
@@ -264,7 +268,7 @@ def rank_schemes(
 def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
     """Return a few typical schemes of `candidate_schemes`, to try without a prediction.
 
-    These are buckets, and two chunks of a medium size, each with no and with the most replicated layers.
+    These are buckets, and two chunks of a medium size, each without and with the most replicated dense layers.
     """
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})

@@ -236,7 +236,9 @@ class StrategySearch:
         return best
 
     def vary(self, origin: StrategySearch, costs: NetworkCosts, binds: bool) -> PlanCandidate | None:
-        """Search with half the budget, beginning with the candidates of another machine; return the fastest that fits.
+        """Search with half the budget, and the candidates of another machine; return the fastest strategy that fits.
+
+        The result is None if none fits.
 
         Parameters
         ----------
@@ -292,6 +294,7 @@ class StrategySearch:
                 break
             last = best.memory_bytes
             yield self.result(best, began)
+            # A plan may need much less than its limit: the next limit is below both.
             began, level = time.perf_counter(), min(level, last) * FINE
         self.limit = last
         least = self._leanest()
@@ -299,11 +302,11 @@ class StrategySearch:
             yield self.result(least, began)
 
     def compare(self, name: str, cut: Callable[..., Strategy]) -> None:
-        """Simulate the strategy of a baseline."""
+        """Simulate the strategy of the baseline `name`, ``cut(network, batch, ranks, bucket_bytes)``."""
         self.compared[name] = self._try(name, cut(self.network, self.batch, self.ranks, self.middle))
 
     def compare_grids(self) -> None:
-        """Simulate strategies with one grid for all layers."""
+        """Simulate strategies with one grid for all layers. Raises UserError if no grid has a part for every rank."""
         if not self.best_grids():
             raise UserError(
                 f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
@@ -365,11 +368,14 @@ class StrategySearch:
     # -- what is simulated ---------------------------------------------------------------------
 
     def choose(self, indices: tuple[int, ...], optimal: bool = False) -> PlanCandidate:
-        """Simulate a choice among the candidates."""
+        """Simulate a choice of candidates, unless its cuts are known; return the strategy.
+
+        `optimal`: whether the planner has proved that the choice is the fastest.
+        """
         return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def best_grids(self) -> list[Parts]:
-        """Return the best grids that are the same for all layers; if there are many grids, by a neighborhood search."""
+        """Return at most `GRIDS` grids, the best for all layers; if there are many grids, by a neighborhood search."""
         by_grid: dict[Parts, PlanCandidate] = {}
 
         def seconds(parts: Parts) -> float:
@@ -519,7 +525,8 @@ class StrategySearch:
         return (self.batch * inputs + self._parameter_bytes()) / self.ranks
 
     def _parameter_bytes(self, spatial: bool = True) -> int:
-        """Return the size of all parameters, or of those without spatial axes, and their gradients [B]."""
+        """Return the size of all parameters, or of those without spatial axes, with gradients of the trained ones [B].
+        """
         return wide(self.training.dtype).itemsize * sum(
             spec.size * (2 if layer in self.network.trained else 1)
             for layer in self.network.layers
@@ -538,7 +545,7 @@ class StrategySearch:
         ) from failure
 
     def _leanest(self) -> PlanCandidate:
-        """Return the strategy that needs the least memory, also with outputs computed again."""
+        """Return the strategy that needs the least memory, with or without outputs computed again."""
         trials: list[tuple[float, int, PlanCandidate, Keeping]] = []
         leanest = sorted(self.plan_candidates, key=lambda variant: variant.memory_bytes)[:CUTS]
         for plan_candidate in leanest if KINDS[self.planning.recompute] else []:
@@ -618,7 +625,8 @@ class StrategySearch:
 def _schemes(
     network: Network, batch: int, machine: Machine, planning: Planning, buckets: tuple[int, ...], strategy: Strategy
 ) -> list[tuple[Scheme, int]]:
-    """Return the schemes to try for a strategy, each with the sizes of buckets [B]."""
+    """Return the schemes to try for a strategy, each with every size of buckets [B], or with one if it has no buckets.
+    """
     planned = planned_schemes(network, strategy, batch, machine, planning.without)
     return [
         (scheme, nbytes)

@@ -91,8 +91,8 @@ class VariedMachine:
 class VariedTimes(KernelTimes):
     """Measured times of kernels for a device with another launch time, or another rate of arithmetic.
 
-    A kernel takes the varied launch time, plus its measured time without the measured launch time, divided by the
-    factor of the rate.
+    A kernel takes the varied launch time, plus the rest of its measured time after the known launch time, which is
+    divided by the factor of the rate.
     """
 
     def __init__(self, times: KernelTimes, launch: float, varied: float, rate: float = 1.0) -> None:
@@ -186,12 +186,12 @@ def plan_robust(
 ) -> RobustPlan:
     """Return the plan whose largest regret over the variations of the machine is smallest. Local.
 
-    The parameters are those of :func:`halograd.perfmodel.predict.plan_network`.
+    The parameters are those of :func:`halograd.perfmodel.predict.plan_network`, and the factor of :func:`variations`.
 
     Raises
     ------
     UserError
-        If no strategy fits, or the planner is a baseline, which does not choose.
+        If no strategy fits, or the planner is a baseline or ``"grid"``, which do not search.
     """
     began = time.perf_counter()
     planning = planning or Planning()
@@ -238,7 +238,7 @@ def plan_robust(
 
 
 class _StepTable:
-    """Steps of strategies on several machines, simulated on demand; strategy 0 is the fastest on machine 0."""
+    """Step times of strategies on several machines, simulated on demand; strategy 0 is the fastest on machine 0."""
 
     def __init__(self, searches: Sequence[StrategySearch], costs: Sequence[NetworkCosts], limit: float) -> None:
         self._searches, self._costs, self._limit = searches, costs, limit
@@ -256,7 +256,7 @@ class _StepTable:
         self._best = [(math.inf, 0)] * len(searches)
 
     def add(self, candidate: PlanCandidate) -> int:
-        """Add a strategy if it is new; return its number."""
+        """Add a strategy if it is new; return its index."""
         key = _key(candidate.strategy)
         number = self._numbers.setdefault(key, len(self._candidates))
         if number == len(self._candidates):
@@ -288,10 +288,11 @@ class _StepTable:
                         self.add(best)
 
     def add_variants(self) -> None:
-        """Add the schemes of gradient reduction for the cuts of the best strategies."""
+        """Add the best strategies under their other schemes of gradient reduction, if they fit."""
         first = self._searches[0]
         for i in self._few():
             candidate = self._candidates[i]
+            # A strategy of another search may not be stored in the first one.
             stored = first.plan_candidates.find(candidate.strategy) or candidate
             for variant in first.plan_candidates.variants(stored):
                 # Variants also include those that compute outputs again.
@@ -307,9 +308,9 @@ class _StepTable:
                 left, better = self._changed(better, left, tried)
 
     def widen(self) -> None:
-        """Add strategies with wide values that are faster on a machine than the same cuts without.
+        """Add strategies with wide values, which may be faster on a machine than the same cuts without wide values.
 
-        These are the cuts of the best strategy on each machine, and those of the strategies with the smallest regrets,
+        The cuts are those of the best strategy on each machine, and those of the strategies with the smallest regrets,
         each on the machine where its regret is largest.
         """
         fastest = [(i, machine) for machine, (_, i) in enumerate(self._best)]
@@ -330,12 +331,13 @@ class _StepTable:
         return self._simulated(number, machine)
 
     def _few(self) -> list[int]:
-        """Return the strategies with the smallest regrets."""
+        """Return at most `FEW` strategies, those with the smallest regrets."""
         known = [i for i in range(len(self._candidates)) if self._below(i, math.inf)]
         return sorted(known, key=self.objective)[:FEW]
 
     def _changed(self, i: int, left: int, tried: set[Change]) -> tuple[int, int | None]:
-        """Return how many changes of a strategy are left to try, and the changed strategy; None: nothing is better."""
+        """Return how many changes are left to try, and the first changed strategy that is better; None: none is better.
+        """
         first, strategy, regrets = self._searches[0], self._candidates[i].strategy, self.regrets(i)
         indices = first.costs.indices(strategy)
         least = self.objective(i) - ROUNDING
@@ -373,6 +375,7 @@ class _StepTable:
             target = self.best(machine)
             for changed in _toward(indices, self._searches[0].costs.indices(target) or indices):
                 yield changed, own | wide_layers(target)
+        # The weights after two rounds of `add_between` with these regrets.
         weights = np.exp(2 * STEEP * np.array(regrets) / max(*regrets, ROUNDING))
         for change in Changes(self._between(weights)).of(indices, -SLACK):
             yield change.indices, own
@@ -401,7 +404,7 @@ class _StepTable:
         return known[machine].with_reduction(strategy.reduction, strategy.bucket_bytes)
 
     def seconds(self, i: int, machine: int) -> float:
-        """Return the step of a strategy on a machine [s]."""
+        """Return the step time of a strategy on a machine [s]."""
         if (i, machine) not in self._seconds:
             seconds = self._simulated(i, machine).step_seconds
             self._seconds[i, machine] = seconds
@@ -419,7 +422,10 @@ class _StepTable:
         return max(regrets) + MEAN * sum(regrets) / len(regrets)
 
     def choose(self) -> int:
-        """Return the strategy with the smallest regrets; among equal ones, the fastest on the first machine."""
+        """Return the index of the strategy that fits with the smallest objective; of equal ones, the fastest on the
+        first machine.
+        """
+        # Strategy 0 comes first: a strategy with equal regrets does not replace it.
         order = sorted(range(len(self._candidates)), key=lambda i: (i > 0, self.seconds(i, 0)))
         chosen, before = -1, -2
         while chosen != before:  # a strategy of another machine may turn out to be the best of this one
@@ -430,7 +436,10 @@ class _StepTable:
         return chosen
 
     def _below(self, i: int, least: float, order: Iterable[int] | None = None) -> bool:
-        """Return whether all regrets of a strategy are below a limit; the first that is not ends the simulations."""
+        """Return whether all regrets of a strategy are below `least`; the first that is not ends the simulations.
+
+        `order` is the order of the machines, by default that of the table.
+        """
         machines = self._machines if order is None else order
         return all(self.seconds(i, machine) < (1 + least) * self._best[machine][0] for machine in machines)
 

@@ -79,7 +79,7 @@ def suit_small_layers(
     """Return a strategy in which layers whose blocks are too small have other cuts. Local, the same on all ranks.
 
     These layers keep their cut: those with a cut of their own in `strategy`, those that read an input with spatial
-    axes, those that share parameters, those whose result depends on their cut, and all layers if an axis is cut in
+    axes, those that share parameters, those whose result depends on their cut, and those with an axis that is cut in
     unequal shares.
 
     Parameters
@@ -102,6 +102,7 @@ def suit_small_layers(
 
     best = uncut = simulated(strategy)
     choices = _choices(network, strategy, batch, ranks)
+    # Without a second cut of any layer there is nothing to choose.
     if max(map(len, choices.values())) > 1:
         # The messages of a few ranks are enough for the many candidates, because `simulated` decides.
         quick = Pricing(NetworkModel(machine, quick=True), times, training.dtype)
@@ -161,7 +162,7 @@ def _others(own: Parts, batch: int, ranks: int) -> Iterator[Parts]:
 
 
 def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
-    """Yield optimal choices by additive costs, in which cuts other than the given one cost more by `MARGIN`.
+    """Yield optimal choices by additive costs, in which cuts other than the given one cost a fraction `MARGIN` more.
 
     They need no more memory than the given cut.
     """

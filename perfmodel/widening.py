@@ -44,8 +44,8 @@ def wider(
     simulate
         Function that simulates a strategy.
     below
-        Limit of the step's time [s]. Nothing is simulated if the plain step would exceed it even without all the time
-        that wide values can save.
+        Limit of the step's time [s]. Nothing is simulated if the plain step would not be below it even without all the
+        time that wide values can save.
     """
     if plain.step_seconds - _savable(plain.layers) >= below:
         return []
@@ -56,7 +56,7 @@ def wider(
     gains: list[tuple[float, range]] = []
 
     def simulate_runs(runs: Sequence[range]) -> None:
-        """Simulate wide runs, if their layers differ from those of the other strategies."""
+        """Simulate the strategy in which these runs are wide, unless one with the same layers was simulated."""
         wide = with_wide(strategy, _wide(plain, links, runs))
         if wide.layers not in tried:
             tried.append(wide.layers)
@@ -96,9 +96,9 @@ def wide_layers(strategy: Strategy) -> frozenset[str]:
 
 
 def _savable(records: Sequence[LayerRecord]) -> float:
-    """Return what wide values save at most [s]: exposed halos and packing, and waits that their layers can hide.
+    """Return the time that wide values save at most [s]: of exposed halos, of packing, and of waits for statistics.
 
-    These waits are for sums of statistics in the backward pass, which last as long as those in the forward pass.
+    These waits are those for sums in the backward pass, which last as long as those in the forward pass.
     """
     halos = sum(record.halo_exposed + record.packing for record in records)
     statistics = sum(record.statistics for record in records if {*record.parts} & {"depth", "height", "width"})
@@ -106,7 +106,8 @@ def _savable(records: Sequence[LayerRecord]) -> float:
 
 
 def _links(records: Sequence[LayerRecord]) -> list[range]:
-    """Return the layers of each link, as numbers in the order of computation."""
+    """Return the layers of each link, as indices in the order of computation."""
+    # A layer with a halo begins a link, because the exchange precedes it.
     begins = [i for i, record in enumerate(records) if record.halo_algorithm]
     bounds = [0, *begins, len(records)]
     return [range(a, b) for a, b in pairwise(bounds) if a < b]

@@ -51,7 +51,7 @@ def program_of(
     blocks
         Blocks of parameters and states; computed if None.
     parts
-        Number of passes per step.
+        Number of parts of a batch whose gradients are added before an update.
     """
     blocks = blocks or parameter_blocks(network, strategy, target.size)
     exposed = exposed_layers(strategy, network, target.batch) if target.trainable else []
@@ -86,7 +86,8 @@ def count_step(
 
 
 def count_program(program: Program, per_node: int | None = None) -> Ledger:
-    """Count the traffic that every rank sends in one step of a compiled program."""
+    """Count the traffic that every rank sends in one step of a compiled program; `per_node` as in :func:`count_step`.
+    """
     ledger = Ledger(program.target.size)
     for layer, item in messages_of(program, per_node):
         ledger.add(item, layer)
@@ -109,6 +110,8 @@ def memory_of(
 
     Parameters
     ----------
+    blocks
+        Blocks of parameters and states.
     slots
         Number of arrays of the parameters' size in the optimizer's state.
     per_node
@@ -116,7 +119,7 @@ def memory_of(
     ahead
         Number of batches that are read ahead of their use.
     workspace
-        Memory that kernels hold in addition to their arrays, if they exist already [B]; None: an estimate
+        Memory that kernels hold in addition to their arrays, if the kernels exist already [B]; None: an estimate
         (:func:`workspace_of`).
     """
     # A Counter adds: both parts have "messages".
@@ -130,8 +133,9 @@ def memory_of(
 def workspace_of(program: Program) -> int:
     """Estimate the scratch memory of kernels, which all share one buffer, on the program's rank [B].
 
-    A convolution copies its weights in the format that oneDNN requires. In three dimensions it also copies its input
-    and, for one plane of the output, the input of each product, and it holds four partial gradients of the weights.
+    A convolution copies its weights to the format that oneDNN requires. In three dimensions it also copies the input of
+    one sample and, for one plane of the output, the input of each product, and it holds four partial gradients of the
+    weights.
     This is exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks of
     activations and pools are left out: 1 % of the arrays of U-Nets.
     """
@@ -154,7 +158,7 @@ def _scratch(views: Mapping[str, View | None]) -> int:
 
 
 def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead: int = 0) -> dict[str, int]:
-    """Return the memory of the program's rank by use, without sums of gradients and the optimizer [B]."""
+    """Return the memory of the program's rank by use, without that of sums of gradients and of the optimizer [B]."""
     memory = Counter(program.placement.uses)
     memory["kernel workspace"] = workspace_of(program)
     if ahead:

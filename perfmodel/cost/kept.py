@@ -28,7 +28,7 @@ class Kept:
 
 
 def kept_by_layers(program: Program) -> dict[str, Kept]:
-    """Return the arrays of every layer, and of every redistribution, in order of computation. Local.
+    """Return the sizes of the arrays of every layer, and of every redistribution, in order of computation. Local.
 
     Outputs of the network, and arrays that are kept from step to step, are left out.
     """

@@ -152,6 +152,7 @@ def edge_seconds(
     for rank in _looked_at(ranks):
         sent = _one_way(u, v, rank, network_model, itemsize, ranks)
         received = sent if makers == readers else _one_way(v, u, rank, network_model, itemsize, ranks)
+        # The slowest of these ranks, each by the longer of its two directions; `received` is [readers, makers].
         seconds = np.maximum(seconds, np.maximum(sent, received.T))
     return seconds
 
@@ -319,8 +320,12 @@ def network_costs(
         Number of ranks; a layer may use fewer.
     pricing
         Cost model of the machine. (``NetworkModel(machine, quick=True)`` is enough for a plan.)
+    training
+        Dtype and optimizer.
     full
         Whether every legal cut is a candidate, not only the preselected ones (`candidates`).
+    bucket_bytes
+        Size of the buckets of gradients [B]: a layer is charged its fraction of a bucket's sum.
     grids
         Additional cuts, the same for all layers; or all candidates by layer, instead of the preselected ones.
     """

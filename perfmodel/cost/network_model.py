@@ -76,7 +76,7 @@ class ExchangeTimes(NamedTuple):
     busy
         The part of `seconds` in which a node's adapters are busy; 0 if the machine has no topology.
     peers
-        Largest number of ranks from which one rank receives.
+        Largest number of messages that one rank sends or, unless the model is `quick`, receives.
     """
 
     seconds: float
@@ -151,7 +151,8 @@ class NetworkModel:
     machine
         Machine with the links.
     quick
-        Whether to compute times for the node in the middle only (for the many candidates of a plan).
+        Whether to compute the times of one direction of an exchange, and of many ranks for the node in the middle only
+        (for the many candidates of a plan).
     """
 
     def __init__(self, machine: Machine, quick: bool = False) -> None:
@@ -228,9 +229,10 @@ class NetworkModel:
         return self._sums[key]
 
     def groups_at_once(self, groups: Iterable[tuple[Ranks, float]], members: Ranks) -> int:
-        """Return how many of `groups` communicate at once on the node of the first of `members`.
+        """Return how many of `groups` (ranks, and bytes to sum [B]) have ranks on the node of the first of `members`.
 
-        Without a topology it is 1, because sums of several groups do not slow each other down.
+        Without a topology it is 1, because sums of several groups do not slow each other down; so it is on the emulated
+        network.
         """
         width = self.machine.devices_per_node
         if self.machine.topology is None or self.emulated or width == 1:
@@ -299,7 +301,7 @@ class NetworkModel:
         return nodes
 
     def _together(self, ranks: Ranks) -> bool:
-        """Return whether times measured for this number of ranks, on one node if possible, are valid for `ranks`."""
+        """Return whether times measured with ``len(ranks)`` ranks, on one node if possible, are valid for `ranks`."""
         if self.emulated:  # independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
@@ -380,8 +382,7 @@ class NetworkModel:
     def _nodewise(self, load: _Load, unit: int) -> tuple[float, float]:
         """Return the time of the slowest rank, and the time in which the adapters of a node are busy [s].
 
-        All ranks of a node send to other nodes through its adapters. `unit` is the size of an element of the load's
-        units [B].
+        All ranks of a node send to other nodes through its adapters. `unit` is the size of one of the load's units [B].
         """
         topology, nbytes = self.machine.topology, load.units * unit
         beta = load.beta * nbytes
@@ -416,7 +417,7 @@ class NetworkModel:
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """Return a rank in the middle of a grid, with neighbors on all sides; with unequal shares, one of the largest."""
+    """Return a rank in the middle of a grid, where most neighbors are; with unequal parts, one with a largest part."""
     rank = 0
     for axis in blocks.axes:
         rank = rank * len(axis) + _middle_part(axis)
@@ -425,7 +426,7 @@ def middle_rank(blocks: Blocks) -> int:
 
 @lru_cache(maxsize=16384)
 def _middle_part(axis: Intervals) -> int:
-    """Return the part in the middle; with unequal shares, the largest part that is nearest to the middle."""
+    """Return the index of the part in the middle; with unequal parts, of the largest part nearest to the middle."""
     extents = [max(0, stop - start) for start, stop in axis]
     middle, longest = len(extents) // 2, max(extents)
     # Extents of equal shares differ by 1 at most.

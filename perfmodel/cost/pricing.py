@@ -129,10 +129,12 @@ class Pricing:
         return self.jitter * self.network_model.machine.variation.last(ranks) * math.sqrt(squares) if squares else 0.0
 
     def kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
-        """Return the time of a kernel of a layer, by its phase, on the slowest device.
+        """Return the time of a kernel of a layer on the slowest device [s].
 
         Parameters
         ----------
+        timing
+            Phase of the kernel, and the shapes of its blocks.
         step
             The layer; None for sums of gradients of a value.
         trained
@@ -144,7 +146,7 @@ class Pricing:
         return seconds
 
     def _kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
-        """Return the mean time of a kernel over equal devices."""
+        """Return the mean time of a kernel over equal devices [s]."""
         times, inputs = self.times, timing.inputs
         if timing.phase == "copy":  # it has the price of what it copies
             return 0.0
@@ -202,7 +204,7 @@ class Pricing:
             after = parts.addition + parts.across
             return SumPrice(after + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
-            # An all-reduce was measured, of which this is one half.
+            # An all-reduce was measured, of which a reduce-scatter or all-gather is one half.
             work = network_model.sum_work(nbytes, members) / 2
             seconds = max(work, network_model.collective(method.name, nbytes, members, groups))
             busy = network_model.busy(method.name, nbytes, members, groups)
@@ -224,7 +226,7 @@ class Pricing:
         return self.network_model.update(operation.largest, slots)
 
     def pass_over(self, operation: BucketOperation | CheckGradients) -> float:
-        """Return the time of an operation that reads all gradients once, with its sum over the ranks."""
+        """Return the time of an operation that passes over gradients, with its sums over the ranks [s]."""
         copies = _PASSES.get(type(operation), 0.0)
         return copies * self.network_model.copy(operation.nbytes) + sum(
             self.sum(total).seconds for total in operation.sums()

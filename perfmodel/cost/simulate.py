@@ -425,7 +425,10 @@ class Simulation:
             moved, messages, nbytes = 0.0, 0, 0
 
     def _shares(self, timeline: StepTimeline) -> Mapping[str, tuple[float, float]]:
-        """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
+        """Return, by layer, its shares of the times of its buckets' sums and of the waits for them [s].
+
+        The layers of a bucket share it in proportion to the numbers of their parameters.
+        """
         weights = {step.name: sum(p.size for p in step.parameters.values()) for step in self._outline.steps}
         shares: dict[str, tuple[float, float]] = {}
         for i, bucket in enumerate(self._buckets):
@@ -437,7 +440,7 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """Return a rank in the middle of the finest grid, or one with the most computation."""
+    """Return a rank in the middle of the finest grid; with unequal parts, one with a largest part near the middle."""
     nodes = network.layers.items()
     layouts = [layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in nodes]
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))

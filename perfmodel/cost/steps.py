@@ -51,7 +51,9 @@ def price_steps(network: Network, program: Program, pricing: Pricing) -> PricedS
 
 
 def price_replicated(step: Step, pricing: Pricing) -> tuple[LayerCost, KernelSpec]:
-    """Return the cost of a dense layer whose gradient is replicated, without this gradient, and its kernel."""
+    """Return the cost of a dense layer whose weight gradient is replicated, without that of this gradient, and the
+    gradient's kernel.
+    """
     options = {**step.options, "weight_gradient": "replicated"}
     alone = Alone(replace(_separated(step), options=options), trainable=True)
     cost = price_layer(alone.step, alone.forward, alone.backward(), pricing)

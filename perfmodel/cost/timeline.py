@@ -80,7 +80,7 @@ class LayerCost:
 def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
     """Return the cost of one layer, or of a redistribution, in both passes from its operations. Local.
 
-    If the strategy allows both halo algorithms, with and without boundary strips, the faster one is taken.
+    If strategy and `pricing` leave the halo algorithm open, the faster one is taken: with or without boundary strips.
     """
     strips = any(isinstance(o, Run) and o.timing is not None and o.timing.phase == "boundary" for o in forward)
     chosen = strips and pricing.best_halo and step.options.get("halo", "auto") == "auto"
@@ -284,6 +284,7 @@ class _Player:
 
     def _finish(self, operation: Transfer, forward: bool = False) -> None:
         exchange = operation.exchange
+        # No end: with `pads`, the exchange was finished at its start.
         end = self._ends.pop(exchange, self.now)
         self._slack = min(self._slack, max(0.0, self.now - end))
         waited = self._wait(end)
@@ -294,6 +295,7 @@ class _Player:
         if operation.end == "start":
             late = self.pricing.straggling(self._squares, price.ranks) if self.pricing.jitter else 0.0
             at = self.now + late + price.begin
+            # Computation hides only the transfer: the work follows in the wait.
             self._ends[operation.sum] = self._statistics.send(at, price.seconds - price.work)
         elif operation.sum in self._ends:  # else it was started in the forward pass, and has ended since
             waited = self._wait(self._ends.pop(operation.sum)) + price.work
@@ -323,6 +325,7 @@ class _StepPlayer(_Player):
         before = (operation for segment in program.forward for operation in segment.before)
         totals = [o for o in (*before, *program.end) if isinstance(o, BucketTotal)]
         started = {o.sum for o in totals if o.end == "start"}
+        # The program only finishes these gathers: layers of the previous forward pass start them.
         gathers = {o.layer: o for o in totals if o.layer and o.sum not in started}
         previous, begins = _StepPlayer(program, self._costs, self.pricing, self._slots), dict[str, float]()
         for segment in program.forward:

@@ -41,9 +41,9 @@ def minimum_of_sum(arrays: Sequence[Array]) -> Array:
     """Return the minimum over axis 0 of the sum of aligned tables: the cost of an eliminated layer (Jia et al. 2018,
     Eq. 2).
 
-    Two tables ``A[c, u]`` and ``B[c, w]`` give the min-plus matrix product of node elimination. The sum itself,
-    ``candidates`` times as large as the result, is never stored: results are computed in blocks that stay in cache.
-    The arrays have the same number of axes, of equal lengths or 1.
+    Two tables ``A[c, u]`` and ``B[c, w]`` give the min-plus matrix product of node elimination. A sum of more than
+    `BLOCK` entries, ``candidates`` times as many as those of the result, is not stored: results are computed in blocks
+    that stay in cache. The arrays have the same number of axes, of equal lengths or 1.
     """
     arrays = absorbed(arrays)
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
@@ -68,7 +68,7 @@ def minimum_of_sum(arrays: Sequence[Array]) -> Array:
 
 
 def absorbed(arrays: Sequence[Array]) -> list[Array]:
-    """Return fewer tables with the same sum: a table is added to another one that has all its axes, if possible."""
+    """Return tables with the same sum, and fewer if possible: a table is added to one that has all its axes."""
     left = sorted(arrays, key=lambda a: a.size)
     kept: list[Array] = []
     for i, small in enumerate(left):
@@ -106,7 +106,7 @@ class Costs:
             self._pairs.append((single(table), None if extra is None else single(extra)))
 
     def weighted(self, multiplier: float = 0.0) -> list[Table]:
-        """Return the tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
+        """Return the tables of ``time + multiplier * memory``, None for one of zeros; ``multiplier`` in [s/B]."""
         weighted: dict[tuple[int, int], Table] = {}
         for seconds, nbytes in self._pairs:
             key = (id(seconds), id(nbytes))
@@ -121,8 +121,9 @@ def elimination_order(problem: Problem, last: int | None = None) -> list[int]:
 
     The next layer is always the one whose elimination costs least (the product of the numbers of candidates of the
     layer and of all its neighbors); among equal ones, the one that joins the fewest pairs of neighbors, then the first.
-    Layers with one neighbor come first, then those with two (node elimination of Jia et al. 2018), so series-parallel
-    networks never need a table over three layers. The order by pairs, then costs, is tried too.
+    If all layers have equally many candidates, those with one neighbor come first, then those with two (node
+    elimination of Jia et al. 2018), so series-parallel networks need no table over three layers. The order by pairs,
+    then costs, is tried too; the order with the smaller sum of costs is returned.
     """
     return min((_greedy(problem, last, by_fill) for by_fill in (False, True)), key=lambda candidate: candidate[0])[1]
 
@@ -299,12 +300,13 @@ class Clusters:
         return clusters
 
     def _split(self, v: int, factors: list[int]) -> list[tuple[list[int], tuple[int, ...]]]:
-        """Return groups of factors to minimize together, by first fit, the widest first."""
+        """Return groups of factors to minimize together, each with its scope, by first fit, the widest factor first."""
         parts: list[tuple[list[int], set[int]]] = []
         for factor in sorted(factors, key=lambda f: (-len(self.scopes[f]), f)):
             scope = set(self.scopes[factor]) - {v}
             for members, union in parts:
                 entries = math.prod(self.sizes[u] for u in union | scope)
+                # A factor over layers of the group makes neither its table nor its sum larger.
                 if union >= scope or (entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]):
                     members.append(factor)
                     union |= scope
@@ -322,7 +324,8 @@ class Clusters:
             for part in cluster.parts:
                 axes = (cluster.layer, *part.scope)
                 present = [(f, table) for f in part.factors if (table := filled[f]) is not None]
-                # Equal work on equal tables is done once, because blocks of a network repeat.
+                # Equal work on equal tables is done once, because blocks of a network repeat. (`filled` keeps all
+                # tables, so no `id` is used again.)
                 key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
                 if present and key not in known:
                     known[key] = minimum_of_sum([aligned(table, self.scopes[f], axes) for f, table in present])
@@ -336,7 +339,7 @@ class Clusters:
         """Return the best candidate per layer, decided in the order of `decisions`; the choice is optimal if `exact`.
 
         ``fixed`` holds layers with a given candidate. If only the layer eliminated last is fixed, the result is still
-        optimal.
+        optimal among the choices with this candidate.
         """
         indices = [0] * len(self.sizes)
         for cluster in self.decisions:
@@ -354,6 +357,6 @@ class Clusters:
         return indices
 
     def work(self, passes: int = 1) -> Effort:
-        """Return an upper bound on the cost of this number of passes (equal tables are processed once)."""
+        """Return the effort of `passes` passes; it is an upper bound, because equal tables are processed once."""
         entries = (math.prod(self.sizes[u] for u in part.scope) for cluster in self.clusters for part in cluster.parts)
         return Effort(passes * len(self.clusters), max(entries, default=0))

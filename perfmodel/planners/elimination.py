@@ -47,7 +47,8 @@ class Elimination(Planner):
     tight that the search proves the optimum in a fraction of the time of the large tables.
 
     The search widens the distance to the lower bound until it has found a choice within it. If it would need more than
-    ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
+    ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``, or with
+    an error if it has found none.
 
     Parameters
     ----------
@@ -88,7 +89,10 @@ class Elimination(Planner):
         return choice
 
     def _staged(self, problem: Problem) -> Selection | None:
-        """Solve a problem, first with small tables: even if these split clusters, bounds are cheap and often tight."""
+        """Solve a problem, first with small tables: even if these split clusters, bounds are cheap and often tight.
+
+        The result is None if no choice is allowed and fits.
+        """
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
         small = Clusters(problem, *limits)
         if small.exact or limits == self.limits:
@@ -134,7 +138,7 @@ class _Solver:
         self.seconds, self.passes = math.inf, 1
 
     def solve(self) -> Selection | None:
-        """Return the fastest choice that fits; None if none is allowed or fits."""
+        """Return the fastest choice found that fits; None if none is allowed and fits."""
         problem, clusters = self.problem, self.clusters
         if math.isinf(self.bound):
             return None
@@ -203,7 +207,10 @@ class _Solver:
             yield 4.0**exponent * scale / max(span, 1.0)
 
     def _close(self, weight: PassResult | None) -> Selection | None:
-        """Search at increasing distances from the lower bound, until the fastest choice is proved to be optimal."""
+        """Search at increasing distances from the lower bound, until a choice is proved to be optimal.
+
+        The search also ends if it would need too many labels. The result is None if no choice fits.
+        """
         rounding = ROUNDING * max(abs(self.messages.value), abs(self.bound))
         capacity = math.inf if weight is None or self.problem.limit is None else self.problem.limit - weight.value
         gap = self.seconds - self.bound
@@ -236,7 +243,7 @@ class _Solver:
 
 
 def _better(first: Selection, second: Selection) -> Selection:
-    """Return the faster of two choices, with the smaller of both gaps, and the work of both."""
+    """Return the faster of two choices, with its gap to the larger of both lower bounds, and the work of both."""
     # Both are lower bounds, so the larger one holds.
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
@@ -249,7 +256,7 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
     """Return the exact minimum time for every candidate of one layer over all other choices (*min-marginals*).
 
     Without a memory limit, or if it does not bind, one elimination with this layer last gives all results at once. A
-    candidate whose best choice does not fit is planned again, under the limit.
+    candidate whose best choice does not fit is planned again, under the limit; so are all if clusters were split.
 
     Parameters
     ----------
@@ -264,6 +271,7 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
     Array
         ``[candidates]`` [s]; ``inf``: none is allowed or fits.
     """
+    # Pruned by time only: if the fastest choice with a candidate fits, no other choice with it is better.
     pruned = prune(replace(problem, limit=None), keep=layer)
     planner = planner or Elimination()
     clusters = Clusters(pruned.problem, *planner.limits, last=layer)
@@ -273,6 +281,7 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
     if math.isfinite(messages.value):
         for part in clusters.of[layer].parts:
             own = sum((t for f in part.factors if (t := messages.tables[f]) is not None), np.zeros(len(seconds)))
+            # The value contains the minimum over these candidates; each gets its own total instead.
             seconds = seconds + own - own.min()
     for c in np.flatnonzero(np.isfinite(seconds)):
         best = pruned.original(clusters.decide(messages, {layer: int(c)}))

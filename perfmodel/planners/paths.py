@@ -28,9 +28,10 @@ def best_along(own: Sequence[Array], between: Sequence[Array | None]) -> list[in
     between
         Cost per pair of consecutive layers, ``[candidates, candidates]``; None: a pair without costs.
     """
-    reach = own[0]  # cheapest path to each candidate of the current layer
+    reach = own[0]  # cost of the cheapest path to each candidate of the current layer
     came_from = []
     for costs, table in zip(own[1:], between):
+        # The zeros have a column per candidate of the next layer, each of which needs a predecessor.
         steps = reach[:, None] + (np.zeros((1, len(costs))) if table is None else table)
         came_from.append(steps.argmin(axis=0))
         reach = steps.min(axis=0) + costs
@@ -52,6 +53,7 @@ class ShortestPath(Planner):
 
     def _search(self, problem: Problem) -> Selection:
         for v, around in enumerate(problem.neighbors):
+            # Edges run forward: earlier neighbors are inputs, later ones are readers.
             inputs = sum(u < v for u in around)
             if inputs <= 1 and len(around) - inputs <= 1:
                 continue
@@ -74,7 +76,7 @@ class LongestPathFirst(Planner):
     in the paper, edges to layers that were decided before, outside the path, are counted too.
 
     The result is not optimal: a path's choices ignore the branches that come later. The reported gap is the difference
-    from the sum of all minimum times.
+    from the sum of the minimum times of all layers and edges.
 
     A Lagrange multiplier (`price` [s/B]) handles a memory limit: bisection finds the smallest one at which the result
     fits. The planner may find no choice although one exists; its error then refers to `Elimination`, which finds it.
@@ -100,10 +102,10 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """Return the fastest choice within the memory limit, by a bisection of the Lagrange multiplier of memory.
+    """Return the fastest choice found within the memory limit, by a bisection of the Lagrange multiplier of memory.
 
-    If no choice of the bisection is within the limit, return the one with the least memory. The second result is the
-    number of passes.
+    If no choice of the bisection is within the limit, return the one that was found for the least memory. The second
+    result is the number of passes over all paths. `free` is the choice without a limit.
     """
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
@@ -121,6 +123,7 @@ def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[
             best = indices if problem.seconds(indices) <= problem.seconds(best) else best
         else:
             low = price
+        # Doubled until a choice fits; then the interval is halved.
         price = 2.0 * price if not high else 0.5 * (low + high)
         if high and high - low < 1e-3 * high:
             return best, step + 3
@@ -183,8 +186,9 @@ Reach = tuple[int, float, int]  # decided layers, minus length, next layer (-1: 
 def _best_ends(
     layers: Sequence[int], sources: Sequence[Sequence[int]], length: Sequence[float], decided: set[int]
 ) -> list[Reach]:
-    """Return, per layer, the best path from it to an end of the network."""
+    """Return, per layer, the best path from it to an end of the network, along `sources`."""
     best: list[Reach] = [(0, 0.0, -1)] * len(length)
+    # Every layer comes after its sources, so their paths are final.
     for v in layers:
         ways = [(best[u][0], best[u][1], u) for u in sources[v]]
         cost, minus, following = min(ways, default=(0, 0.0, -1))

@@ -69,7 +69,7 @@ class Problem:
     Raises
     ------
     UserError
-        For inconsistent shapes, edges that run backwards or to unknown layers, NaN or -inf, or infinite memory.
+        For inconsistent shapes or keys, edges that run backwards or to unknown layers, NaN or -inf, or infinite memory.
     """
 
     names: tuple[str, ...]
@@ -297,10 +297,12 @@ class PlanSearch(Protocol):
     """Protocol of the simulations for a plan; see :mod:`halograd.perfmodel.predict`."""
 
     def explore(self, planner: Planner) -> NoneFits | None:
-        """Simulate the choices of a planner, their improvements, the baselines and the grids."""
+        """Simulate a planner's choices and improvements of them, the baselines, and strategies with one grid for all
+        layers. Return the error of a planner that finds no choice; else None.
+        """
 
     def compare(self, name: str, cut: Callable[..., Any]) -> None:
-        """Simulate the strategy of a baseline, ``cut(network, batch, ranks, bucket_bytes)``."""
+        """Simulate the strategy of the baseline `name`, ``cut(network, batch, ranks, bucket_bytes)``."""
 
     def compare_grids(self) -> None:
         """Simulate strategies with one grid for all layers."""
@@ -355,7 +357,10 @@ class Planner(Chooser):
 
 
 def memory_problem(problem: Problem) -> Problem:
-    """Return the problem with memory [B] in place of times, whose fastest choice needs the least memory."""
+    """Return the problem with memory [B] in place of finite times, whose fastest choice needs the least memory.
+
+    It has no limit. Infinite times stay: these candidates are not allowed.
+    """
     tables: dict[tuple[int, int], Array] = {}
 
     def nbytes(seconds: Array, memory: Array | None) -> Array:

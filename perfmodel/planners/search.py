@@ -149,7 +149,8 @@ def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict
 
 
 def _undominated(labels: _Labels, bounds: Bounds) -> Index:
-    """Return the labels that no other dominates: one that agrees in open layers and is neither slower nor larger."""
+    """Return the labels that are not dominated by one that agrees in all open layers and is neither slower nor larger.
+    """
     if not len(labels.cost):
         return np.zeros(0, dtype=np.intp)
     group = _groups(labels.states)
@@ -222,7 +223,9 @@ class Exhaustive(Planner):
 
 
 def _numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Return the candidate of every layer in numbered choices (`numpy.unravel_index` for any number of layers)."""
+    """Return, per layer, its candidates in the choices number `states` (as `numpy.unravel_index`, for any number of
+    layers).
+    """
     index = []
     for size in reversed(sizes):
         states, candidate = np.divmod(states, size)

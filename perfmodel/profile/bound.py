@@ -50,7 +50,7 @@ class BoundLayer:
     Attributes
     ----------
     inputs, dy : list of array, array or None
-        Inputs of the layer, and gradient of its output (None for a loss).
+        Inputs of the layer, and gradient of its output (None for a loss, and without a backward pass).
     trainable, input_gradient : bool
         Whether there is a backward pass, and whether it computes gradients of the inputs.
     """
@@ -136,13 +136,14 @@ class BoundLayer:
         return copy
 
     def write_inputs(self) -> None:
-        """Emulate the previous layer: write the inputs from other arrays, so that a part of them is in the cache."""
+        """Emulate the previous layer: write the inputs from other arrays, so that a part of the inputs is in the cache.
+        """
         for target, source in zip(self.inputs, self._saved_inputs):
             self.kernels.xp.add(source, 0, out=target)
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
-        """Emulate the backward pass of the next layer: write `dy`, whose memory the forward pass may have used."""
+        """Emulate the backward pass of the next layer: write `dy`, if there is one, so that a part is in the cache."""
         if self.dy is not None:
             self.kernels.xp.add(self._saved_dy, 0, out=self.dy)
             self.kernels.synchronize()
@@ -151,11 +152,12 @@ class BoundLayer:
         """Run the forward pass."""
         for segment, calls in zip(self.program.forward, self.runner.forward):
             for operation, call in zip(segment.operations, calls, strict=True):
+                # Times are those of training.
                 if operation.when != "evaluation":
                     call()
 
     def backward(self, filters: Callable[[Callable[[], object]], object]) -> None:
-        """Run the backward pass; `filters` runs the kernels of the weights' gradients."""
+        """Run the backward pass; `filters` gets each kernel of a weight's gradient, and has to call it."""
         for segment, calls in zip(self.program.backward, self.runner.backward):
             for operation, call in zip(segment.operations, calls, strict=True):
                 timing = operation.timing if isinstance(operation, Run) else None
@@ -183,7 +185,7 @@ class BoundLayer:
 
 
 def _program(step: Step, size: int, trained: bool) -> Program:
-    """Return a program of one layer, whose arrays all stay allocated."""
+    """Return a program of one layer, whose inputs, output and gradient of the output keep their memory."""
     lowered = Alone(step, trained)
     backward = lowered.backward() if trained else []
     probed = frozenset([step.output.name])  # other layers write the gradient of the output

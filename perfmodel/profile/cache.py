@@ -44,15 +44,15 @@ class Oversubscription:
     """Ranks that compute on a host at the same time.
 
     If ranks share cores (oversubscription), a duration is the CPU time of a rank multiplied by the ranks per core: wall
-    time would depend on which ranks run meanwhile. No core is idle while one of its ranks computes.
+    time would depend on which ranks run meanwhile. This assumes that no core is idle while one of its ranks computes.
 
     Attributes
     ----------
     ranks
-        Number of ranks on the most oversubscribed host; they share its memory. Emulated nodes on one
-        host count as one host.
+        Number of ranks on the most oversubscribed host, or, if none is, on the one with most ranks; they share its
+        memory. Emulated nodes on one host count as one host.
     cores
-        Number of shared cores; 0 if every thread of the run has its own core.
+        Number of shared cores; 0 if every thread has its own core, or the ranks compute on devices.
     """
 
     ranks: int = 1
@@ -60,7 +60,7 @@ class Oversubscription:
 
     @classmethod
     def of(cls, comm: Communicator, kernels: Any) -> Oversubscription:
-        """Return the most oversubscribed host of a run with a backend. Collective over `comm`."""
+        """Return the description of the most oversubscribed host of a run with a backend. Collective over `comm`."""
         return cls.among(comm.allgather_objects(_host_and_cores(kernels)), kernels.threads)
 
     @classmethod
@@ -70,7 +70,9 @@ class Oversubscription:
 
     @classmethod
     def among(cls, ranks: Iterable[tuple[str, Cores | None]], threads: int) -> Oversubscription:
-        """Return the most oversubscribed host, given the host and the cores of every rank. Local.
+        """Return the description of the most oversubscribed host, given the host and the cores of every rank. Local.
+
+        If none is oversubscribed, it is that of the host with most ranks.
 
         Cores are None for ranks that compute on a device: these do not share cores.
 
@@ -256,7 +258,9 @@ class TimeCache:
 
 
 def cache_path(folder: str | Path | None = None) -> Path:
-    """Return the file of measured times: in `folder`, else $HALOGRAD_CACHE, $XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the file of measured times: in `folder`, else in $HALOGRAD_CACHE, else in the folder
+    ``halograd`` of $XDG_CACHE_HOME or ~/.cache.
+    """
     chosen = folder or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen) / "kernel_times.jsonl"
@@ -266,9 +270,10 @@ def cache_path(folder: str | Path | None = None) -> Path:
 
 @lru_cache
 def _sources() -> int:
-    """Return a checksum of the code that runs when a layer runs, CUDA included: it may change without a new version."""
+    """Return a checksum of the code that runs when a layer runs, CUDA included, as code may change within a version."""
     total = 0
     for package in (device_package, kernels_package, layers_package, lowering_package, program_package):
+        # Sorted: file systems list folders in different orders.
         for path in sorted(Path(package.__path__[0]).rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh"):
                 total = zlib.crc32(path.read_bytes(), total)

@@ -38,9 +38,9 @@ _LEAST = 0.05
 
 
 def rank_memory(comm: Communicator, device: Device) -> int:
-    """Return the memory that every rank may use [B]: that of its device, or its share of the limits of its host.
+    """Return the memory that every rank may use [B]: that of its whole device, or its share of the limit of its host.
 
-    It is the minimum over all ranks. Collective over `comm`.
+    The result is the minimum over all ranks. Collective over `comm`.
     """
     hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
     own = device.memory()
@@ -50,7 +50,8 @@ def rank_memory(comm: Communicator, device: Device) -> int:
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
     """Measure links, collectives and device of this machine. Collective over `comm`.
 
-    Levels without a pair of ranks get the values of the nearest measured level; their note states this.
+    Levels without a pair of ranks get the values of the nearest measured level; their note states this. Overheads are
+    not measured here (:meth:`Profile.with_overheads` adds them).
 
     Parameters
     ----------
@@ -112,6 +113,7 @@ def _links(
     """Return the links of all levels; levels that were not measured have the values of the nearest measured one.
 
     Links include packing; links of an emulated network exclude it, because the cost model adds it there.
+    `memory_shared`: whether an emulated node has several ranks, which share memory.
     """
     links, nearest = {"device": copy.link("copy")}, "device"
     for level in ("node", "switch", "across"):
@@ -132,7 +134,7 @@ def _links(
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Return the sizes of groups whose sums are measured: 2, 4, 8, ... and all ranks.
+    """Return the sizes of groups whose sums are measured: 2, 4, 8, ... and all ranks; none for one rank.
 
     >>> group_sizes(6)
     [2, 4, 6]
@@ -165,7 +167,8 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     oversubscription = Oversubscription.of(comm, kernels)
 
     def fastest(run: Callable[[], Any]) -> float:
-        """Return the time of the slowest rank [s], the minimum over several rounds: peak rates are wanted."""
+        """Return the time of `run` on the slowest rank [s], the minimum over several rounds: peak rates are wanted."""
+        # The first run is slower: libraries generate code, and memory gets its pages.
         run()
         times = []
         for _ in range(ROUNDS):
@@ -229,7 +232,9 @@ def _variation(
 
 
 def spread(seconds: Sequence[Sequence[float]]) -> Variation:
-    """Return the variation of times by rank and repetition; times of layers are those of the slowest of these ranks.
+    """Return the variation of a kernel's times, given by rank and repetition [s].
+
+    Times of layers that these ranks measure are those of the slowest of them, so `measured` is the number of ranks.
 
     >>> spread([[1.0, 1.2, 1.0, 1.2], [2.0, 2.4, 2.0, 2.4]])
     Variation(devices=0.4714, kernels=0.0909, measured=2)

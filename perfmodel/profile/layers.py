@@ -1,4 +1,6 @@
-"""Times of layers, each measured under the conditions of a step: data in memory, code in the cache, threads running."""
+"""Times of layers, each measured under the conditions of a step: most data not in the cache, the library loaded, and
+its threads running.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,9 @@ class LayerTimer:
     kernels
         Backend.
     comm
-        All ranks that measure together. Its methods are collective over them.
+        All ranks that measure together; the constructor and all methods of the timer are collective over them.
     flush
-        Bytes that pass through the cache [B]; 0 for networks whose data stay in the cache.
+        Bytes that pass through the cache before each pass [B]; 0 for networks whose data stay in the cache.
     repeats
         Number of repetitions of a layer, if they do not take too long.
     """
@@ -57,6 +59,7 @@ class LayerTimer:
     def __init__(self, kernels: Any, comm: Communicator, flush: int, repeats: int = REPEATS) -> None:
         self.kernels, self.comm, self.repeats = kernels, comm, repeats
         self._oversubscription = Oversubscription.of(comm, kernels)
+        # Layers are lowered for one rank: a pass sends nothing.
         alone = comm.split(comm.rank)
         assert alone is not None
         self._alone = alone
@@ -112,7 +115,7 @@ class LayerTimer:
         return (forward, *self._backward(bound))
 
     def _prepare(self, warm: Callable[[], None] | None, write: Callable[[], None] | None) -> None:
-        """Prepare the cache as in a step, and synchronize the ranks."""
+        """Prepare the cache as in a step, by `warm` and `write`; synchronize the ranks, unless they share cores."""
         self._passing += 1  # reads and writes as many bytes as pass between two uses of a layer's data
         for run in (warm, write):
             if run is not None:
@@ -130,7 +133,7 @@ class LayerTimer:
         return self._oversubscription.clock() - begin
 
     def _backward(self, bound: BoundLayer) -> tuple[float, float]:
-        """Run the backward pass; return the time without the filter gradient, and that of the filter gradient [s]."""
+        """Run the backward pass, if there is one; return its time without the filter gradient, and that of it [s]."""
         if not bound.trainable:
             return 0.0, 0.0
         filters: list[float] = []
@@ -139,7 +142,7 @@ class LayerTimer:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of all times except the longest tenth [s].
+    """Return the mean of all times except the longest tenth (of several times, at least the longest one) [s].
 
     The median would be wrong: the time of a step of a hundred layers is the sum of means, and times have a tail. On a
     shared machine the sum of medians is some 5 to 10 % below a median step.
@@ -149,7 +152,7 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 def last_level_cache() -> int:
-    """Return the size of the largest cache of the processor [B], at most the size up to which times depend on it."""
+    """Return the size of the largest cache of the processor [B], at most `LARGEST`; `CACHE` if it is unknown."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -159,10 +162,11 @@ def last_level_cache() -> int:
 
 
 def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float32") -> int:
-    """Return the bytes that pass through a rank's cache between two uses of a layer's data, as a power of two [B].
+    """Return the bytes that pass through a rank's cache between two uses of a layer's data [B].
 
-    These are the values and gradients of one step, all parameters, and the code of the kernels; at most the size of the
-    cache, because more makes no difference. Networks of similar size have the same value, and share measured times.
+    These are a rank's values of one step and all parameters, with their gradients, and the code of the kernels, rounded
+    down to a power of two; at most the size of the cache, because more makes no difference. Networks of similar size
+    have the same result, and share measured times.
     """
     values = sum(math.prod(node.shape) for node in network.nodes) * batch // ranks
     nbytes = 2 * (values + network.parameter_count) * np.dtype(dtype).itemsize + CODE * len(network.nodes)
@@ -176,7 +180,7 @@ class Coverage:
     Attributes
     ----------
     known, measured, left
-        Numbers of keys in the cache before, of keys measured now, and of keys that the budget did not allow.
+        Numbers of layers whose stored times are used, that were measured now, and that the budget did not allow.
     seconds
         Time spent [s].
     """
@@ -209,9 +213,9 @@ def measure_layers(
     budget
         Time after which no further layer is started [s]; None: no limit.
     progress
-        Function that is called on rank 0 with the number of finished keys and of all keys.
+        Function that is called on rank 0 with the number of finished layers and of all layers.
     again
-        Whether to measure layers in the cache again, and store the mean.
+        Whether to measure layers in the cache again, and store the mean of both times.
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works)
@@ -236,6 +240,7 @@ def measure_layers(
             state.measured += 1
             if comm.rank == 0:
                 before = cache.get(conditions, work.key)
+                # Only `again` measures a layer that has a time.
                 mean = measured if before is None else [(a + b) / 2 for a, b in zip(before, measured)]
                 cache.put(conditions, work.key, mean)
     finally:

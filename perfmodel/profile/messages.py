@@ -76,7 +76,7 @@ class Nodes:
 
 
 class MessageTimer:
-    """Timer of messages and sums on all ranks of a communicator. Its construction and methods are collective.
+    """Timer of messages and sums on all ranks of a communicator. Its methods are collective.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class MessageTimer:
     rounds
         Number of measurements of each size.
     clock
-        Function that returns the time of a rank.
+        Function whose differences are durations on a rank [s].
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MessageTimer:
     def channel(self, partner: int | None) -> Fit:
         """Time messages in both directions with a partner, without packing (``comm.channel``).
 
-        A rank with partner None only waits.
+        A rank with partner None sends nothing, and only waits for the others.
         """
         peers = [partner] if partner is not None else []
         both = [(dict.fromkeys(peers, n), dict.fromkeys(peers, n)) for n in self.sizes]
@@ -113,19 +113,19 @@ class MessageTimer:
         return self._fit(self.sizes, channels, run)
 
     def face(self, partner: int | None, strided: bool) -> Fit:
-        """Time faces in both directions with a partner, packed and unpacked as halos (`Exchange`).
+        """Time the exchange of faces with a partner, packed and unpacked as halos (`Exchange`).
 
-        Sizes are rounded up to whole columns. A rank with partner None only waits.
+        Sizes are rounded up to multiples of `CHANNELS` values. A rank with partner None only waits for the others.
 
         Parameters
         ----------
         strided
-            Whether faces cross the width, with one column of `CHANNELS` per row of the array; else they cross the
-            height and are contiguous rows.
+            Whether the array is cut along its width, so that a face has `CHANNELS` values of each row; else it is cut
+            along its height, and a face is a contiguous row.
         """
         itemsize = np.dtype(np.float32).itemsize
         rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in self.sizes]
-        # Both partners pass the same color.
+        # Both partners pass the same color; an exchange needs a communicator of its two ranks.
         pair = self.comm.split(None if partner is None else min(self.comm.rank, partner))
         exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
         fit = self._fit([n * CHANNELS * itemsize for n in rows], exchanges, Exchange.run)
@@ -136,7 +136,7 @@ class MessageTimer:
     def reduction(self, method: str = "allreduce", codec: Codec = UNCHANGED) -> Fit:
         """Time blocking sums of float32 over all ranks (``reduction.run()``).
 
-        `method` is a method of the communicator.
+        `method` is a method of the communicator's reductions, and `codec` encodes the summands.
         """
         return self._fit(self.sizes, self._reductions(method, codec), lambda reduction: reduction.run(), fit_sums)
 
@@ -195,7 +195,7 @@ class MessageTimer:
     ) -> Fit:
         """Time `run` with the messages of every size, after two warm-up runs, close them, and fit the times.
 
-        A rank without messages only waits.
+        A rank without messages only waits for the others.
         """
 
         def timed(i: int, in_a_row: int) -> float:
@@ -220,7 +220,7 @@ class MessageTimer:
 
 
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
-    """Return the exchange that fills the margin of a block with the partner's face of `count` columns.
+    """Return the exchange that fills the margin of a block with the partner's face of ``count * CHANNELS`` values.
 
     Collective over `pair`. Along the cut axis, the array of each rank has 4 elements; the first rank owns the first
     two, and the second rank the last two: ``ab.. ..cd`` -> ``abc. .bcd``
@@ -249,7 +249,7 @@ def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> 
 
 
 class _Spans:
-    """Recorder that stores the duration of the last communication."""
+    """Recorder that stores the duration of the last communication [s]."""
 
     last = 0.0
 

@@ -57,7 +57,10 @@ class Fit:
         return seconds if self.short is None else min(seconds, self.short.at(nbytes))
 
     def link(self, what: str, shared: bool = False, emulated: bool = False) -> Link:
-        """Return the fit as a link of a machine, with `what` and the error in its note."""
+        """Return the line as a link of a machine, with `what` and the error in its note.
+
+        `shared` and `emulated` as in :class:`Link`. The second line, `short`, is left out.
+        """
         return Link(self.alpha, self.beta, f"{what}; fit within {self.error:.0%}", shared, emulated)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
     Raises
     ------
     ValueError
-        For fewer points, or times that are not positive.
+        For fewer than two different sizes, not one time per size, or times that are not positive.
 
     Examples
     --------
@@ -146,6 +149,7 @@ def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tupl
             return alpha, beta
     # One of them is 0: the choice with the smaller residual.
     only_alpha, only_beta = a1 / aa, b1 / bb
+    # With the best single parameter, the weighted sum of squares is smaller by its gain than with none.
     gain_alpha, gain_beta = a1 * only_alpha, b1 * only_beta
     return (only_alpha, 0.0) if gain_alpha >= gain_beta else (0.0, only_beta)
 
@@ -216,7 +220,7 @@ class Profile(ProfileRecord):
         Parameters
         ----------
         update, layer_overhead
-            Attributes of this class.
+            As the attributes of this class [s/B], [s].
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         short = {n: fit.short.link("all-reduce of few bytes") for n, fit in self.reduction.items() if fit.short}
