@@ -53,6 +53,8 @@ def adapted(
         Number of ranks.
     labelled
         Whether targets are read, so that samples may be cropped.
+    slide
+        Windows in which the samples are computed; None: whole samples.
 
     Returns
     -------
@@ -161,7 +163,9 @@ def extents_of(network: Network) -> tuple[int, ...]:
 
 
 def grid_of(network: Network) -> str:
-    """Return the name of the first input with spatial axes that predictions depend on; else of the first one. Local."""
+    """Return the name of the first input that predictions depend on and that has spatial axes; if none has, of the
+    first input that they depend on. Local.
+    """
     made_of = [name for name in network.inputs if name not in network.targets]
     return next((name for name in made_of if len(network.inputs[name].shape) > 1), made_of[0])
 
@@ -193,7 +197,8 @@ def _further_times(config: Config, labelled: bool) -> int:
 
 
 def _look(config: Config, network: Network, further: int) -> _Looked:
-    """Count the samples of the first input in the files, and read its extents and layout from the first file. Local.
+    """Count the samples of the first input in the files, and read its extents and layout from the first file that has
+    samples. Local.
 
     A file has `further` more rows than samples; gaps in its times are not searched for.
     """
@@ -219,7 +224,7 @@ def _look(config: Config, network: Network, further: int) -> _Looked:
 
 
 def _look_at_own(config: Config, network: Network, further: int) -> _Looked:
-    """Examine the first input of a data set that a function of the user returns. Local."""
+    """Examine the first input, as :func:`_look` does, of a data set that a function of the user returns. Local."""
     data = config.data
     assert data.file is not None
     own = call_own(data.file, "data.file", data.path, **data.options)
@@ -235,14 +240,18 @@ def _look_at_own(config: Config, network: Network, further: int) -> _Looked:
 
 
 def _shown_layout(shape: tuple[int, ...], expected: tuple[int, ...]) -> Literal["NHWC", "NCHW"] | None:
-    """Return the order of axes if only one axis has the channels of a sample of the shape `expected`; else None."""
+    """Return the order of axes of an array of samples if either its second or its last axis, but not both, has as many
+    elements as a sample of shape `expected` has channels; else None.
+    """
     if len(shape) != len(expected) + 1 or (shape[1] == expected[-1]) == (shape[-1] == expected[-1]):
         return None
     return "NHWC" if shape[-1] == expected[-1] else "NCHW"
 
 
 def _others(have: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extents in `have` if they differ from `expected`, and the axes and channels agree; else ()."""
+    """Return the extents in `have` if they differ from those in `expected`, and the numbers of axes and of channels
+    agree; else ().
+    """
     fits = len(have) == len(expected) > 1 and have[-1] == expected[-1]
     return have[:-1] if fits and have != expected else ()
 

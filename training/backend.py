@@ -60,7 +60,9 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
 
 
 def _warn_of_threads(config: BackendConfig) -> None:
-    """Warn that OMP_NUM_THREADS is ignored, if its value differs from the number of threads."""
+    """Warn that OMP_NUM_THREADS is ignored, if kernels run on the host with the default number of threads, and the
+    variable has another value.
+    """
     if BACKENDS[config.kernels].on_device:
         return
     setting = os.environ.get("OMP_NUM_THREADS", "")
@@ -73,7 +75,8 @@ def _warn_of_threads(config: BackendConfig) -> None:
 
 
 def connect_device(kernels: Backend, comm: Communicator, transport: str) -> None:
-    """Choose the transport of arrays of the kernels' device; no-op on the host. Collective over `comm`.
+    """Choose the transport of arrays of the kernels' device; no-op on the host, or if one is chosen. Collective over
+    `comm`.
 
     Raises
     ------
@@ -103,6 +106,7 @@ def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Subs
         Names of layers of this rank, each with a substitute of one of its kernels.
     """
     ranks: dict[tuple[str, Substitute], list[int]] = {}
+    # `dict.fromkeys`: each pair once, in the same order.
     for rank, reported in enumerate(comm.allgather_objects(list(dict.fromkeys(substitutes)))):
         for substitute in reported:
             ranks.setdefault(substitute, []).append(rank)
@@ -116,7 +120,7 @@ def report_substitutes(comm: Communicator, substitutes: Sequence[tuple[str, Subs
 
 
 def _ranks(ranks: Sequence[int], size: int) -> str:
-    """Return a string that names some of `size` ranks.
+    """Return a string that names `ranks`, which are some or all of `size` ranks.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')

@@ -45,13 +45,13 @@ class DamagedFile(Exception):
 
 
 class OtherFile(Exception):
-    """Error: a file has another kind or format; its bytes were not verified."""
+    """Error: a file has another kind or format; its body was not verified."""
 
 
 class ChunkWriter(io.RawIOBase):
     """New file for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` after h5py has closed it.
 
-    Without an HDF5 file, the new file has only an index.
+    Without an HDF5 file, the new file has no body, only the header, an index and the table.
 
     If a write fails inside HDF5 (disk full), HDF5 cannot close the file, and reports the error again when the process
     ends. So this class hides the error from HDF5: it keeps the error, drops later writes, and raises the error at the
@@ -60,7 +60,7 @@ class ChunkWriter(io.RawIOBase):
     Raises
     ------
     OSError
-        At the end of the ``with``, the first error (such as ENOSPC). The file is then incomplete.
+        At the end of the ``with`` block, the first error (such as ENOSPC). The file is then incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,11 +92,13 @@ class ChunkWriter(io.RawIOBase):
 
     def _note(self, start: int, view: memoryview) -> None:
         """Compute the checksums of chunks that `view` fills; partially filled chunks are read again at the end."""
+        # A write before the end of the header gives chunk -1, which has no checksum; `-(-a // b)` rounds up.
         for chunk in range((start - HEADER) // CHUNK, -(-(start + len(view) - HEADER) // CHUNK)):
             begin = HEADER + chunk * CHUNK - start
             if begin >= 0 and begin + CHUNK <= len(view):
                 self._sums[chunk] = zlib.crc32(view[begin : begin + CHUNK])
             else:
+                # HDF5 writes metadata again, so an earlier checksum may be that of other bytes.
                 self._sums.pop(chunk, None)
 
     def finish(self, index: bytes) -> None:
@@ -167,9 +169,10 @@ class VerifiedFile:
     Raises
     ------
     DamagedFile
-        If bytes differ from those that were written, or cannot be read; also raised by every method that reads.
+        If bytes, the signature included, differ from those that were written, or cannot be read; also raised by every
+        method that reads.
     OtherFile
-        If it does not begin like a file of this format.
+        If it is not a regular file, begins like an HDF5 file without this header, or has another version of the format.
     OSError
         If it cannot be opened.
     """
@@ -187,7 +190,7 @@ class VerifiedFile:
             raise
 
     def _begin(self) -> None:
-        """Read header and table, and allocate memory for the rest."""
+        """Read and verify header and table, and allocate memory for body and index."""
         size = os.fstat(self._file.fileno()).st_size
         header = bytes(self._read(0, min(HEADER, size)))
         if header.startswith(_HDF5_SIGNATURE):
@@ -233,7 +236,7 @@ class VerifiedFile:
     def view(self, start: int, nbytes: int) -> np.ndarray:
         """Return verified bytes: ``(nbytes,)`` uint8, a read-only view."""
         self.load(start, start + nbytes)
-        view = self._memory[start : start + nbytes]
+        view = self._memory[start : start + nbytes]  # no copy: arrays of a checkpoint may be large
         view.flags.writeable = False
         return view
 

@@ -16,7 +16,7 @@ class Clip:
     """Clipping of gradients by their global norm, computed on the device of the gradients without waiting. Collective.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It is an argument of
-    ``Optimizer.begin_step``, so it costs no pass over the gradients. The norm needs every gradient, so the sums of
+    ``Optimizer.begin_step``, so its use costs no pass over the gradients. The norm needs every gradient, so the sums of
     gradients no longer overlap the next forward pass.
 
     Parameters
@@ -24,7 +24,7 @@ class Clip:
     store
         Store of the gradients.
     comm
-        Ranks that share them.
+        Ranks that share the gradients.
     max_norm
         Norm above which gradients are scaled down to it.
 
@@ -44,6 +44,7 @@ class Clip:
         # If so, every rank has the sums of all gradients.
         local = store.whole and not store.scheme.kind.shards
         self._sum = None if local else comm.reduction(self._square, kind="norm")
+        # Gradients contain the factor of the loss scale; the norm and `max_norm` are without it.
         inverse = None if store.loss_scale is None else store.loss_scale.inverse
         self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self.factor)
         self._squares: Kernel | None = None
@@ -51,7 +52,7 @@ class Clip:
         self.norm: PendingLoss | None = None
 
     def bind(self) -> None:
-        """Make the kernel for the current buckets of the store. Local."""
+        """Make the kernel that sums squares, for the current buckets of the store. Local."""
         store = self._store
         if self._squares is not None:
             self._squares.close()
@@ -86,7 +87,7 @@ class Clip:
             self.norm.value = self._fetched.read()
 
     def close(self) -> None:
-        """Free the kernels and the sum. Collective where the ranks sum their squares."""
+        """Free the kernels and the reduction. Collective where the ranks sum their squares."""
         for item in (self._squares, self._clip, self._sum):
             if item is not None:
                 item.close()

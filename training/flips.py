@@ -64,7 +64,7 @@ class Mirrored(DatasetView):
         for k in range(*part.ranges[0]):
             sample, image = divmod(int(indices[k]), len(self._images))
             axes = self._images[image] if len(shape) > 1 else ()
-            own = sample_shape(self.dataset, name, sample)
+            own = sample_shape(self.dataset, name, sample)  # samples may differ in size
             ranges = [(own[a] - high, own[a] - low) if a in axes else (low, high)
                       for a, (low, high) in enumerate(part.ranges[1:])]  # fmt: skip
             at: Any = (k - box.start[0], *filled[1:])
@@ -75,7 +75,7 @@ class Mirrored(DatasetView):
 
 
 class Flips:
-    """Mean of the outputs of a session over mirror images. Collective over its communicator; `close` is too.
+    """Mean of the outputs of a session over mirror images. Collective over the session's communicator; `close` is too.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def _is_grid(value: Value) -> bool:
 
 def _mirrored(boxes: Blocks, shape: Sequence[int], axes: Sequence[int]) -> Blocks:
     """Return the boxes mirrored along spatial axes of ``(N, *spatial, C)``; a vector per sample is not mirrored."""
-    if len(shape) <= 2:
+    if len(shape) <= 2:  # ``(N, C)`` has no spatial axes
         return boxes
     return Blocks(
         [

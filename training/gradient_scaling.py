@@ -20,7 +20,7 @@ __all__ = ["GradientCheck", "LossScale", "OverflowCheck"]
 
 # The defaults of torch.amp.GradScaler.
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-#: So many consecutive steps are skipped at a scale of 1: then the gradients themselves are not finite.
+#: Number of consecutive steps skipped at a scale of 1 after which the gradients themselves count as not finite.
 PATIENCE = 20
 
 
@@ -49,7 +49,7 @@ class LossScale:
         forward   the loss multiplies its gradient by `factor`
         check     when all gradients are summed: :class:`OverflowCheck` sets `skip` if one is infinite or NaN
         updates   multiply gradients by `inverse`; do nothing if `skip` is set
-        adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
+        adapt     halves the factor after a skipped step, doubles it after 2000 consecutive steps without a skip
 
     The smallest positive float16 is 6e-8; without the factor, smaller gradients become zero. All state is in device
     memory, and kernels change it without a wait. The host reads it one step later (`known`, `skipped`), for the log. A
@@ -63,11 +63,11 @@ class LossScale:
     Attributes
     ----------
     factor, inverse
-        Float64 ``(1,)`` on the device.
+        The factor on the gradient of the loss, and its reciprocal; float64 ``(1,)`` on the device.
     flag
         Int32 ``(1,)`` on the device: whether a gradient of this step is not finite; `adapt` clears it.
     skip
-        Int32 ``(1,)`` on the device: a copy of `flag`, which the kernels that update read.
+        Int32 ``(1,)`` on the device: a copy of `flag`, which the kernels of updates read.
     known
         The factor as the host read it last, one step late.
     skipped
@@ -80,6 +80,7 @@ class LossScale:
 
     def __init__(self, memory: Memory) -> None:
         device = self._device = memory.device
+        # Factor, number of good steps since its last change, 1 / factor: one array, so that one copy fetches all.
         self.state = device.array([INITIAL, 0.0, 1.0 / INITIAL], np.float64)
         self.factor, self.inverse = self.state[0:1], self.state[2:3]
         self.flag, self.skip = (device.zeros((1,), np.int32) for _ in range(2))
@@ -96,7 +97,9 @@ class LossScale:
         self._copied = self._device.mark()
 
     def observe(self) -> None:
-        """Read the state after the last step. Waits for that step, which is complete when the next one is enqueued."""
+        """Read the state after the last step, if it was not read yet. Waits for that step, which is usually complete
+        when the next one is enqueued.
+        """
         if self._copied is None:
             return
         self._copied.wait()
@@ -170,7 +173,7 @@ class OverflowCheck:
         np.copyto(scale.skip, scale.flag)
 
     def close(self) -> None:
-        """Free the kernel and the sum. Collective with `comm`."""
+        """Free the kernel and the reduction. Collective with `comm`."""
         self._find.close()
         if self._sum is not None:
             self._sum.close()

@@ -100,7 +100,7 @@ class GraphedPass:
 
     @property
     def graphs(self) -> int:
-        """Number of replayed graphs."""
+        """Number of sections that graphs can replay, once the pass was captured; 0 before, or if no graphs are used."""
         return sum(section.graph for section in self.sections) if self._launches else 0
 
     def __call__(self) -> None:
@@ -135,6 +135,7 @@ class GraphedPass:
         """
         host, first, last, event = self._measured
         event.wait()
+        # The maximum: all ranks use graphs or none does, because messages must be in the same order everywhere.
         share = self._comm.allreduce_scalar(host / max(self._device.seconds(first, last), 1e-9), "max")
         pays, self._measured = share >= PAYS, None
         if self._comm.rank == 0:
@@ -158,7 +159,7 @@ class GraphedPass:
         return partial(_each_of, graph, self._launched) if section.communicates else graph
 
     def close(self) -> None:
-        """Free the graphs, before the messages that they contain."""
+        """Free the graphs. Call it before the messages that they contain are freed."""
         for graph in self._recordings:
             graph.drop()
         self._recordings.clear()
@@ -171,7 +172,9 @@ def _each_of(*calls: Callable[[], object]) -> None:
 
 
 def _separate_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
-    """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
+    """Return the numbers (`Item.pair`) of the exchanges and sums that a graph of some rank cannot contain, the same on
+    all ranks. Collective.
+    """
     comm.agree(None)  # a rank with a fault in the set-up does not come here
     # What is separate on one rank may separate more on another: repeat until no rank changes.
     separate = separate_pairs(items)

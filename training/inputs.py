@@ -20,7 +20,7 @@ from .memory import Memory
 
 __all__ = ["DeviceFeed", "block_of", "check_name", "name_of"]
 
-_LISTED = 20  # names in a message
+_LISTED = 20  # largest number of layers and inputs that a message lists
 
 
 def check_name(name: str, known: Collection[str]) -> None:
@@ -56,7 +56,7 @@ def name_of(network: Network, name: str) -> str:
 
 
 def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.dtype) -> np.ndarray:
-    """Return this rank's block of a whole array: a view, on the host. Local.
+    """Return this rank's block of a whole array: a view, on the host, in the dtype of the array. Local.
 
     Parameters
     ----------
@@ -69,8 +69,8 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
     box
         Global box of the block.
     dtype
-        Dtype of the storage. A floating-point dtype rounds; an integer dtype must hold every value of the block
-        exactly.
+        Dtype of the storage that the block will be copied to. A floating-point dtype rounds; an integer dtype must hold
+        every value of the block exactly.
 
     Raises
     ------
@@ -123,6 +123,7 @@ class DeviceFeed:
             {name: memory.keep(array.shape, dtype, "input ahead") for name, array in inputs.items()}
             for _ in range(slots)
         ]
+        # Made once per slot, so that a step allocates nothing.
         self._copies = [self._taken(slot) for slot in range(slots)]
         self._uploaded: list[Event | None] = [None] * slots
         # Uploads run concurrently with the main stream, which may still be zeroing their targets.
@@ -169,6 +170,7 @@ class DeviceFeed:
         """Enqueue the copies of a batch into the inputs, after its upload. Does not wait."""
         event = self._uploaded[item.slot]
         assert event is not None
+        # The device waits for the upload, the host does not.
         self._device.join(event)
         for copy in self._copies[item.slot]:
             copy()

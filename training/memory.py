@@ -52,7 +52,7 @@ class Memory:
         return array
 
     def count(self, nbytes: int, use: str) -> None:
-        """Count bytes that were allocated elsewhere."""
+        """Add `nbytes` [B] that were allocated elsewhere to the count of `use`."""
         self.bytes[use] = self.bytes.get(use, 0) + nbytes
 
 
@@ -62,7 +62,7 @@ def memory_errors(
     predicted: Callable[[], Mapping[str, int]] | None = None,
     held: Callable[[], Mapping[str, int]] | None = None,
 ) -> Iterator[None]:
-    """Convert the error of an allocation that fails in the body to a one-line error. Local.
+    """Convert the error of an allocation that fails in the ``with`` block to a one-line error. Local.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def memory_errors(
     Raises
     ------
     OutOfMemory
-        In place of a MemoryError, such as those of NumPy and CuPy, whose text has the size that was requested.
+        In place of a MemoryError, such as those of NumPy and CuPy, whose texts contain the requested size.
     """
     try:
         yield

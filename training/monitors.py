@@ -15,7 +15,7 @@ from halograd.errors import UserError
 __all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "SamplePredictions", "is_defined"]
 
 FACTOR = 1000.0
-"""Ratio to the first loss above which a loss has diverged."""
+"""Ratio to the usual size of the loss (:class:`LossWatch`) above which a loss has diverged."""
 
 
 class LossWatch:
@@ -25,7 +25,7 @@ class LossWatch:
     :class:`halograd.training.trainer.Diverged`. The mean loss of the steps of an epoch, or a validation loss, has
     diverged if it is above `FACTOR` times the larger of
 
-    - the loss of the first step, with the initial parameters;
+    - the absolute value of the loss of the first step, with the initial parameters;
     - in a regression, the loss of predicting zero: the targets of the first batch may be small by chance.
 
     For any data, the loss of a classification starts near 1 and that of a regression near the loss of predicting zero;
@@ -72,7 +72,7 @@ class LossWatch:
         return self._sum / self._steps if self._steps else math.nan
 
     def end_epoch(self) -> float:
-        """Return the mean loss of all steps of this epoch. Waits for the last one."""
+        """Return the mean of the finite losses of this epoch; nan without any. Waits for the last one."""
         self._count()
         return self.mean
 
@@ -113,7 +113,8 @@ class BestScore:
     name
         Name of the score, one of `names`; ``"none"``: no validation counts as the best.
     names
-        Names of the scores of a validation, and whether "lower" or "higher" is better; empty: no samples are held out.
+        Names of the scores of a validation, and whether "lower" or "higher" is better (None: not declared); empty: no
+        samples are held out.
     patience
         Number of validations without improvement after which training ends; 0: training does not end early.
 
@@ -142,7 +143,7 @@ class BestScore:
         self.value, self.step, self.waited = math.nan, 0, 0
 
     def update(self, scores: Mapping[str, float | None], step: int) -> bool:
-        """Return whether this validation, after update number `step`, is the best so far."""
+        """Record the scores of the validation after update number `step`; return whether it is the best so far."""
         value = scores.get(self.name)
         if self.name == "none" or not is_defined(value):
             return False
@@ -246,4 +247,4 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:
-        """Act after a checkpoint is written; `best`: its validation is the best so far."""
+        """Act after a checkpoint is written; `best`: whether its validation is the best so far."""

@@ -28,7 +28,7 @@ class FetchedNumber:
         self._copied: Event | None = None
 
     def put(self, value: Any) -> None:
-        """Enqueue a copy of `value` (a number, or a device array without axes) for the next fetch."""
+        """Enqueue a copy of `value` (a number, or a device array of one element) for the next fetch."""
         np.copyto(self._number, value)
 
     def fetch(self) -> None:
@@ -45,7 +45,8 @@ class FetchedNumber:
 
 
 class PendingLoss:
-    """Loss of a step that the device may not have computed yet. ``float()`` waits for it, and is collective.
+    """Loss of a step that the device may not have computed yet. Until it is known, ``float()`` waits for it, and is
+    collective.
 
     Attributes
     ----------
@@ -103,7 +104,7 @@ class PassLoss:
         The votes of the last pass whose loss is complete, summed over all ranks. They are the same on all ranks after
         the same pass, so ranks may base decisions on them.
     pending
-        On a device, the loss of the last pass; None on the host.
+        On a device, the loss of the last pass; None on the host, and before the first pass.
     """
 
     def __init__(self, comm: Communicator, device: Device, part: Any | None) -> None:
@@ -122,7 +123,10 @@ class PassLoss:
             self._fetched.put(self._part)
 
     def begin(self) -> None:
-        """Finish the sum of the previous pass, and start the sum of this one."""
+        """Finish the sum of the previous pass, and start the sum of this one; no-op without a loss.
+
+        On a device, only the copy of the loss to the host starts here; `finish` sums it.
+        """
         if self._part is None:
             return
         self.finish()
@@ -132,12 +136,15 @@ class PassLoss:
             self._sum[0] = self._part[0]
             self._reduction.start()
         else:
+            # A sum here would make the host wait for the device; a later `finish` sums what this copy fetches.
             self._fetched.fetch()
             self.pending = PendingLoss(self.finish)
         self._under_way = True
 
     def finish(self) -> float:
-        """Wait for the loss of the last pass, and return it. On a device the ranks sum it here, not within the pass."""
+        """Wait for the loss of the last pass, and return it; 0 without a loss. On a device the ranks sum it here, not
+        within the pass.
+        """
         if self._under_way:
             self._under_way = False
             if self._fetched is not None:

@@ -1,4 +1,4 @@
-"""Process that reports the first rank of a node that is killed or crashes.
+"""Process that reports which rank of a node is killed, or crashes, first.
 
 When a rank dies, MPICH's ``mpiexec`` kills all others within a millisecond, and reports any one of the killed
 processes. No rank lives long enough to report the first one. So one rank of each node starts this file as a process in
@@ -34,14 +34,14 @@ class MonitoredRanks:
     Attributes
     ----------
     log
-        ``log.jsonl`` of the run.
+        Path of ``log.jsonl`` of the run.
     host, size
         Name of this node, and number of all ranks of the job.
     files
-        Number of files in the folder of these files when the job starts, also those of ranks on other nodes; a rank
-        that leaves its run removes its file.
+        Number of ranks whose files (``rank-*.txt``, in one folder) this node can read when the job starts, ranks on
+        other nodes included; a rank that leaves its run removes its file.
     ranks
-        Process, and path of its file, by rank.
+        Process ID and path of the file of each rank of this node.
     """
 
     log: str
@@ -52,7 +52,7 @@ class MonitoredRanks:
 
 
 def start_monitor(monitored: MonitoredRanks) -> subprocess.Popen[bytes] | None:
-    """Start the process; the caller terminates it. Local. Returns None if this system cannot start or use it."""
+    """Start the monitor; the caller terminates it. Local. Returns None if this system cannot start or use it."""
     if not hasattr(os, "pidfd_open"):
         return None
     with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def start_monitor(monitored: MonitoredRanks) -> subprocess.Popen[bytes] | None:
 
 
 def append_line(log: Path, entry: Mapping[str, Any]) -> None:
-    """Append a line to an existing log in one write, so that lines of several processes do not mix. Local."""
+    """Append `entry`, with the time, to an existing log in one write, so that lines of processes do not mix. Local."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, (json.dumps({**entry, "time": round(time.time(), 3)}) + "\n").encode())
@@ -98,10 +98,12 @@ def _first_end(job: MonitoredRanks) -> tuple[int, bool]:
         try:
             descriptor = os.pidfd_open(process)
         except ProcessLookupError:  # it ended before this process began
+            # No count was read before its end, so nothing is known about memory.
             return rank, False
         ranks[descriptor] = rank
         poll.register(descriptor, select.EPOLLIN)
     while True:
+        # With a limit, so that a process killed for memory hours ago is not taken for the cause.
         events, now = poll.poll(MEMORY_SECONDS), _killed_for_memory()
         if events:
             return ranks[events[0][0]], now > killed
@@ -109,9 +111,10 @@ def _first_end(job: MonitoredRanks) -> tuple[int, bool]:
 
 
 def cause_of(text: str, out_of_memory: bool, other_nodes: bool) -> str:
-    """Return the cause of the end of a process from the text of its file, which has its stacks after a crash.
+    """Return why a process ended, from the text of its file (after a crash, Python's report with the stacks).
 
-    On several nodes the rank may be the first one of its node, but not of the job.
+    `out_of_memory` says whether the kernel has just killed a process of the node to free memory. With `other_nodes`, a
+    rank on another node may have ended earlier.
     """
     for line in text.splitlines():
         if line.startswith("Fatal Python error"):

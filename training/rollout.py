@@ -77,15 +77,15 @@ class _Input:
     Attributes
     ----------
     name, source
-        Name of the input, and number of the output.
+        Name of the input, and index of the output that replaces it.
     channels
         Channels of one time point in the output, in the order of the input.
     exchange, received
-        Exchange of the output's blocks to this rank's box of the input, and its result.
+        Exchange of the output's blocks to this rank's box of the input, and the array that it fills.
     box
         Box that this rank reads, within the batch, with all channels of the input.
     own
-        This box in the array of the input.
+        Slices of this box in the array of the input.
     state
         Values of all time points of the input, in the units of the data, ``(N, *spatial, history * C)``.
     absent
@@ -104,7 +104,7 @@ class _Input:
 
 
 class Rollout:
-    """Predictions of several time steps by a session. Collective over its communicator; `close` is too.
+    """Predictions of several time steps by a session. Collective over the session's communicator; `close` is too.
 
     Parameters
     ----------
@@ -163,7 +163,9 @@ class Rollout:
             one_input.exchange = exchange
 
     def _source(self, name: str, channel_names: Sequence[Sequence[str]]) -> tuple[str, int, list[int]]:
-        """Return an input, the output that predicts it, and the channels of a time in that output. Local."""
+        """Return the name of an input, the index of the output that predicts it, and the indices of the input's
+        channels among those of one time in that output. Local.
+        """
         data, field = self._session.config.data, self._session.samples.dataset.fields[name]
         expected = field.channel_names[: field.shape[-1] // data.history]
         # A data set of the user has no names of datasets.
@@ -226,11 +228,15 @@ class Rollout:
             for source in self._inputs:
                 source.state = np.zeros(source.box.shape, executor.store.dtype)
                 session.samples.dataset.read(source.name, batch.indices, source.box, source.state)
+                # The last time point is in the last channels.
                 source.absent = ~np.isfinite(source.state[..., -len(source.channels) :])
         return arrays
 
     def _advance(self, arrays: dict[str, NDArray[Any]]) -> None:
-        """Fill the inputs of the next application from the last one. Collective."""
+        """Fill the inputs of the next application from the predictions of the last one. Collective.
+
+        `arrays` are the copies of the inputs that :meth:`_begin` returned; they are modified.
+        """
         session, executor = self._session, self._session.executor
         for source in self._inputs:
             source.exchange.run()
@@ -238,6 +244,7 @@ class Rollout:
             times = source.received.reshape(*source.received.shape[:-1], self._at_once, -1)
             new = times[..., source.channels].astype(source.state.dtype)
             new[np.broadcast_to(source.absent[..., None, :], new.shape)] = np.nan
+            # The oldest times leave the history: the last channels stay.
             kept = source.state.shape[-1]
             source.state = np.concatenate([source.state, new.reshape(*new.shape[:-2], -1)], -1)[..., -kept:]
             values = source.state.copy()

@@ -58,5 +58,6 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
 def read_config(world: Any, config: str | Path | Config, overrides: Sequence[str]) -> Config:
     """Return the configuration, read and checked by rank 0. Collective; see :func:`load_config`."""
     if isinstance(config, Config):
+        # Plain data, so that the overrides are checked together with the values that were set.
         return on_root(world, lambda: check_config(config.model_dump(mode="json", exclude_unset=True), overrides))
     return on_root(world, lambda: load_config(config, overrides))

@@ -51,7 +51,7 @@ class StopSignals:
 
     @property
     def vote(self) -> int:
-        """Number of the received signal, 0 without one."""
+        """Number of the received signal; 0 if none was received."""
         return 0 if self.received is None else int(self.received)
 
     def __enter__(self) -> StopSignals:
@@ -67,6 +67,7 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # In another thread than the main one, `_before` is empty.
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

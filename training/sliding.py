@@ -35,8 +35,8 @@ _KEPT = 4  # exchanges of one output that are kept
 
 
 def placed(session: Session, value: Value) -> tuple[tuple[int, ...], Blocks]:
-    """Return the shape ``(*spatial, C)`` and the boxes of what is computed at a time: a batch, or with sliding windows
-    one sample. Local. With sliding windows, samples have one size.
+    """Return the shape ``(*spatial, C)`` and the boxes of output `value` for what is computed at a time: a batch, or
+    with sliding windows one sample. Local. With sliding windows, samples have one size.
     """
     windows = session.samples.windows
     if not isinstance(windows, SlidingWindows):
@@ -74,6 +74,7 @@ def predicted(
 
 def dtype_of(value: Value) -> np.dtype:
     """Return the dtype of an output on the host."""
+    # NumPy and HDF5 have no bfloat16, and sums of windows in 16 bits would lose digits.
     return np.dtype(np.float32) if is_low(value.dtype) else np.dtype(value.dtype)
 
 
@@ -126,7 +127,10 @@ class _Sums:
                 self._close(kept)
 
     def _batches(self, batches: Sequence[Batch], count: int) -> Iterator[Batch]:
-        """Yield batches of the windows of all samples, in order; copies of its last one fill the last batch."""
+        """Yield batches of the windows of all samples, in order; copies of the last window fill up the last batch.
+
+        `count` is the number of windows of a sample.
+        """
         size = self._session.config.training.at_once
         total = len(batches) * count
         for position, first in enumerate(range(0, total, size)):
@@ -140,7 +144,7 @@ class _Sums:
         return batch.indices[k], self._windows.position_of(0, batch.patches[k])[self._cut]
 
     def _add(self, batch: Batch, rows: Sequence[int], sums: Sequence[NDArray]) -> None:
-        """Add windows of a batch to the sums. Collective."""
+        """Add the windows `rows` of a batch, which lie in the same slabs, to the sums. Collective."""
         positions = [self._windows.position_of(0, batch.patches[k]) for k in rows]
         for v, (value, window) in enumerate(zip(self._values, sums)):
             starts, extents = self._starts[v], value.layout.shape[1:-1]
@@ -151,7 +155,7 @@ class _Sums:
                 lows = [along_axis[at] for along_axis, at in zip(starts, position)]
                 own = Box.of_ranges([(low, low + n) for low, n in zip(lows, extents)])
                 own &= Box.of_ranges(self._boxes[v].ranges[1:-1])
-                if not own.size:
+                if not own.size:  # this window does not touch the slab of this rank
                     continue
                 inside = list(own.slices(lows))
                 weights = _product([w[part] for w, part in zip(self._weights[v], inside)])
@@ -163,7 +167,9 @@ class _Sums:
                 target += block[tuple(inside)] * weights.astype(window.dtype)[..., None]
 
     def _exchange(self, v: int, rows: Sequence[int], along: int) -> tuple[Exchange, NDArray]:
-        """Return the exchange from the blocks of windows to the slabs, and the array that it fills. Collective."""
+        """Return the exchange from the blocks of the windows `rows`, which begin at `along` on the cut axis, to the
+        slabs, and the array that the exchange fills. Collective.
+        """
         value, comm = self._values[v], self._session.comm
         axes: list[Intervals] = [((0, n),) for n in value.layout.shape]
         axes[0] = ((rows[0], rows[-1] + 1),)
@@ -189,7 +195,7 @@ class _Sums:
         kept.clear()
 
     def _divide(self, v: int, sums: NDArray) -> None:
-        """Divide sums by the sums of the weights, which are a product of those along the axes."""
+        """Divide sums, in place, by the sums of the weights: the outer product of the sums along each axis."""
         totals = []
         for starts, weights, (low, high) in zip(self._starts[v], self._weights[v], self._boxes[v].ranges[1:-1]):
             total = np.zeros(high - low)

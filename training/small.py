@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "plan_of", "suited"]
 
-#: Number of layers named in a line.
+#: Number of layers that a line names for each cut.
 NAMED = 3
 
 
 def suited(config: Config, comm: Communicator, network: Network, strategy: Strategy) -> SmallLayers | None:
-    """Return the strategy with other cuts of small layers, which rank 0 chooses; None if nothing changes. Collective.
+    """Return the strategy with other cuts of small layers, which rank 0 chooses; None if no cut changes. Collective.
 
-    Nothing changes if no spatial axis is cut, with a strategy from a file, with ``small = "keep"``, or on devices.
+    No cut changes on one rank, on devices, if no spatial axis is cut, with a strategy from a file, with
+    ``small = "keep"``, if a layer of the user has no known cost, or if no other cut is predicted to be faster.
 
     Raises
     ------
@@ -70,8 +71,9 @@ def _training(config: Config) -> Training:
 
 
 def _machine(config: Config, comm: Communicator) -> Machine:
-    """Return the assumed machine, with the nodes of the ranks and their threads. Collective."""
+    """Return the assumed machine, with the nodes of the ranks, and the rates of a rank's threads. Collective."""
     transport, threads = TRANSPORTS.make(config.backend.transport), config.backend.threads
+    # The largest number of ranks on one node.
     most, assumed = max(Counter(comm.nodes).values()), Machine.load(MACHINE)
     # The assumed rates are those of one core.
     peaks = {dtype: threads * peak for dtype, peak in assumed.peak_flops.items()}

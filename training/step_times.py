@@ -22,19 +22,20 @@ STEPS = 12
 class Measured:
     """Mean times on rank 0, which takes part in every layer, over the middle half of the measured steps.
 
-    All means are over the same steps, so the parts add up to a step. The fastest and slowest steps are left out.
+    All means are over the same steps, so that times of parts can be added. With four or more measured steps, the
+    fastest and the slowest quarter are left out.
 
     Attributes
     ----------
     steps
-        Number of measured steps.
+        Number of measured steps, those that are left out included.
     step_seconds
         Time of a whole step without its data [s].
     layers
         Times of each layer: forward, backward, and operations of the forward pass that the backward pass repeats [s],
         including waits in the layer and the redistribution of its inputs.
     waits
-        Waits of each kind of communication, inside and outside of layers [s].
+        Time of waits for each kind of communication, inside and outside of layers [s].
     update
         Time of the optimizer [s].
     data
@@ -140,7 +141,7 @@ class StepTimes:
 
 
 def _middle(values: Sequence[float]) -> list[int]:
-    """Return the indices of the middle half of the values.
+    """Return the indices of the values, in increasing order of the values, without the lowest and highest quarter.
 
     >>> _middle([5.0, 1.0, 2.0, 9.0])
     [2, 0]

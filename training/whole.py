@@ -34,11 +34,12 @@ from .session import Session, open_loader
 __all__ = ["Sized", "WholeSamples", "open_sized", "planned_or_similar", "whole_samples"]
 
 _log = logging.getLogger(__name__)
-_NAMED = 4  # sizes named in a line
+_NAMED = 4  # largest number of sizes that a line names
 
 
 class WholeSamples:
-    """Whole samples of a session, by size. Collective over its communicator; `close` closes the last session.
+    """Whole samples of a session, by size. Collective over the session's communicator; `close` closes the session that
+    computed the last size.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ class WholeSamples:
             self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise UserError if the largest size does not fit in addition to the session. Collective."""
+        """Raise UserError if the session of the largest size does not fit into memory next to this one. Collective."""
         own, comm = self._session, self._session.comm
         trains = own.executor.reducer is not None
         others = sum(needs_of(own.config, comm, own.network, own.executor.strategy, trains, None).values())
@@ -89,12 +90,13 @@ class WholeSamples:
                 self._opened = open_sized(self._session, sized, dataset, self._stack)
             session = self._opened
             yield session, session.in_order(members)
+            # Only then the memory of another size is needed; a single session is used again by the next validation.
             if len(self.sizes) > 1:
                 self.close()
 
     @property
     def text(self) -> str:
-        """Text on sizes, cuts and memory. Local."""
+        """Sentence on the sizes of the samples, their cuts, and the memory that they need. Local."""
         comm, texts = self._session.comm, []
         for members, sized in self.sizes[:_NAMED]:
             extents = "x".join(map(str, sized.extents))
@@ -106,7 +108,7 @@ class WholeSamples:
         return f"whole samples are evaluated{cost}: {', '.join(texts)}{more}"
 
     def close(self) -> None:
-        """Close the session of the last size. Collective."""
+        """Close the session that :meth:`parts` opened last, if it is open. Collective."""
         self._opened = None
         self._stack.close()
 
@@ -157,7 +159,10 @@ class Sized:
 
 
 def planned_or_similar(strategy: Strategy, network: Network, size: int, batch: int) -> Strategy:
-    """Return a planned strategy or, if it does not fit whole samples, one cut of all layers that does. Local."""
+    """Return a planned strategy or, if it does not fit whole samples, the most similar cut of all layers that does.
+
+    Without a cut that fits, the planned strategy is returned. `size` is the number of ranks. Local.
+    """
     try:
         strategy.validate(network, size)
         strategy.refuse_empty_blocks(network)
@@ -171,7 +176,7 @@ def planned_or_similar(strategy: Strategy, network: Network, size: int, batch: i
 def open_sized(session: Session, sized: Sized, dataset: Dataset, stack: ExitStack) -> Session:
     """Open a session that computes samples of one size forward, with the parameters of another session. Collective.
 
-    It shares the votes and the progress of that session; `stack` closes it.
+    It shares votes and heartbeat with that session; `stack` closes it.
     """
     comm, config, executor = session.comm, sized.config, session.executor
     with comm.agreement():
