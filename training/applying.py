@@ -14,7 +14,7 @@ Each job has a folder of its own, so an older OUT does not change until the new 
 other jobs are removed. The attribute ``needs`` of a virtual file names the parts, one per line, relative to its folder.
 A missing part reads as NaN, or as the largest integer of the class dtype, which is not a class. An interrupted job
 continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
-of two batches of an output.
+of two batches of every output.
 
 Files whose samples differ in size become a folder with a file for each file of samples::
 
@@ -201,7 +201,8 @@ def _of_classes(output: Output, spec: MetricSpec, what: str) -> Output:
         return output
     if what == "probabilities":
         return replace(output, of_block=softmax if spec.threshold is None else sigmoid)
-    dtype = np.min_scalar_type(spec.classes)  # its largest number is not a class
+    # One more than the largest class must fit: the largest number of the dtype marks missing parts, and is not a class.
+    dtype = np.min_scalar_type(spec.classes)
     if spec.threshold is not None:
         threshold = spec.threshold
         return replace(output, dtype=dtype, of_block=lambda block: block > threshold)
@@ -239,6 +240,8 @@ def write_outputs(
     ------
     DataError
         If a file cannot be written; on all ranks.
+    UserError
+        If `flips` are given for a rollout.
     """
     comm = session.comm
     # Parts of another job do not fit: the key covers all that decides their contents.
@@ -273,7 +276,7 @@ def _compute(
     """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
 
     A thread writes a batch while the next one is computed. After a fault on one rank, all ranks still compute, because
-    other ranks wait for its messages.
+    the others wait for messages of that rank.
     """
     comm, count, size = session.comm, len(session.samples.dataset), at_once(session)
     # A rank may hold nothing of an output, and HDF5 datasets of no elements have no offset.
@@ -298,6 +301,7 @@ def _compute(
             path = part_path(folder, rank)
             _log.warning("%s is not continued: %s%s; all samples are computed again", path, text, more)
         # Every rank continues after the last batch that all ranks have written.
+        # A rank may be ahead: a predicted batch needs all ranks.
         part.go_back(int(comm.allreduce_scalar(part.done, "min")))
         # The last batch is filled up; `PartFile` writes no sample twice.
         left = list(Sampler(np.arange(count), size, shuffle="never", remainder="fill").rest_of_epoch())[part.done :]
@@ -557,7 +561,7 @@ def _files(job: Mapping[str, Any], part: Hdf5Dataset) -> list[Any]:
 
 
 def _mark(job: Mapping[str, Any], part: Hdf5Dataset) -> str:
-    """Return a string that differs between jobs and between files of samples."""
+    """Return a string that identifies a job and a file of samples: a checksum of the data of both."""
     return hashlib.sha256(json.dumps({**job, "files": _files(job, part)}, sort_keys=True).encode()).hexdigest()
 
 
@@ -577,7 +581,7 @@ def _complete(path: Path, entry: Any, mark: str) -> bool:
 
 
 def _names(paths: Sequence[Path], suffix: str) -> list[str]:
-    """Return the names of the results of files, relative to their folder.
+    """Return the name of the result of each file of samples, relative to the folder of results.
 
     >>> _names([Path("a/s1.h5"), Path("b/s1.h5")], ".h5")
     ['a/s1.h5', 'b/s1.h5']

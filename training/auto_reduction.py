@@ -21,8 +21,8 @@ __all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned"]
 class ChunkSearch:
     """Search for a chunk size by the times of intervals of training. Pure arithmetic.
 
-    Sizes increase by 1 up to `step`, then by `step`, until `range` consecutive sizes beyond the best one were not
-    better. ::
+    Sizes increase by 1 up to `step`, then by `step`, until a size exceeds the best one by ``step * range`` or more, or
+    exceeds `layers`. ::
 
         while not search.done:
             train some steps in chunks of search.chunk layers
@@ -34,7 +34,7 @@ class ChunkSearch:
     layers
         Number of layers, and so the largest chunk.
     step, range
-        Size of the jumps, and their number beyond the best size, as in the paper.
+        Size of the jumps, and number of jumps beyond the best size, as in the paper.
     chunk
         Size to train with now.
     best
@@ -51,8 +51,8 @@ class ChunkSearch:
 
     References
     ----------
-    Le et al. 2018, Algorithm 1. The paper does not use the time of the last interval; here, it ends the search at the
-    same size. That the search ends at `layers` is new: a chunk of more than all layers is the same as chunks of one
+    Le et al. 2018, Algorithm 1. As in the paper, the time of an interval that only ends the search is not used. That
+    the search ends at `layers` is new: a chunk of more than all layers is the same as chunks of one
     layer, by the paper's rule for layers that fill no chunk.
     """
 
@@ -104,7 +104,7 @@ class Trial:
 
 
 class Tuner:
-    """Search over schemes, then over chunk sizes, for the fastest. Local; ranks observe the same times.
+    """Search over schemes, then over chunk sizes, for the fastest. Local; all ranks must observe the same times.
 
     It first tries the `candidates`, which a cost model ranks best, so that measurements correct the model. Then it
     searches the chunk size by Algorithm 1 of Le et al. (:class:`ChunkSearch`), with the number of replicated layers of
@@ -204,7 +204,7 @@ class Tuning:
     Attributes
     ----------
     interval
-        Steps per scheme.
+        Number of steps per scheme.
     step, range
         Settings of :class:`ChunkSearch`; `step` = 0: no search for a chunk size.
     candidates
@@ -224,7 +224,7 @@ class Tuning:
 
 
 class AutoReduction:
-    """Search that changes the scheme of an executor between steps. Collective over its communicator.
+    """Search that changes the scheme of an executor between steps. Collective over the executor's communicator.
 
     The time of an interval is that of the slowest rank, so all ranks make the same decision.
 
@@ -297,7 +297,7 @@ class AutoReduction:
         return self.tuner.scheme
 
     def before_step(self) -> None:
-        """Apply the first scheme, before the first step. Collective."""
+        """Apply the first scheme, before the first step; no-op before later steps. Collective."""
         # Not in the constructor: a checkpoint that is loaded after it may replace the first scheme.
         if not self._begun:
             self._begun = True
@@ -321,7 +321,7 @@ class AutoReduction:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Ranks, transport and replicable layers, which a checkpoint must match for its measurements to be valid."""
+        """Number of ranks, transport and replicable layers; a checkpoint with others has no valid measurements."""
         comm = self.executor.comm
         return {"ranks": comm.size, "transport": comm.transport, "replicable": list(self.executor.replicable)}
 
@@ -330,7 +330,7 @@ class AutoReduction:
         return {**self._conditions, "tuner": self.tuner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; ignore it if the number of ranks, the transport or the set of layers differs."""
+        """Continue from a checkpoint; ignore it if the number of ranks, transport or replicable layers differ."""
         if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
 

@@ -75,7 +75,8 @@ def make_network(config: Config) -> Network:
     Raises
     ------
     UserError
-        If the model is unknown, does not accept an option or samples of ``data.extents``, or has no loss.
+        If the model is unknown, does not accept an option or samples of ``data.extents``, has no loss, or lacks a layer
+        that ``training.freeze`` names.
     """
     network = build(config.model.source, **config.model.options)
     if "loss" not in network.outputs or not isinstance(network.outputs["loss"].layer, Loss):
@@ -123,6 +124,7 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
                 f"data.{key}.{name}: expected inputs of network {network.name!r} ({', '.join(network.inputs)}), got "
                 f"{name!r}{nearest(name, network.inputs)}"
             )
+    # With ``data.invalid = "mask"``, the weights are computed from the targets.
     left = [name for name in network.inputs if name not in {*inputs, *targets, *masked}]
     if left:
         key = "targets" if left[0] in compared else "inputs"
@@ -325,7 +327,7 @@ def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
 
 
 def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
-    """Return command-line options with cuts that fit; empty without a network or above `MOST_RANKS` ranks."""
+    """Return command-line options with cuts that fit; empty without network or batch, or above `MOST_RANKS` ranks."""
     if network is None or batch is None or size > MOST_RANKS:
         return ""
     counts = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
@@ -343,12 +345,12 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
 
 
 def check_batch(config: Config, samples: int, trainable: bool) -> None:
-    """Raise UserError if a batch has more samples than there are. Local, the same on every rank.
+    """Raise UserError if the samples do not suffice for a batch. Local, the same on every rank.
 
     Parameters
     ----------
     samples
-        Number of training samples; for an evaluation, which fills up its last batch, that of all samples.
+        Number of training samples; without `trainable`, that of all samples.
     """
     batch, patches = config.training.batch if trainable else config.training.at_once, 1
     if trainable:
@@ -370,7 +372,9 @@ def least_samples(config: Config) -> int:
 
 
 def cuts_windows(data: DataConfig, labelled: bool) -> bool:
-    """Return whether windows of the network's size are cut out of the samples."""
+    """Return whether windows of the network's size are cut out of the samples; never if targets are not read (without
+    `labelled`).
+    """
     augment = data.augment
     crops = augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
     return labelled and (data.patches > 0 or crops)

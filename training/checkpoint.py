@@ -7,7 +7,7 @@
     /state/LAYER/NAME    running statistics
     /optimizer           attribute: settings (kind, step); one group like /params per state array; the group "average"
                          has moving averages of the parameters
-    /errors/LAYER/NAME   residuals of the rounding of gradients, if they are rounded; they are added to the next ones
+    /errors/LAYER/NAME   residuals of the rounding of gradients, if they are kept, to be added to the next gradients
 
 HDF5 is the format for other programs. A run finds its arrays by an index after the HDF5 file
 (:mod:`halograd.training.chunk_file`), verifies each byte before its use, and reads each byte once per node. A file
@@ -76,16 +76,16 @@ class TrainingProgress:
     Attributes
     ----------
     step
-        Number of updates. The schedule and all random numbers are functions of it and of `seed`.
+        Number of updates. With `seed`, `sampler` and `schedule`, it determines learning rate and random numbers.
     seed
         Seed of the run.
     sampler
         Position in the data, from :meth:`Sampler.state_dict`.
     normalization
-        Statistics by input, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
+        Statistics by input or target, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
     unvalidated
-        Whether the run stopped after the last step before a validation, or of an epoch, but before the validation and
-        the callbacks that follow this step.
+        Whether the run stopped after a step that ends an epoch, or that a validation follows, but before the validation
+        and the callbacks that follow this step.
     reduction
         Tried schemes of gradient reduction, from :meth:`AutoReduction.state_dict`; None without such a search.
     loss_scale
@@ -95,7 +95,7 @@ class TrainingProgress:
     source
         Function of the user that builds the network, and a checksum of its file; else None.
     best
-        The best validation, from :meth:`BestScore.state_dict`; None without validations.
+        The best validation so far, from :meth:`BestScore.state_dict`; None if it is not known.
     class_counts
         Count of each class, by target, if these counts balance a loss; None if classes were never counted.
     described
@@ -121,7 +121,8 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Whole parameters and their state on the host, for a checkpoint: views of arrays that are whole on this rank.
+    """Whole parameters and their state on the host, for a checkpoint. Arrays that are already whole and on the host are
+    views, not copies.
 
     Attributes
     ----------
@@ -132,7 +133,7 @@ class Snapshot:
     settings
         Scalars of the optimizer; None without one.
     errors
-        Residuals of the rounding of gradients, by ``layer/parameter``; empty if they are not rounded.
+        Residuals of the rounding of gradients, by ``layer/parameter``; empty if none are kept.
     """
 
     network: list[str]
@@ -147,7 +148,9 @@ class Snapshot:
     def of(
         cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
     ) -> Snapshot | None:
-        """Return the current state on rank 0, None elsewhere. Collective over `comm` if parameters are cut."""
+        """Return the current state on rank 0, None elsewhere. Collective over `comm` if parameters or states of the
+        optimizer are not whole on every rank.
+        """
         states = optimizer.named_state(comm) if optimizer is not None else {}
         parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:
@@ -367,7 +370,9 @@ class CheckpointReader:
             }
 
     def _source(self, path: str, averaged: bool) -> str:
-        """Return the path of the array with the values of `path`: that of its moving average, if there is one."""
+        """Return the path of the array with the values for `path`: with `averaged`, that of its moving average, if
+        there is one.
+        """
         average = f"optimizer/{AVERAGE}/{path.removeprefix('params/')}"
         return average if averaged and path.startswith("params/") and average in self._index["arrays"] else path
 
@@ -393,7 +398,7 @@ class CheckpointReader:
             )
 
     def _array(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a whole array, a view of the verified bytes."""
+        """Return the whole array at `path`, a view of the verified bytes; KeyError if shape or dtype differ."""
         assert self._raw is not None
         offset, stored_shape, kind = self._index["arrays"][path]
         if tuple(stored_shape) != shape or np.dtype(kind) != dtype:
@@ -421,7 +426,7 @@ class CheckpointReader:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise faults of the body as user errors on all ranks; the body must not communicate. Collective."""
+        """Raise faults of the ``with`` block as user errors on all ranks; it must not communicate. Collective."""
         with nullcontext() if self._comm is None else self._comm.agreement():
             try:
                 yield

@@ -70,7 +70,7 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint, None if there is none."""
+        """Path of the newest checkpoint; None if there is none."""
         # latest.h5 may be missing: its write may have failed.
         return self._named("latest") or next(reversed(self._files()), None)
 
@@ -199,7 +199,7 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Writer of the checkpoints of a run, by step, epoch and time. Collective over its communicator.
+    """Writer of the checkpoints of a run, by step, epoch and time. Collective over the session's communicator.
 
     Rank 0 measures time and votes through the loss reduction, so a checkpoint is due after the same step on all ranks.
 
@@ -235,7 +235,7 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def resumed(self, unvalidated: bool) -> None:
-        """Record that the current state is that of a checkpoint; an unvalidated one is written again. Local."""
+        """Record that the current state is that of a checkpoint; if `unvalidated`, it is written again. Local."""
         self._at, self._written = -1 if unvalidated else self._optimizer.step, True
 
     def vote(self) -> None:
@@ -263,7 +263,7 @@ class Checkpoints:
         Parameters
         ----------
         needed
-            Whether an error ends the run. Otherwise a full disk is reported, and the run continues.
+            Whether an error ends the run. Otherwise an error, such as a full disk, is reported, and the run continues.
         unvalidated
             See :class:`TrainingProgress`.
         best
@@ -275,8 +275,10 @@ class Checkpoints:
 
         Raises
         ------
-        DataError, OSError
+        DataError
             If the checkpoint cannot be written and is `needed`; on all ranks. Older checkpoints are not changed.
+        UserError
+            If another run has taken the directory over.
         """
         step, comm, path = self._optimizer.step, self._session.comm, None
         if step == self._at:
@@ -321,7 +323,7 @@ class Checkpoints:
         )
 
     def last(self) -> str:
-        """Describe the checkpoint from which a run can continue. Collective."""
+        """Return a string that names the checkpoint from which a run can continue, if there is one. Collective."""
         return on_root(self._session.comm.mpi, self._last_text)
 
     def _last_text(self) -> str:

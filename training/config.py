@@ -350,7 +350,7 @@ class ReductionConfig(Table):
         return self
 
     def scheme(self) -> Scheme:
-        """Return the scheme as plain data of a strategy."""
+        """Return the scheme of these keys, as a strategy holds it."""
         return Scheme(**self.model_dump(exclude=_TUNING))
 
 

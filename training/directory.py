@@ -89,7 +89,7 @@ class Owner:
     place
         Scope of process IDs: boot of the kernel, and namespace.
     started
-        Start of the process in the kernel's unit; empty if unknown.
+        Start time of the process in the kernel's unit (clock ticks after the boot); empty if unknown.
     job, restarts
         Job of the batch system, and the number of times that it was requeued.
     """
@@ -113,7 +113,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """Return the owner in the text of a lock."""
+        """Return the owner in the text of a lock; an empty owner if the text is not that of a lock."""
         try:
             parsed = json.loads(text)
             owner = cls(**{field.name: parsed[field.name] for field in fields(cls)})
@@ -142,12 +142,13 @@ class Owner:
 
 
 class RunLock:
-    """Lock of the directory of a run, from `acquire` to the end of the ``with``. Local; rank 0 acquires.
+    """Lock of the directory of a run, from `acquire` to the end of the ``with`` block. Local; rank 0 acquires.
 
     Parameters
     ----------
     directory
-        Directory of the run; `acquire` creates it, and it is removed at the end if it is empty.
+        Directory of the run; `acquire` creates it if it is missing. If it was missing and is empty at the end, it is
+        removed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -261,11 +262,13 @@ class RunLock:
         return True
 
     def _replace(self, text: str) -> bool:
-        """Replace the lock with content `text` by this run's lock; return False if others replaced or released it.
+        """Replace the lock with content `text` by this run's lock; return False if another run claimed, replaced or
+        released it first.
 
-        Only the run that creates the claim for this lock replaces it. If that run is killed before it removes the
-        claim, another run removes the claim after a while.
+        A claim is a file that names the run which may replace this lock; only the run that creates it may. If that run
+        is killed before it removes the claim, another run removes the claim after `SILENCE`.
         """
+        # Its name has a checksum of the old lock, so all runs that read the same lock compete for one file.
         claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
         if not self._create(claim):
             with contextlib.suppress(FileNotFoundError):
@@ -277,11 +280,11 @@ class RunLock:
         if seen is None or seen[0] != text:
             claim.unlink()
             return False
-        os.replace(claim, self.path)
+        os.replace(claim, self.path)  # the claim names this run, so it becomes the lock
         return True
 
     def _look(self) -> tuple[str, float] | None:
-        """Read the lock, and the time of its last touch; return None if there is none.
+        """Return the text of the lock, and the time of its last touch [s]; None if there is no lock.
 
         Raises
         ------

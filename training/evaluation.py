@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Evaluation:
-    """Mean loss and metrics over many batches of one executor. Collective over its communicator.
+    """Mean loss and metrics over many batches of one executor. Collective over the executor's communicator.
 
     ::
 
@@ -49,7 +49,7 @@ class Evaluation:
     The prediction and the target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements
     of weight 0 are ignored. Elements of any other weight count once, except in :class:`Weighted
     <halograd.training.metrics.Weighted>`.
-    Communication: one sum of the loss per batch, and one sum of the counts.
+    Communication: one sum of the loss per batch, and in :meth:`finish` one sum per array of counts.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class Evaluation:
 
     @property
     def counted(self) -> Metric:
-        """Counts of the first prediction."""
+        """Metric that counts the results of the first prediction."""
         return self._pairs[0].metric
 
     @property
@@ -240,7 +240,7 @@ class ComparedPair:
         return views if self.weights is None else [*views, self.weights]
 
 
-#: Names of the first pair's datasets in a file of predictions.
+#: Names of the datasets of the first pair, and of the samples, in a file of predictions.
 _TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
@@ -353,7 +353,7 @@ def evaluate_parts(
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """Return a string of metrics in one line."""
+    """Return the metrics as a string of one line."""
     return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())
 
 
@@ -382,8 +382,8 @@ def gather_samples(
 
     Returns
     -------
-    Numbers of the samples, and on rank 0 (empty elsewhere) arrays ``(n, *spatial, C)``: normalized targets and their
-    predictions in the units of the data; 16 bits as float32.
+    Indices of the samples in the data set, and on rank 0 (empty elsewhere) arrays ``(n, *spatial, C)``: normalized
+    targets and their predictions in the units of the data; 16 bits as float32.
     """
     executor, units = session.executor, dict[str, ChannelStatistics | None]()
     for pair in compared_pairs(executor):

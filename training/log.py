@@ -63,7 +63,7 @@ class _Console(Console):
 
 
 def stderr_console() -> Console:
-    """Return a console on stderr, which is treated as a terminal also through a launcher. Local."""
+    """Return a console on stderr; it counts as a terminal if a terminal shows stderr, even under a launcher. Local."""
     columns = terminal_columns()
     return _Console(stderr=True, width=columns, force_terminal=True if columns else None)
 
@@ -78,7 +78,7 @@ class RunLog:
     prints
         Whether this is rank 0.
     bar
-        Whether to show a progress bar (only on a terminal) and a line per epoch.
+        Whether to show a progress bar (only on a terminal) and to print lines.
     """
 
     def __init__(self, path: Path, prints: bool, bar: bool = True) -> None:
@@ -156,14 +156,14 @@ class RunLog:
         self._failing = True
 
     def print(self, text: str) -> None:
-        """Print a line for the user. What cannot be printed (into a file on a full disk) does not end a run."""
+        """Print a line for the user. An error of printing, as into a file on a full disk, does not end a run."""
         if self._prints:
             with contextlib.suppress(OSError):
                 # Brackets in a text are no markup.
                 self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def move(self, done: int, total: int, text: str) -> None:
-        """Move the progress bar."""
+        """Move the progress bar to `done` of `total` steps, with `text` before it."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=text)
 
@@ -251,7 +251,7 @@ def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]
 
 
 def warn_of_lines(path: Path, bad: int) -> None:
-    """Warn of the number of skipped lines of a log, once for a log that is read several times."""
+    """Warn of `bad` skipped lines of a log; only once, although a log may be read several times."""
     if (path, bad) not in _warned:
         _log.warning("%s: %d line(s) cannot be read and are skipped", path, bad)
     _warned.add((path, bad))
@@ -319,7 +319,7 @@ class _LoggedConfig(_Logged):
 
 
 class _LoggedValidation(_Logged):
-    """Line of the event validation: its scores have any names."""
+    """Line of the event ``"validation"``, whose scores may have any names."""
 
     __pydantic_extra__: dict[str, _Number | None]
 
@@ -468,8 +468,9 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class RankLog:
     """Context manager that writes ``rank-NNNN.log``. Local.
 
-    The log has the records of modules (from INFO on), the output of the rank, even if it is suppressed because it is
-    not rank 0, and the traceback of an error that ends the block. Files of earlier runs are continued.
+    The log has the records of modules (from INFO on), the output of the rank, and the traceback of an error that ends
+    the ``with`` block. Output that is suppressed, because the rank is not rank 0, is in the log too; output to a
+    terminal is not. Files of earlier runs are continued.
 
     Parameters
     ----------
@@ -535,13 +536,14 @@ class _Quiet:
 
 
 class _Both:
-    """Stream that copies its lines to a file, except progress bars on a terminal."""
+    """Stream that also copies its text to a file, unless it is a terminal or the text has escape sequences."""
 
     def __init__(self, stream: Any, file: TextIO) -> None:
         self._stream, self._copy = stream, _Quiet(file)
 
     def write(self, text: str) -> int:
-        if not (self._stream.isatty() or "\x1b" in text):  # escapes move the cursor of a terminal through a launcher
+        # Progress bars: a terminal's, or those that a launcher passes on, whose escape sequences move the cursor.
+        if not (self._stream.isatty() or "\x1b" in text):
             self._copy.write(text)
         return self._stream.write(text)
 

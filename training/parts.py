@@ -64,7 +64,7 @@ class PartArray:
 
     @property
     def row(self) -> int:
-        """Size of a sample [B]."""
+        """Size of this rank's box of a sample [B]."""
         return int(np.prod(self.box.shape[1:])) * self.dtype.itemsize
 
 
@@ -79,7 +79,7 @@ class PartRecord:
     size
         Size of the HDF5 file [B].
     offsets
-        Offset of each nonempty array [B].
+        Offset of each array in the HDF5 file [B].
     batches
         Number of complete batches.
     checksum
@@ -125,7 +125,7 @@ class PartFile:
     Raises
     ------
     DataError
-        If the files cannot be written. All methods raise it too.
+        If the files cannot be written; also raised by `write` and `record`.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class PartFile:
         self._sums = [self._structure()]
 
     def _rows(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield, for each array, the range of the file's samples that belong to a batch."""
+        """Yield, for each array, the range of the file's samples that belong to batch `number`."""
         first = number * self._batch
         for array in self._arrays:
             low, high = array.box.ranges[0]
@@ -251,6 +251,7 @@ class PartFile:
         """Return the checksum of all bytes outside the arrays."""
         checksum, start = 0, 0
         for offset, array in sorted(zip(self._offsets, self._arrays), key=lambda pair: pair[0]):
+            # The bytes between two arrays: metadata, and gaps.
             checksum = self._sum(start, offset, checksum)
             start = offset + self._count * array.row
         return self._sum(start, self._size, checksum)
@@ -280,7 +281,7 @@ class PartFile:
 
         Samples beyond the last one are not written.
         """
-        # Continues that of the batches before.
+        # The checksum continues that of the batches before.
         checksum = self._sums[self.done]
         with writing(str(self.path), kind=DataError):
             for array, offset, block, (low, high) in zip(self._arrays, self._offsets, blocks, self._rows(self.done)):

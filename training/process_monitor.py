@@ -113,8 +113,8 @@ def _first_end(job: MonitoredRanks) -> tuple[int, bool]:
 def cause_of(text: str, out_of_memory: bool, other_nodes: bool) -> str:
     """Return why a process ended, from the text of its file (after a crash, Python's report with the stacks).
 
-    `out_of_memory` says whether the kernel has just killed a process of the node to free memory. With `other_nodes`, a
-    rank on another node may have ended earlier.
+    With `out_of_memory`, the kernel has just killed a process of the node to free memory. With `other_nodes`, a rank on
+    another node may have ended earlier.
     """
     for line in text.splitlines():
         if line.startswith("Fatal Python error"):

@@ -56,12 +56,12 @@ class Reducer:
     recorded
         ``recorded(layer, "backward", calls)`` returns calls that also record the time of a gradient.
     checks
-        Calls of :class:`~halograd.program.gradients.CheckGradients`, by name.
+        Calls that :class:`~halograd.program.gradients.CheckGradients` operations make, by the name of the check.
 
     Attributes
     ----------
     store, comm
-        The parameters of the same names.
+        The arguments of the same names.
     update
         Called with a bucket after its gradients are summed: when its parameters are next needed or at :meth:`finish`,
         whichever comes first. None: nothing is updated.
@@ -99,7 +99,7 @@ class Reducer:
         self._completions = [self.call(operation) for operation in completions(program)]
 
     def _open(self) -> dict[Sum, Reduction | None]:
-        """Open the reductions of buckets; None for buckets without elements on this rank."""
+        """Open the reductions of buckets; return them by sum, None for buckets without elements on this rank."""
         # Totals with a layer gather activations or their gradients; the runner has opened them.
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         sums = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
@@ -218,7 +218,9 @@ class Reducer:
     # -- a step --------------------------------------------------------------------------------
 
     def begin(self, part: int = 0) -> None:
-        """Begin the backward pass of a part of the batch (`ParameterStore.parts`); the last part starts the sums."""
+        """Begin the backward pass of part number `part` of the batch (of `ParameterStore.parts`); gradients are summed in
+        the last one only.
+        """
         if self._due or not all(state.idle for state in self._states):  # never in a step that follows a forward pass
             self.finish()
         self._part = part
@@ -231,7 +233,9 @@ class Reducer:
     # -- outside of a step ---------------------------------------------------------------------
 
     def spread(self) -> None:
-        """Gather the shards of parameters that the ranks own, after a change outside of a step. Collective."""
+        """Gather the shards of parameters that the ranks own, and round the copies in 16 bits, after a change outside
+        of a step. Collective.
+        """
         for state in self._states:
             if state.gather is not None:
                 state.gather.run()
@@ -284,7 +288,8 @@ class _State:
     Attributes
     ----------
     total, gather
-        The sum, and the gather of parameters if ranks update shards; None without a sum or gather on this rank.
+        Reductions that sum the gradients and, if ranks update shards, gather the parameters; None without a sum or
+        gather on this rank.
     computed
         Whether a gradient of the whole batch was computed and is still to be added to those of earlier parts.
     pending, updated
@@ -319,7 +324,7 @@ class _State:
             self.total.finish()
 
     def start_gather(self) -> None:
-        """Start the gather of updated parameters."""
+        """Start the gather of parameters if this rank has updated its shard."""
         if self.updated:
             assert self.gather is not None
             self.gather.start()
@@ -333,7 +338,7 @@ class _State:
             self.gathered = self.bucket.copies is not None
 
     def refresh(self) -> None:
-        """Round gathered parameters to 16 bits."""
+        """Round the parameters to 16 bits if they were gathered and are not rounded yet."""
         if self.gathered:
             self.gathered = False
             self.bucket.refresh()

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: functions of the step, so that a restart needs only the step, and a small state.
+"""Schedules of the learning rate: functions of the step, so that a restart needs only the step and a small state.
 
 >>> rate = WarmUp(Cosine(0.1, steps=100, begin=10), steps=10)
 >>> [round(rate(s), 4) for s in (0, 9, 10, 55, 100)]

@@ -47,7 +47,7 @@ from .timeline import Timeline
 __all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline", "open_loader"]
 
 _log = logging.getLogger(__name__)
-NAMED = 4  # layers named in a message
+NAMED = 4  # largest number of layers that a message names
 
 
 @dataclass
@@ -172,7 +172,9 @@ class Session:
         return " ".join(source_of(name)) if is_location(name) else None
 
     def warn_of_changes(self, before: str | None) -> None:
-        """Warn if the file of the network, which may define layers, has changed since a checkpoint. Local."""
+        """Warn if the file of the network, which may define layers, has changed since a checkpoint, whose
+        :attr:`source` is `before`. Local.
+        """
         if before not in (None, self.source) and self.comm.rank == 0:
             _log.warning(
                 "model.file: the checkpoint is from %s, this is %s; the network has the same layers and settings, but "
@@ -261,7 +263,7 @@ def _warn_of_parts(network: Network, size: int) -> None:
 
 
 def _check_given(network: Network, comm: Communicator) -> None:
-    """Raise an error if files of initial values differ between ranks, as on local disks of nodes. Collective."""
+    """Raise UserError if files of initial values differ between ranks, as on local disks of nodes. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
     mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
     # If another rank has no network, its error is raised here: the broadcast would wait for that rank.
@@ -277,7 +279,9 @@ def _check_given(network: Network, comm: Communicator) -> None:
 def _strategy(
     config: Config, comm: Communicator, network: Network, trainable: bool
 ) -> tuple[Strategy, SmallLayers | None]:
-    """Return the strategy of the configuration, with other cuts of small layers; rank 0 reads a file. Collective."""
+    """Return the strategy of the configuration, and the other cuts of small layers in it, None without such cuts.
+    Collective; rank 0 reads a file.
+    """
     small: list[SmallLayers] = []
 
     def suit(strategy: Strategy) -> Strategy:
@@ -322,7 +326,7 @@ def begin_with(session: Session) -> None:
     store.refresh()
 
 
-_NAMED = 20  # classes or channels in a line
+_NAMED = 20  # largest number of classes or channels in a line
 
 
 def headline(session: Session) -> str:
@@ -382,7 +386,7 @@ def _listed(texts: Sequence[str]) -> str:
 def begin_entry(session: Session, step: int, epochs: int, sampler: Sampler) -> dict[str, Any]:
     """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective.
 
-    `step` is the number of updates so far, and `sampler` at their end.
+    `step` is the number of updates so far, after which `sampler` continues, and `epochs` the number of all epochs.
     """
     config, comm, small = session.config, session.comm, session.small
     hosts = Counter(comm.allgather_objects(platform.node()))
@@ -414,7 +418,7 @@ def begin_entry(session: Session, step: int, epochs: int, sampler: Sampler) -> d
 
 
 def _kernels(session: Session) -> str:
-    """Return a string about the backend and the arithmetic of its products if there is a choice."""
+    """Return a string about the backend and, if there is a choice, the arithmetic of its matrix products."""
     kernels = session.executor.kernels
     return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
 

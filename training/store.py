@@ -47,7 +47,8 @@ class Flat:
     slices
         Range of each parameter in the arrays, by ``layer/parameter``.
     errors
-        Residuals of the rounding of gradients, to be added to the next ones, on the host; None without rounding.
+        Residuals of the rounding of gradients, to be added to the next gradients, on the host; None if the scheme keeps
+        none.
     copies
         The parameters in 16 bits, as most layers read them; None where they read `params`.
     rounded
@@ -72,7 +73,7 @@ class Bucket:
     Attributes
     ----------
     names
-        ``layer/parameter``.
+        Names of the parameters, ``layer/parameter``.
     params, grads, errors, copies, sums
         Views of the arrays of the :class:`Flat`.
     decays
@@ -84,9 +85,11 @@ class Bucket:
     flat, start
         Index in :attr:`ParameterStore.flats`, and offset of the bucket in those arrays.
     widen
-        Enqueues the conversion of all gradients that are computed in 16 bits, in one launch; called before their sum.
+        Function that enqueues the conversion of all gradients that are computed in 16 bits, in one launch; called
+        before their sum.
     refresh
-        Enqueues the update of `copies`, after `params` were written by anything other than a fused update.
+        Function that enqueues the update of `copies`, after `params` were written by anything other than a fused
+        update.
     """
 
     names: list[str]
@@ -114,7 +117,9 @@ class Bucket:
         return self.chunk.replicated
 
     def add_part(self, part: int, parts: int) -> None:
-        """Add the gradients of a part of a batch; after the last part, `grads` has the mean over the batch."""
+        """Add the gradients of part number `part` of a batch in `parts` parts; after the last part, `grads` has the
+        mean over the batch.
+        """
         if parts == 1:
             return
         if not part:
@@ -161,7 +166,7 @@ class ParameterStore:
     Attributes
     ----------
     errors
-        Residuals by ``layer/parameter``, as in :class:`Flat`; empty without rounding.
+        Residuals by ``layer/parameter``, as in :class:`Flat`; empty if the scheme keeps none.
     dtype
         Dtype of parameters, gradients and states.
     low
@@ -269,7 +274,8 @@ class ParameterStore:
         return shards(size, len(holders), self.dtype.itemsize)[holders.index(self.rank)]
 
     def gather_shards(self, comm: Communicator, bucket: Bucket, shard: Any) -> Any:
-        """Gather an array as long as a bucket from the shards that the ranks own. Collective over `comm`.
+        """Gather an array as long as a bucket from the shards that the ranks own; `shard` is that of this rank.
+        Collective over `comm`.
 
         Returns
         -------
@@ -288,8 +294,8 @@ class ParameterStore:
     def rechunk(self, scheme: Scheme) -> None:
         """Divide the same arrays into other buckets. Local, the same on all ranks.
 
-        Only layers in `separate` can be replicated. Reducers and optimizers hold views of the buckets: make a new
-        reducer, and call `Optimizer.bind`.
+        Only layers in `separate` can be replicated, and payload and error feedback cannot change, else ValueError is
+        raised. Reducers and optimizers hold views of the buckets: make a new reducer, and call `Optimizer.bind`.
         """
         assert self.separate is not None
         others = replicated_layers(self._layers, scheme) - self.separate
@@ -434,7 +440,7 @@ class ParameterStore:
 
 
 def _joined(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """Merge adjacent ranges of one kind, and drop empty ranges."""
+    """Merge successive ranges of one kind, each of which begins where the one before ends, and drop empty ranges."""
     result: list[tuple[int, int, bool]] = []
     for start, stop, kind in ranges:
         if result and result[-1][2] == kind:

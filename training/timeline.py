@@ -40,7 +40,7 @@ BUSY = ("forward", "backward", "again", "update", "io")
 
 @dataclass
 class Phase:
-    """Sum of the spans of one name and category [s]."""
+    """Number and total duration [s] of the spans of one name and category."""
 
     count: int = 0
     seconds: float = 0.0
@@ -74,7 +74,7 @@ class Timeline:
     capacity
         Number of spans whose times are kept; newer spans overwrite older ones (the sums stay).
     alone
-        Whether there is only one rank; its messages and sums are not recorded.
+        Whether there is only one rank; its communication and waits are not recorded.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Timeline:
     recorded
         Number of recorded spans.
     paused
-        Whether spans are currently ignored (validation between training steps).
+        Whether spans are currently ignored, as during a validation between training steps.
 
     Notes
     -----
@@ -113,7 +113,7 @@ class Timeline:
 
     @contextmanager
     def measure(self, name: str, category: str) -> Iterator[None]:
-        """Record the body of the ``with`` as a span."""
+        """Record the ``with`` block as a span."""
         begin = time.perf_counter()
         try:
             yield
@@ -154,7 +154,9 @@ class Timeline:
         return summary
 
     def table(self, steps: int = 1) -> str:
-        """Return a table of the time per step and phase [ms], and of the hidden communication."""
+        """Return a table of the time per step and phase [ms], and of the hidden communication, over `steps` recorded
+        steps.
+        """
         lines = [f"{'phase':24}{'ms/step':>10}"]
         for category in BUSY:
             seconds = self.seconds(category)
@@ -169,7 +171,8 @@ class Timeline:
         return "\n".join(lines)
 
     def clear(self) -> None:
-        """Remove all spans and sums."""
+        """Remove all spans, and set all sums to 0."""
+        # The keys stay: kinds without spans after this are still listed, with 0.
         self.phases = {key: Phase() for key in self.phases}
         self.recorded = 0
         self._spans.clear()
@@ -190,8 +193,8 @@ def kind_of(name: str) -> str:
 class Spans:
     """Timer of the calls of a step, which passes their times to a recorder. Local.
 
-    On a device they are times of the device, read later, relative to an instant that was measured on host and device at
-    construction, so that they fit the host's spans in one timeline.
+    On a device, the times are those of the device. They are read later, and are relative to an instant that was
+    measured on host and device at construction, so that they fit the host's spans in one timeline.
 
     Parameters
     ----------
@@ -306,7 +309,7 @@ def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> Non
 
 
 def merge_traces(parts: list[Path], path: Path) -> None:
-    """Merge per-rank lists of events into one trace, whose times start at 0; remove the parts. Local."""
+    """Merge files with the events of one rank each into one trace, whose times start at 0; remove the files. Local."""
     events = [event for part in parts for event in json.loads(part.read_text())]
     first = min((e["ts"] for e in events if "ts" in e), default=0.0)
     for event in events:
@@ -326,6 +329,7 @@ def _common_origin(comm: Communicator, rounds: int = 5) -> float:
     """
     ends = []
     for _ in range(rounds):
+        # All ranks leave a barrier at nearly the same time.
         comm.barrier()
         ends.append(comm.allgather_objects(time.perf_counter()))
     # The median: some rounds end late, when a rank is interrupted after the barrier.

@@ -151,11 +151,12 @@ def apply(
     overlap: float | None = None,
     rollout: int = 0,
 ) -> dict[str, Any]:
-    """Compute the predictions of a trained network for data without labels. Collective over all ranks of the job.
+    """Write the predictions of a trained network for data, whose labels are not read, to a file or folder. Collective
+    over all ranks of the job.
 
     Samples may be larger or smaller than those of the training, if the network allows it. Settings that the overrides
-    do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues
-    when it is started again.
+    do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. A repeated call with the same
+    arguments continues an interrupted job.
 
     Parameters
     ----------
@@ -172,13 +173,12 @@ def apply(
         Function that is called on rank 0 with the number of complete samples and the number of all samples.
     format
         Format of `out`: ``"hdf5"``, or a :class:`halograd.data.Writer` of your own, ``"FILE.py:CLASS"``.
-
     flips
         Axes (``"depth"``, ``"height"``, ``"width"``) along which samples are mirrored, alone and together: the outputs
         are means over these images, each computed by itself.
     window
-        Extents of sliding windows, one per axis, for samples that do not fit as a whole: outputs are means over the
-        windows of each sample (:mod:`halograd.training.sliding`). By default samples are computed whole.
+        Extents of sliding windows, one per axis, for samples that do not fit as a whole: outputs are weighted means
+        over the windows of each sample (:mod:`halograd.training.sliding`). By default samples are computed whole.
     overlap
         Fraction of a window that overlaps with the next one, in [0, 1); 0.5 by default.
     rollout
@@ -220,7 +220,7 @@ def apply(
     trained = _trained(config, world, planner, checkpoint, progress, labelled=False, slide=slide)
     with trained as (ranks, session, identity):
         with ranks.agreement():
-            # The user's file of the format must be the same on all nodes.
+            # The user's file of the format must be the same on all nodes: `own` are the checksums of rank 0.
             check_files([format], own)
             outputs = outputs_of(session, what, progress.described, rollout)
             writer = WRITERS.make(format)
@@ -268,7 +268,7 @@ def _trained(
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress, strategy, labelled, slide)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
-        # It keeps the bytes of the file in memory.
+        # It keeps the bytes of the file in memory; its `identity` stays valid.
         reader.close()
         with session.memory_errors():
             yield ranks, session, reader.identity
@@ -301,7 +301,9 @@ def _settings(session: Session) -> dict[str, Any]:
 
 
 def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Return configuration, checkpoint, progress of a run, and whether the same samples are held out. Local."""
+    """Return configuration, checkpoint and progress of a run, and whether it would hold out the same samples as its
+    training did. Local.
+    """
     if target.suffix == ".toml":
         config = load_config(target, overrides)
         checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest

@@ -32,7 +32,7 @@ class Diverged(UserError):
 
 
 class Trainer:
-    """Training of the network of an executor, one batch at a time. Collective over its communicator.
+    """Training of the network of an executor, one batch at a time. Collective over the executor's communicator.
 
     ::
 
@@ -151,7 +151,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the next step, without the factors of layers."""
         return self.schedule(self.optimizer.step + self.ahead)
 
     @property
@@ -189,8 +189,9 @@ class Trainer:
         Raises
         ------
         Diverged
-            If the loss is not finite; the parameters are not changed. On a device this is detected one step later,
-            after an update with the gradients of that loss.
+            If the loss, or with `clip_norm` the norm of the gradients, is not finite, or if gradients are not finite
+            even at the smallest loss scale; the parameters are not changed. On a device this is detected one step
+            later, after an update with the gradients of that loss.
         ValueError
             If calls of :meth:`add` are missing.
         """
@@ -283,7 +284,7 @@ class Trainer:
         Raises
         ------
         Diverged
-            If a parameter or a running statistic is not finite: a checkpoint of it would be useless.
+            If the last loss, a parameter or a running statistic is not finite: a checkpoint would be useless.
         """
         self._reducer.synchronize()
         self._check_last()
@@ -314,7 +315,7 @@ class Trainer:
 
     def _swap_averages(self) -> None:
         for bucket, own, average in self.optimizer.averages():
-            # A swap, so that a second one restores both.
+            # A swap, so that a second one restores both. `own` is this rank's shard, or the whole bucket.
             kept = bucket.params[own].copy()
             np.copyto(bucket.params[own], average)
             np.copyto(average, kept)

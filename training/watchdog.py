@@ -110,8 +110,8 @@ class Position:
         Number of updates; ``"forward"``, ``"backward"``, ``"data"``, ..., empty if the position is not known; name of
         the layer, empty outside of layers.
     waiting, ranks
-        ``"kind: name"`` of the exchange or sum that the rank waits for, and the ranks that take part; empty if it does
-        not wait.
+        ``"kind: name"`` of the exchange or sum that the rank waits for (``"another rank"`` if unknown), and the other
+        ranks that take part; empty if it does not wait.
     line
         Line of code that its main thread executes; ``"Fatal Python error: ..."`` if it crashed.
     since
@@ -170,7 +170,7 @@ def describe_stall(positions: Mapping[int, Position]) -> tuple[int, str]:
 def read_positions(folder: Path) -> dict[int, Position]:
     """Return the position of each rank that has a file; only its process if it has written no position. Local.
 
-    A rank has a file while it runs, and keeps it if it is killed.
+    A rank has a file while it runs; the file of a killed rank stays.
     """
     positions: dict[int, Position] = {}
     for path in sorted(folder.glob("rank-*.txt")):
@@ -244,7 +244,8 @@ class _StallFile:
 class Watchdog:
     """Context manager that ends the job if it makes no progress, and reports an interrupt (SIGINT).
 
-    Entering and leaving the ``with`` is local. A single process raises KeyboardInterrupt with the message.
+    Entering and leaving the ``with`` block is local. After an interrupt, a single process raises KeyboardInterrupt with
+    the message.
 
     Parameters
     ----------
@@ -341,7 +342,7 @@ class Watchdog:
         return heartbeat.step, heartbeat.count, heartbeat.phase, heartbeat.location, self._comm.instruments.waiting
 
     def _position(self, since: float) -> Position:
-        """Return step, layer, exchange, and the line of code of the main thread."""
+        """Return the position of this rank, with the main thread's line of code; `since` as in :class:`Position`."""
         heartbeat, meter, frame = self._heartbeat or Heartbeat(), self._comm.instruments.waiting, None
         frame = sys._current_frames().get(self._main)
         line = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -441,7 +442,7 @@ class Watchdog:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files of a killed job; warn if it made no progress when it was killed."""
+    """Remove the files of a killed job; warn if a rank of it had crashed, or made no progress when it was killed."""
     positions = read_positions(folder)
     if any(position.line for position in positions.values()):
         rank, text = describe_stall(positions)
