@@ -75,10 +75,10 @@ class Executor:
     strategy
         Cuts of the layers; by default samples only.
     dtype
-        Dtype of activations and their gradients: ``"float32"``, ``"float64"``, ``"bfloat16"`` or
-        ``"float16"``, with parameters, their gradients, statistics and losses in float32.
+        Dtype of activations and their gradients: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``; with
+        the last two, parameters, their gradients and statistics are float32.
     trainable
-        Whether `backward` is called later (False saves its memory).
+        Whether `backward` is called later; False saves the memory of the backward pass.
     store
         Parameters to share with another executor (the same network for another batch size). A forward pass of either
         finishes the updates that the other one began.
@@ -113,7 +113,7 @@ class Executor:
     device
         Device of the arrays.
     spans
-        Times of the layers, for the recorder of `comm`.
+        Timer of the layers, for the recorder of `comm`.
     probed
         Inputs whose gradient is kept.
     checks
@@ -367,12 +367,12 @@ class Executor:
                     check.close()
 
     def _replace_reducer(self, old: Reducer) -> None:
-        """Create a new program and a new reducer, once all sums and updates in progress are complete. Collective."""
+        """Replace the program and the reducer; all sums and updates must be complete. Collective."""
         old.close()
         with self.comm.agreement():
             self.program = self._reduced()
             self.reducer = self._make_reducer()
-            self.reducer.update = old.update
+            self.reducer.update = old.update  # the trainer has set it once
             self._drop_graphs()
             self._make_calls()  # sums start and end in other places
 
@@ -402,9 +402,10 @@ class Executor:
         """Compute all layers of the batch in the input arrays. Collective.
 
         `training` switches batch statistics and dropout on or off; None: no change. The loss becomes known with
-        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs. With `debug`,
-        this method and `backward` raise on all ranks GuardError if a kernel of one rank wrote outside of its memory,
-        and AccessError if it read or wrote arrays that it does not declare.
+        :meth:`loss_value`. Raises ValueError in training if calls of :meth:`count` are missing, or for a short batch
+        (`mode.valid`) with ``graph=True``. With `debug`, this method and `backward` raise on all ranks GuardError if a
+        kernel of one rank wrote outside of its memory, and AccessError if it read or wrote arrays that it does not
+        declare.
         """
         if training is not None:
             self.mode.training = training
@@ -422,6 +423,7 @@ class Executor:
             # Another executor of the same parameters: its updates would come too late, and read other gradients.
             other.finish()
             self.store.reducer = None
+        # Dropout reads the step from device memory, so that a replayed graph draws new numbers.
         self.mode.write_state()
         self.heartbeat.count += 1
         for call in self._forward["training" if self.mode.training else "evaluation"]:
@@ -469,7 +471,9 @@ class Executor:
             )
 
     def backward(self) -> None:
-        """Compute the gradients of all parameters, and start their sums as soon as they are ready. Collective."""
+        """Compute the gradients of all parameters; in the last part of a batch, start their sums as soon as they are
+        ready. Collective.
+        """
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
         self.heartbeat.count += 1
@@ -542,7 +546,7 @@ class Executor:
             check.close()
 
     def _drop_graphs(self) -> None:
-        """Free the graphs, before the messages that they contain."""
+        """Free the graphs. Call it before the messages that they contain are freed."""
         for graphed in self.graphs:
             graphed.close()
         self.graphs.clear()

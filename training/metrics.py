@@ -114,7 +114,7 @@ class Metric(ABC):
 
     @property
     def empty(self) -> bool:
-        """Whether all targets are ignored, so that there is no loss either."""
+        """Whether all targets are ignored, so that there is no loss either; by default False."""
         return False
 
     def lacking(self) -> str:
@@ -175,7 +175,7 @@ class Confusion(Metric):
         Targets have the cut and shape of predictions; each channel is a separate classification. None: the class is
         the channel of the largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
     ignored
-        Index of the class whose positions are ignored.
+        Index of the class whose positions are ignored; with a threshold, the ignored value of the target.
     probabilities
         Whether predictions are probabilities, not logits; used by the calibration.
 
@@ -260,9 +260,9 @@ class Confusion(Metric):
 def scores(counts: np.ndarray) -> dict[str, float | None]:
     """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
-    With two classes, the scores are those of the second class; they are defined if this class occurs in the targets.
-    With more classes, they are the mean over the classes that occur or were predicted, class 0 (the background)
-    included; the names of :class:`DiceScore` and :class:`IoU` show what they average.
+    Accuracy is that of all positions. With two classes, the other scores are those of the second class; they are
+    defined if this class occurs in the targets. With more classes, each is the mean over the classes for which it is
+    defined, class 0 (the background) included; the names of :class:`DiceScore` and :class:`IoU` show what they average.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
@@ -560,6 +560,7 @@ class Calibration:
 
     def add(self, probability: np.ndarray, true: np.ndarray) -> None:
         """Count positions by their probabilities ``(n,)``; `true` ``(n,)`` marks the true ones. Local."""
+        # The last bin includes 1.
         where = np.clip((probability * BINS).astype(np.int64), 0, BINS - 1)
         units = np.rint(probability.astype(np.float64) / _UNIT)
         self.counts[:, 0] += np.bincount(where, minlength=BINS)
@@ -584,8 +585,9 @@ class Calibration:
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
-    """Compute the sigmoid of each logit, without overflow and cancellation."""
-    y = np.tanh(0.5 * block)  # tanh saturates where an exponential would overflow
+    """Compute the sigmoid of each logit, without overflow; the absolute error is that of rounding near 1."""
+    # sigmoid(x) = (1 + tanh(x / 2)) / 2: tanh saturates where an exponential would overflow.
+    y = np.tanh(0.5 * block)
     y += 1
     y *= 0.5
     return y
@@ -611,7 +613,7 @@ def check_details(path: Path) -> None:
 
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
-    """Write a JSON file with the subject of the evaluation, and the details of every prediction. Local."""
+    """Write a JSON file with `about`, the subject of the evaluation, and the details of every prediction. Local."""
     details = {"written_by": _WRITTEN_BY, **about, "predictions": predictions}
     with atomic_path(path, parents=True) as partial:
         # JSON has no NaN and no infinity.

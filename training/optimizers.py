@@ -168,7 +168,9 @@ class Optimizer:
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
-        """Yield kernels that update this rank's part of a bucket, one per run of parameters of one group."""
+        """Yield kernels that update this rank's part of a bucket: one per run of parameters of one group, and one more
+        for the averages of the run, if there are any.
+        """
         own, scaling = self.store.owned(bucket), self.store.loss_scale
         skip = None if scaling is None else scaling.skip
         for run, group in self._runs(bucket):
@@ -188,7 +190,7 @@ class Optimizer:
                 yield self.store.memory.kernels.average(updates)
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, int]]:
-        """Return consecutive ranges of a bucket, each with the number of the group of its layers."""
+        """Return consecutive ranges of a bucket, each with the index, in `groups`, of the group of its layers."""
         # Names of layers may contain slashes: only the last one separates the parameter.
         names = groupby(bucket.slices, lambda name: self._group_of.get(name.rpartition("/")[0], ""))
         starts = [(bucket.slices[next(members)].start, self.groups.index(group)) for group, members in names]
@@ -328,9 +330,8 @@ class Optimizer:
         return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
 
     def kept_state(self) -> dict[str, dict[str, tuple[slice, Any]]]:
-        """Return the elements of flat parameters for which this rank has state, and the state: views.
-
-        Both are given by the name of the state and ``layer/parameter``.
+        """Return, by name of the state and ``layer/parameter``, the range of the flattened parameter for which this
+        rank has state, and the state (a view).
         """
         kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
@@ -486,9 +487,11 @@ class Lion(Optimizer):
         np.add(b, g, out=b)
         np.sign(b, out=b)
         if own.weight_decay and piece.decayed:
+            # Decoupled: p -= rate * decay * p, not through the momentum.
             np.multiply(piece.p, 1 - numbers.rate * own.weight_decay, out=piece.p)
         np.multiply(b, numbers.rate, out=b)
         np.subtract(piece.p, b, out=piece.p)
+        # beta2 * m + (1 - beta2) * g, as g + beta2 * (m - g).
         np.subtract(m, g, out=m)
         np.multiply(m, own.beta2, out=m)
         np.add(m, g, out=m)
@@ -531,6 +534,7 @@ class LAMB(_Moments):
         np.divide(m, b, out=a)
         np.divide(a, numbers.first, out=a)
         rate = numbers.rate
+        # Otherwise `|p| / |u|` counts as 1.
         if piece.decayed:
             if own.weight_decay:
                 np.multiply(p, own.weight_decay, out=b)

@@ -218,8 +218,8 @@ class Reducer:
     # -- a step --------------------------------------------------------------------------------
 
     def begin(self, part: int = 0) -> None:
-        """Begin the backward pass of part number `part` of the batch (of `ParameterStore.parts`); gradients are summed in
-        the last one only.
+        """Begin the backward pass of part number `part` of the batch (of `ParameterStore.parts`); gradients are summed
+        in the last one only.
         """
         if self._due or not all(state.idle for state in self._states):  # never in a step that follows a forward pass
             self.finish()

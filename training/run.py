@@ -91,9 +91,10 @@ def train(
     Returns
     -------
     dict
-        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: the signal (SIGUSR1
-        or SIGTERM) that stopped the run with a checkpoint, and its rank, else None; ``diverged``: a message if the loss
-        of the last epoch is finite but far above the first one, else None.
+        Number of ``steps`` of the run, ``loss`` of the last one, scores of the last ``validation``, the ``best``
+        validation, ``directory``; ``stopped``: the signal (SIGUSR1 or SIGTERM) that stopped the run with a checkpoint,
+        and its rank, else None; ``diverged``: a message if a loss of the last epoch is finite but far above the first
+        one, else None.
 
     Raises
     ------
@@ -193,15 +194,15 @@ def _checkpoint_of(
 
 
 class TrainingRun:
-    """Training of a session to its last epoch. Collective over its communicator.
+    """Training of a session to its last epoch. Collective over the session's communicator.
 
-    The results depend only on the configuration and the step, so a run that is killed and resumed, on any number of
-    ranks, makes the same steps.
+    Up to rounding, the results depend only on the configuration and the step, so a run that is killed and resumed, on
+    any number of ranks, makes the same steps.
 
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run stops
     with a checkpoint after the step in which any rank receives a signal; `stopped_by` then names it. If gradient
     reduction is ``"auto"``, the `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
-    called in order. With `whole`, these samples are validated instead of the windows of the session.
+    called in order. If `whole` is set, whole samples are validated instead of the windows of the session.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class TrainingRun:
         self._validated = -1  # epoch of this validation
 
     def resume(self, checkpoint: CheckpointReader) -> None:
-        """Continue from a checkpoint of any decomposition, open on the ranks of the run. Collective."""
+        """Continue from a checkpoint of any decomposition, open on the ranks of the run, and close it. Collective."""
         comm = self.session.comm
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
@@ -339,7 +340,8 @@ class TrainingRun:
         Returns
         -------
         dict
-            Number of ``steps``, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
+            Number of ``steps`` of the run, last ``loss``, scores of the last ``validation``, the ``best`` validation
+            (:meth:`BestScore.state_dict`);
             ``stopped``: the signal that stopped the run before its end, else None; ``diverged``: a message if a loss of
             the last epoch was far above the first one (:class:`LossWatch`), else None.
 
@@ -512,8 +514,9 @@ class TrainingRun:
         return path is not None
 
     def _stop(self, unvalidated: bool) -> None:
-        """Write a checkpoint, and record the signal of the first rank that received one. Collective."""
+        """Write a checkpoint, and record the signal of the lowest rank that received one. Collective."""
         self._checkpoint(needed=True, unvalidated=unvalidated)
+        # The sum of votes in the loss shows only that some rank has received a signal.
         votes = self.session.comm.allgather_objects(self.signals.vote)
         rank = next(rank for rank, vote in enumerate(votes) if vote)
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
@@ -564,7 +567,8 @@ class TrainingRun:
         self._unvalidated = False
 
     def _is_best(self, validation: dict[str, Any], epoch: int, ended: bool) -> bool:
-        """Return whether a validation is the best so far; warn once if its score is undefined. Local.
+        """Return whether a validation is the best so far; warn once if its score is undefined, or if its targets cannot
+        distinguish good from bad predictions. Local.
 
         If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only
         if `output.best` names the score.
@@ -626,7 +630,7 @@ class TrainingRun:
                 )
 
     def _show_predictions(self, epoch: int) -> None:
-        """Compute the predictions for callbacks that are due after an epoch. Collective."""
+        """Call the callbacks whose predictions are due after an epoch, with these predictions. Collective."""
         network, last = self.session.network, epoch + 1 == self.epochs or self.best.exhausted
         requested = [callback for callback in self.callbacks if len(callback.samples)]
         due = [callback for callback in requested if last or (epoch + 1) % callback.every == 0]
@@ -642,7 +646,7 @@ class TrainingRun:
 
     @contextmanager
     def _with_averages(self) -> Iterator[None]:
-        """Use averaged parameters, if there are any, and record no times."""
+        """Use averaged parameters, if there are any, and record no times in the ``with`` block."""
         timeline = self.session.timeline
         # It may be paused already, between the steps that are compared with a plan.
         paused = timeline is not None and timeline.paused

@@ -177,7 +177,7 @@ class Samples:
             training, validation = (np.setdiff1d(indices, list(invalid)) for indices in (training, validation))
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
-        if slide is None:  # otherwise a batch has windows
+        if slide is None:  # otherwise a batch consists of windows, not of samples
             check_batch(config, len(training) if trainable else len(dataset), trainable)
         seconds = 0.0
         if trainable and data.foreground:
@@ -322,7 +322,9 @@ def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[
 
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
-    """Return the first fault of each invalid sample, by its index. Collective: the ranks divide the samples."""
+    """Return the first fault of each invalid sample, by its index; empty if ``data.invalid`` needs no search.
+    Collective: the ranks divide the samples.
+    """
     if data.invalid not in ("skip", "fill"):
         return {}
     with comm.agreement():
@@ -369,8 +371,8 @@ def _windows(
 
 
 def _multiples(network: Network) -> list[int]:
-    """Return, per axis, the least common multiple of the factors by which predictions are coarser than the first grid;
-    windows begin at multiples of it.
+    """Return, per axis, the least common multiple of the factors by which predictions are coarser than the first input
+    with spatial axes; windows begin at multiples of this number.
 
     Raises
     ------
@@ -426,7 +428,7 @@ def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Map
     Raises
     ------
     UserError
-        The loss has neither weights there nor a class that it ignores.
+        If the loss has neither weights there nor a class that it ignores.
     """
     ranges, weights, weighted = _ranges(network), weights_of(network), weighted_targets(network)
     for name, field in windows.fields.items():
@@ -539,7 +541,7 @@ def _of_files(dataset: Dataset, name: str, default: Any) -> Any:
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """Return the group of each sample if whole groups are held out."""
+    """Return the group of each sample if whole groups or files are held out; else None."""
     if data.validation == 0:
         return None
     files = _of_files(dataset, "file_of", None)
@@ -612,7 +614,7 @@ def _reduction(data: DataConfig, field: Field, extents: tuple[int, ...], rule: s
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
-    """Return the valid range of targets, by name: the range of the loss, and integers for classes."""
+    """Return the valid range of each target that the loss compares: the range of the loss, and integers for classes."""
     loss, ranges = network.outputs["loss"], {}
     shapes = [node.shape for node in loss.inputs]
     for i, node in enumerate(loss.inputs):
@@ -678,13 +680,16 @@ def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
 def _statistics(
     config: Config, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
 ) -> dict[str, ChannelStatistics]:
-    """Compute mean and scale of the channels of these inputs and targets. Collective."""
+    """Compute mean and scale of the channels of the inputs and targets `names`, or read those that an earlier run has
+    kept. Collective.
+    """
     data, count = config.data, config.data.statistics
     if count is not None and count < len(training):
         drawn = np.random.default_rng([config.training.seed, _STATISTICS]).permutation(len(training))[:count]
         # Sorted, to read the files in order.
         training = training[np.sort(drawn)]
 
+    # `channel_statistics` adds up the sums of all ranks by it.
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()
         return array
