@@ -218,6 +218,7 @@ class Affine(ElementwiseLayer):
         return ((self.factor != 1) + (self.shift != 0)) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
+        # Coefficients are given for all channels, and this block may have a part of them.
         first = context.box.start[-1]
         channels = slice(first, first + context.box.shape[-1])
         factor, shift = (n[channels] if isinstance(n, tuple) else n for n in (self.factor, self.shift))
@@ -647,7 +648,7 @@ def _log_softmax_gradient(
 _FUSED: tuple[type[_Activation], ...] = (
     *(ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh, Softplus, Mish),
 )
-#: Activations by the name that other layers accept.
+#: Activations by the name that other layers accept. Softmax reads all channels of a position, so it stays a layer.
 _KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FUSED}, "softmax": Softmax}
 
 

@@ -159,6 +159,7 @@ class Attention(Layer):
         elif self.neighborhood is not None:
             extents = spread("neighborhood", self.neighborhood, axes)
             dilations = spread("dilation", self.dilation, axes)
+            # With an even extent, a neighborhood has one more key before its query than after it.
             margins = [(n // 2 * by, (n - 1 - n // 2) * by) for n, by in zip(extents, dilations)]
         return [
             pair if continues else (0, 0) for pair, continues in zip(margins, spread("periodic", self.periodic, axes))

@@ -121,7 +121,8 @@ class BatchNorm(Layer):
     def fused(self, inputs: int) -> FusedActivation | None:
         """Return the activation in the kernels of a layer with this number of inputs.
 
-        With a second input this can only be a ReLU: for others, separate gradients of both inputs take less memory.
+        With a second input this can only be ReLU. Any other activation is a layer after the norm: then the gradient of
+        the second input is that of the norm's output, which needs no further array.
         """
         return None if inputs > 1 and self.activation != "relu" else fused(self)
 
@@ -172,9 +173,11 @@ class BatchNorm(Layer):
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
         channels = context.state["mean"].size  # of this rank's block
         groups, whole = statistics_groups(statistics, boxes), statistics_groups("global", boxes)
+        # Elements per channel: of this rank, and of all ranks.
         own, everyone = math.prod(context.own.shape[:-1]), math.prod(context.output.layout.shape[:-1])
         count = {"global": everyone, "sample": _of_samples(context), "local": own}[statistics]
         views = {name: context.keep((channels,), context.wide, "statistics") for name in ("mean", "var")}
+        # Rows: sum x and sum x^2 (`sums`), mean and variance (`moments`); float64, because E[x^2] - E[x]^2 cancels.
         views |= {name: context.keep((2, channels), "float64", "statistics") for name in ("sums", "means", "moments")}
         views |= lower_affine(context, channels)
         views |= {f"running_{key}": view for key, view in context.state.items()}

@@ -125,6 +125,8 @@ class Dense(Layer):
 class _DenseKernels:
     """Kernels on blocks of units and of input features (model parallelism)."""
 
+    # The arrays define these products, so boxes are not needed; activations are layers, so `f` is None.
+
     def forward(self, x: Box, y: Box, f: FusedActivation | None) -> Callable[..., Any]:
         return _forward
 
@@ -242,6 +244,7 @@ class ReplicatedDense:
             if self.replicates and self.mode.training:
                 self.rows.put()
                 self.rows.start()
+        # Rows that were sent travel during this kernel, and during the layers after it.
         self.kernel()
 
     @reads("x", "w", "dy", "rows", "dw", "db")

@@ -179,6 +179,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     # Without a halo, this only copies an input that is not packed.
     x = context.gather(0, context.clipped(0))
     views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
+    # Sums per channel are added up to totals per group, which the ranks then sum.
     forms = {"sums": (samples, 2, channels), "means": (samples, 2, channels), "totals": (samples, 2, groups)}
     views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
     views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}

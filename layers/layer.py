@@ -220,6 +220,7 @@ class Layer(TargetReader):
 
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
+        # A method of a user's class with the wrong arguments is reported here, before anything is built.
         check_methods(self, len(inputs))
         # A lower() of the library calls neither method: those of a derived class would be ignored without an error.
         lower = type(self).lower

@@ -502,6 +502,7 @@ class LossBlock(ABC):
         """Return the factor of the sum over positions; the division by `divisor` is separate."""
         if self.divisor is not None:
             return self.position.weight
+        # At least 1: a part of a short batch may have no valid sample.
         return self.position.weight / max(1, self.mode.valid * self.position.positions)
 
     @reads("weights")

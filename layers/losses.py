@@ -389,6 +389,7 @@ class CRPS(Loss):
         if not 0 <= fair <= 1:
             raise ValueError(f"fair: expected a number from 0 to 1, got {fair!r}")
         self.members, self.fair, self.normalization = members, float(fair), check_normalization(normalization)
+        # M (M - 1) / 2 differences of two members each are about M further passes over the prediction.
         self.passes = Passes((3 + members, 0), (0, 0))
 
     def check(self, *shapes: Shape) -> None:

@@ -104,6 +104,7 @@ def alexnet(
     y = Conv(f4, 3, padding=1, groups=groups, activation="relu", name="conv4")(y)
     y = _pooled(Conv(f5, 3, padding=1, groups=groups, activation="relu", name="conv5")(y), 5, False)
     y = Flatten(name="flatten")(y)
+    # The paper's layers 6 and 7.
     for label in "67":
         y = hidden(y, scaled(4096, width), label, dropout)
     return classifier(Dense(classes, name="dense8")(y), "alexnet", class_weights)
