@@ -46,8 +46,10 @@ class Access:
 
     Attributes
     ----------
+    reads, writes
+        Names of the arrays that the run reads, and of those that hold its results.
     work
-        Work space: names that are written, and hold no result afterwards.
+        Names of workspaces: arrays that are written, and hold no result afterwards.
     again
         Name of the method that computes the results again; None: the run itself.
     """
@@ -80,7 +82,8 @@ ANY = Access(("*",), ("*",))
 
 @lru_cache(maxsize=4096)  # programs repeat a few dozen kernels thousands of times
 def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that are declared, by name or by prefix."""
+    """Return those of `names` that are in `declared`, or begin with a prefix in it."""
+    # `startswith` takes a tuple; an empty one matches no name.
     prefixes = tuple(pattern[:-1] for pattern in declared if pattern.endswith("*"))
     return tuple(name for name in names if name in declared or name.startswith(prefixes))
 
@@ -91,7 +94,7 @@ def reads(*names: str) -> Callable[[Declared], Declared]:
 
 
 def writes(*names: str, work: tuple[str, ...] = ()) -> Callable[[Declared], Declared]:
-    """Declare the arrays that a kernel, or a method of one, writes, and its `work` space. Combine it with
+    """Declare the arrays that a kernel, or a method of one, writes, and its workspaces `work`. Combine it with
     :func:`reads`, in any order.
     """
     return _declare(writes=names, work=work)
@@ -106,6 +109,7 @@ def _declare(**changes: Any) -> Callable[[Declared], Declared]:
     """Return a decorator that changes attributes of the access of a function."""
 
     def declare(run: Declared) -> Declared:
+        # Decorators of one function add up: each changes its own attributes of the access.
         run.__dict__["access"] = replace(run.__dict__.get("access", Access()), **changes)
         return run
 
@@ -113,7 +117,9 @@ def _declare(**changes: Any) -> Callable[[Declared], Declared]:
 
 
 def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], Declared]:
-    """Declare what a function returns: an object of class `kind`, which has the declarations, or one with `methods`."""
+    """Declare what a function returns: an object of class `kind`, whose methods have declarations, or an object whose
+    methods have the accesses `methods`, by name.
+    """
 
     def declare(make: Declared) -> Declared:
         make.__dict__["makes"] = methods if kind is None else kind
@@ -123,7 +129,7 @@ def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], D
 
 
 def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
-    """Return the access of a kernel that `make` returns, or of one of its methods.
+    """Return the access of a kernel that `make` returns, or of one of its methods; :data:`ANY` without a declaration.
 
     Parameters
     ----------

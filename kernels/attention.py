@@ -127,7 +127,7 @@ class AttentionGeometry:
 
     @property
     def bias_extents(self) -> tuple[int, ...]:
-        """Extents of a table of biases on the spatial axes."""
+        """Extents of a table of biases along the spatial axes: of relative positions."""
         return tuple(reach.bias_extent for reach in self.reaches)
 
     def head_groups(self) -> list[HeadGroup]:
@@ -296,7 +296,7 @@ Interval = tuple[int, int]
 
 
 class Reach(ABC):
-    """Rule of one axis. Positions are global.
+    """Rule of one axis: which keys each query reads. Positions are global.
 
     Attributes
     ----------
@@ -328,9 +328,10 @@ class Reach(ABC):
 
     @abstractmethod
     def tiles(self, queries: Interval, keys: Interval) -> Iterator[tuple[range, range]]:
-        """Yield groups of the queries in an interval, with those of the keys in an interval that the group reads.
+        """Yield groups of the queries in an interval, each with the keys in another interval that the group reads.
 
-        Every query occurs in one group, or in none if it reads none of the keys. Both ranges have the step `dilation`.
+        A query occurs in at most one group; a query that occurs in none reads none of the keys. Both ranges have the
+        step `dilation`.
         """
 
 
@@ -561,8 +562,10 @@ class TileGroup:
 
     Attributes
     ----------
-    lead, queries, keys : tuple of int
-        Extents: samples, tiles of each axis, heads; positions of a tile's queries; of its keys.
+    lead : tuple of int
+        Extents of the leading axes: samples, tiles of each axis, heads.
+    queries, keys : tuple of int
+        Extents of a tile's queries, and of its keys.
     heads : HeadGroup
     overlaps : bool
         Whether two tiles read the same key.
@@ -585,7 +588,7 @@ class TileGroup:
         self.overlaps = any(a.count > 1 and len(a.keys) * a.keys.step > a.step for a in axes)
 
     def within(self, samples: slice, key_heads: slice) -> Box:
-        """Return the box of the leading axes that has these samples and these heads of keys."""
+        """Return the box of the leading axes that has these samples and these local heads of keys."""
         first, count = self.heads.key_first, self.heads.count
         start, stop = (max(0, min(h - first, count)) for h in (key_heads.start, key_heads.stop))
         # The heads of keys that both have, counted from the first of this group.
@@ -630,7 +633,8 @@ class TileGroup:
     def of_bias(self, table: Any, first_head: int, margins: Sequence[int], xp: Any = np) -> Any:
         """Return the view ``(heads, *queries, *keys)`` of a table with these margins: the bias of each pair.
 
-        Pairs of one distance share an element: the view must not be written.
+        `first_head` is the row of the table for the first local head. Pairs of one distance share an element: the view
+        must not be written.
         """
         origins = self.origins(margins)
         begin = table[(slice(first_head + self.heads.first, None), *(slice(o, None) for o in origins))]
@@ -652,6 +656,7 @@ class TileGroup:
 
     def origins(self, margins: Sequence[int]) -> list[int]:
         """Return the entry of a table with these margins for the first query and the first key of a tile, by axis."""
+        # `Reach.bias_extent` has the rule. A margin is before the first entry too, and so moves all entries.
         return [
             (a.queries.start - a.keys.start) // reach.dilation + reach.extent - 1 + margin
             for a, reach, margin in zip(self._axes, self._reaches, margins)

@@ -7,8 +7,8 @@ backends, and then calls the backend's own method: the same name with an undersc
                     the factories and their checks; references that need only functions of arrays (`_group_norm`)
     numpy/          the reference: all kernels, on the CPU
     onednn/         NumPy's kernels, replaced by oneDNN's where these are fast
-    cudnn/          convolutions and products by cuDNN and cuBLAS, on a GPU
-    cuda/           all other kernels on a GPU
+    cudnn/          convolutions, dense layers and attention by cuDNN and cuBLAS, on a GPU
+    cuda/           all other kernels on a GPU, and attention that cuDNN does not compute
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BackendOptions:
     deterministic
         Whether two runs must agree in every bit. Kernels on the CPU always do.
     device
-        Number of the GPU among those visible.
+        Index of the GPU among those visible.
     """
 
     threads: int = 1
@@ -62,11 +62,11 @@ class BackendOptions:
 
 
 class Backend(Attentions, Pointwise, SummedConvolutions, Losses, Updates):
-    """Local compute on plain arrays ``(N, *spatial, C)``, packed, on one device. All methods are local.
+    """Local compute on plain arrays ``(N, *spatial, C)`` on one device. All methods are local.
 
-    Kernels overwrite their outputs entirely. Arrays may have no elements (a rank that owns nothing); empty sums are
-    zero. Kernels of one backend share scratch memory and must not run at the same time in several threads. Build and
-    run them in the same thread.
+    Arrays are packed, and kernels overwrite their outputs entirely, unless a factory documents otherwise. Arrays may
+    have no elements (a rank that owns nothing); empty sums are zero. Kernels of one backend share scratch memory and
+    must not run at the same time in several threads. Build and run them in the same thread.
 
     Attributes
     ----------
@@ -76,12 +76,12 @@ class Backend(Attentions, Pointwise, SummedConvolutions, Losses, Updates):
     xp : module
         The array namespace of the device (``numpy``, ``cupy``).
     dtypes : tuple of str
-        Element types that every kernel takes. ``conv_dtypes`` are those of the convolutions.
+        Element types of the arrays of layers that all kernels take; ``conv_dtypes``: that convolutions take.
     device : Device
         Device of the arrays. On a GPU kernels are enqueued: a call returns before they have run.
     """
 
-    #: Whether arrays live on a GPU: a rank takes one, and a job script reserves them.
+    #: Whether arrays live on a GPU: then each rank computes on one GPU, and job scripts reserve GPUs.
     on_device: ClassVar[bool] = False
     #: Whether the gradient of a convolution's weights has 16 bits if its images have; else it is float32.
     rounds_gradients: ClassVar[bool] = False

@@ -76,7 +76,8 @@ def get_backend(
     """Return the backend called `name`, with `threads` threads per kernel. Local.
 
     ``auto`` is oneDNN. If oneDNN cannot be loaded, it is NumPy, with one warning per process (logger
-    ``halograd.kernels``). A GPU is used only by ``cudnn``. ``"FILE.py:CLASS"`` is a class of the user's own.
+    ``halograd.kernels``). Of the library's backends only ``cudnn`` uses a GPU. ``"FILE.py:CLASS"`` is a class in a file
+    of the user.
 
     Parameters
     ----------
@@ -87,15 +88,15 @@ def get_backend(
     deterministic
         Whether two runs must agree in every bit. Kernels on the CPU always do.
     device
-        Number of the GPU among those visible; ignored on a CPU.
+        Index of the GPU among those visible; ignored on a CPU.
 
     Raises
     ------
     UserError
         If there is no such backend, or its class cannot be imported.
     KernelError
-        If `threads` is below 1 or above 4096, the library was named and cannot be loaded, or the backend does not have
-        the precision.
+        If `threads` is below 1 or above 4096, the backend's library or device is missing (for ``auto`` NumPy is used
+        instead), or the backend does not have the precision.
     """
     try:
         # The limits of a configuration; callers of kernels expect the error of kernels.

@@ -60,14 +60,14 @@ class Base(ABC):
         """Free the memory and handles of the backend. Close its kernels first. `close` may be called twice."""
 
     def emulates(self, dtype: str) -> str:
-        """Return the reason why the backend only emulates a dtype of 16 bits, with its kernels of float32; "" if it
-        computes in it.
+        """Return the reason why the backend only emulates a dtype of 16 bits, with its kernels of float32; "" if the
+        backend computes in the dtype.
         """
         return ""
 
     def take_substitutes(self) -> list[Substitute]:
-        """Return the kernels built since the last call that come from another library, because that of the backend has
-        no fast kernel.
+        """Return descriptions of the kernels built since the last call for which the backend's library has no fast
+        implementation, so that another one is used.
         """
         return []
 
@@ -98,8 +98,8 @@ class Base(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     def activated(self, kernel: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
-        """Return `kernel`, which writes `y`, followed by ``y = f(y)``. It is used for kernels that cannot fuse
-        `f`.
+        """Return `kernel`, which writes `y` and cannot fuse the activation f, followed by ``y = f(y)``; without an
+        activation, `kernel` itself.
         """
         if activation is None:
             return kernel
@@ -107,7 +107,9 @@ class Base(ABC):
         return chain(kernel, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
     def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
-        """Return `kernel`, which writes `y` and may run again, followed by ``y = f(y + residual)``."""
+        """Return `kernel`, which writes `y`, followed by ``y = f(y + residual)``. In one run of the result, `kernel`
+        may run twice.
+        """
         return chain(kernel, self.add([y, residual], y, activation))
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:

@@ -34,7 +34,7 @@ def same_elements(a: Any, b: Any) -> bool:
 
 
 def _address(array: Any) -> int:
-    # CuPy's arrays have the first only, NumPy's the second.
+    # CuPy's arrays have only the first attribute, NumPy's only the second.
     name = "__cuda_array_interface__" if hasattr(array, "__cuda_array_interface__") else "__array_interface__"
     return int(getattr(array, name)["data"][0])
 
@@ -110,10 +110,12 @@ def check_backward(what: str, dy: Any, dx: Any) -> None:
 
 
 def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, stored: int = 0) -> None:
-    """Check shapes and strides of a convolution or of its gradients. In memory, `x` may have `stored` channels."""
+    """Check shapes and strides of a convolution or of its gradients. In memory, `x` may be padded to `stored` channels.
+    """
     for name, a in (("input", x), ("weights", w), ("output", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
     check_packed(what, weights=w, bias=b, output=y)
+    # Padded as `padded_channels` requests, or not at all.
     if channels_in_memory(x) != stored:
         check_packed(what, input=x)
     channels, filters, groups = x.shape[-1], y.shape[-1], geometry.groups
@@ -145,7 +147,7 @@ def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) 
 
 
 def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Check shapes and strides of a batch norm: `vectors` are (C,), `sums` (2, C)."""
+    """Check shapes, strides and dtypes of a batch norm: `vectors` are (C,), `sums` (2, C)."""
     what = "batch_norm"
     check_backward(what, dy, dx)
     check_packed(what, x=x, y=y, dy=dy, dx=dx, **vectors, **sums)
@@ -171,8 +173,8 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
 
 
 def check_residual(a: BatchNormArrays) -> None:
-    """Check shapes and strides of the residual of a batch norm, and that `dresidual` is given exactly where it is
-    needed.
+    """Check shapes and strides of the residual of a batch norm, that the activation permits a residual, and that
+    `dresidual` is given exactly where it is needed.
     """
     check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
     check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)

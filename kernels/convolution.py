@@ -29,6 +29,9 @@ class Convolutions(Base):
     ) -> Kernel:
         """Build ``y[n, o, k] = f(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
 
+        f is the `activation`. Positions outside of `x` count as 0. With several groups, c runs over the channels of the
+        group that k belongs to.
+
         Parameters
         ----------
         x, w, b, y
@@ -84,7 +87,7 @@ class Convolutions(Base):
             checks.check_bias(what, y, b)
 
     def _filter_without_input(self, dy: Any, dw: Any, db: Any) -> Kernel:
-        """Return the kernel of the gradients of the parameters for an empty input."""
+        """Return the kernel of the gradients of the parameters for an empty input or output."""
         if db is None or any_empty(dy):
             return filled(0, dw, db)
         # There are outputs, of padding alone: the bias has a gradient, the weights have none.

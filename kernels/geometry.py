@@ -1,8 +1,8 @@
 """Geometry of operations on plain arrays: sliding windows, channels that are padded in memory, and resampling.
 
 Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
-:class:`Resampling` gives the inputs that an output reads on one axis, and their weights. It is exact: positions are
-rational numbers, so nothing depends on rounding or on the cut of an axis. With a ratio of p inputs per q outputs,
+:class:`Resampling` gives the inputs that an output reads on one axis, and their weights. Positions are exact: they are
+rational numbers, so no position depends on rounding or on the cut of an axis. With a ratio of p inputs per q outputs,
 output ``o + q`` reads inputs at a distance of p from those of output o, with the same weights: a block of outputs is a
 few strided *runs*, each one multiply-add of strided views::
 
@@ -96,7 +96,7 @@ MODES = ("nearest", "nearest-exact", "linear", "cubic", "area")
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Outputs ``start + k * step`` for `count` values of k; each is the sum over taps of ``weight * x[first + k *
+    """Outputs ``start + k * step`` for k from 0 to ``count - 1``; each is the sum over taps of ``weight * x[first + k *
     input_step]``.
 
     Attributes
@@ -129,13 +129,13 @@ class Resampling:
     Attributes
     ----------
     mode
-        ``"linear"``: position ``(o + 1/2) * ratio - 1/2`` between two inputs (half-pixel centres), clamped at the
+        ``"linear"``: position ``(o + 1/2) * ratio - 1/2`` between two inputs (half-pixel centers), clamped at the
         ends. ``"cubic"``: the same position between four inputs, by the kernel of Keys (1981) with a = -3/4; the first
-        and the last input stand for those outside. ``"nearest-exact"``: the input under the centre,
+        and the last input stand for those outside. ``"nearest-exact"``: the input under the center,
         ``floor((o + 1/2) * ratio)``. ``"nearest"``: ``floor(o * ratio)``. ``"area"``: the mean of the inputs from
         ``floor(o * ratio)`` to ``ceil((o + 1) * ratio) - 1``. All modes match torch.
     aligned
-        For linear and cubic: the position is ``o * ratio`` (corners are aligned).
+        Whether the position is ``o * ratio`` (aligned corners); only for linear and cubic.
     """
 
     size: int
@@ -159,7 +159,7 @@ class Resampling:
         """Return the two or four inputs around a position with their weights. Inputs outside are replaced by the
         outermost ones.
         """
-        if self.mode == "linear":  # before the centre of the first input, outputs equal it
+        if self.mode == "linear":  # before the center of the first input, outputs equal that input
             position = max(Fraction(0), position)
         first, last = math.floor(position), self.size - 1
         weight = position - first
@@ -242,7 +242,7 @@ class Resampled:
 
     @property
     def longest(self) -> int:
-        """Number of outputs of the longest run with several taps."""
+        """Number of outputs of the longest run with several taps; 0 without such a run."""
         return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
 
     def input_range(self) -> tuple[int, int]:
@@ -256,6 +256,7 @@ class Resampled:
 
         Missing weights are 0. Host arrays.
         """
+        # The taps of an output are adjacent inputs in every mode, so the first input and the weights give all of them.
         taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
         weights = np.zeros((len(taps), max((len(pairs) for pairs in taps), default=1)))
         for row, pairs in zip(weights, taps):
@@ -275,15 +276,15 @@ class Geometry:
     kernel, stride, dilation
         One number per spatial axis, at least 1 each.
     padding
-        ``(lo, hi)`` per spatial axis. ``lo`` is at least 0; a negative ``hi`` drops that many rows at the end (vendor
-        libraries follow the same rule and reject a negative ``lo``).
+        ``(lo, hi)`` per spatial axis. ``lo`` is at least 0; a negative ``hi`` drops that many rows at the end. For
+        libraries without negative padding, see :func:`read_part`.
     groups
-        Number of groups the channels of a convolution are divided into; pooling ignores it.
+        Number of groups that the channels of a convolution are divided into; pooling ignores it.
 
     Raises
     ------
     KernelError
-        If the axes do not agree in number or a value is out of its range.
+        If the arguments differ in their numbers of axes, there are not 1 to 3 axes, or a value is out of its range.
 
     Examples
     --------
@@ -364,6 +365,7 @@ class Geometry:
             raise KernelError(
                 f"expected {self.ndim} spatial extents for the kernel {self.kernel}, got {tuple(spatial)}"
             )
+        # Of a negative number the floor is at most -1: a window that does not fit once gives no output.
         return tuple(
             max(0, (n + lo + hi - e) // s + 1)
             for n, (lo, hi), e, s in zip(spatial, self.padding, self.extent, self.stride)
@@ -371,7 +373,8 @@ class Geometry:
 
 
 def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
-    """Return the leading part, of an array of extents `spatial`, that is read: its extents, and the geometry on it.
+    """Return the extents of the leading part that is read of an array of extents `spatial`, and the geometry on this
+    part.
 
     That geometry has no negative padding, which libraries do not support: cuDNN has none, and oneDNN's weight gradients
     read outputs of the dropped rows. Nothing is dropped if the stride skips these rows anyway.

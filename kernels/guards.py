@@ -1,9 +1,9 @@
 """Guard bytes: memory before and after arrays that no kernel may change. They detect writes outside of arrays.
 
 While ``with GUARDS:`` is open, :func:`halograd.kernels.memory.aligned_empty` surrounds every array with guard bytes.
-:meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built while it is open checks them
-after each call. All kernels share scratch memory, so its guards hold during one call: a kernel writes them before the
-call and checks them after it. ::
+:meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built while guards are open checks
+them after each call. All kernels share scratch memory, so its guards hold during one call: a kernel writes them before
+the call and checks them after it. ::
 
     | guard | array | guard |          | guard | scratchpad | guard | temporary | guard |
 
@@ -29,8 +29,8 @@ class GuardError(RuntimeError):
 
 #: Size of the guard on each side of an array [B].
 SIDE = 1 << 12
-#: Size of the guard after a temporary: this multiple of its size, because writes with a wrong stride leave gaps, up to
-#: a limit [B].
+#: Guard after a temporary, in addition to SIDE: this multiple of the temporary's size, because writes with a wrong
+#: stride leave gaps, up to a limit [B].
 TIMES, MOST = 8, 1 << 17
 
 
@@ -121,7 +121,8 @@ class Guards:
         Raises
         ------
         GuardError
-            If guard bytes were changed. The message names the kernel and its implementation.
+            If guard bytes were changed. The message names the operation, if known, and the implementation of the kernel
+            that wrote there; for guards of arrays it names the kernel only with `each_kernel`.
         """
         self.check_arrays("a kernel or a copy")
         faults, self._violations = self._violations, []

@@ -57,7 +57,7 @@ def any_empty(*arrays: Any) -> bool:
 
 
 def filled(value: float, *arrays: Any) -> Kernel:
-    """Return a kernel that writes `value` into every array that is not None."""
+    """Return a kernel that writes `value` into every array that is not None; a no-op without arrays."""
     targets = [a for a in arrays if a is not None and 0 not in a.shape]
 
     def run() -> None:
@@ -68,7 +68,9 @@ def filled(value: float, *arrays: Any) -> Kernel:
 
 
 def bias_only(b: Any, y: Any) -> Kernel:
-    """Return the forward kernel of a convolution or dense layer whose input is empty."""
+    """Return the forward kernel of a convolution or dense layer with empty input or output: it writes the bias to `y`,
+    or 0 without bias.
+    """
     if b is None or any_empty(y):
         return filled(0, y)
 
@@ -79,7 +81,7 @@ def bias_only(b: Any, y: Any) -> Kernel:
 
 
 def pool_without_input(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
-    """Return the kernels of a pooling whose input is empty."""
+    """Return the kernels of a pooling with empty input or output: they write `value` to `y`, and 0 to `dx`."""
     return filled(value, y), None if dx is None else filled(0, dx)
 
 
@@ -146,7 +148,7 @@ class ScratchKernel(Kernel):
         Function that takes new views and returns the function to run. It is called at the first call, and again after
         the scratch memory has grown.
     guards
-        Guard bytes in the scratch memory, with a string for their position: ``(start, stop, where)``.
+        Guard bytes in the scratch memory, ``(start, stop, where)``: offsets [B], and a string for their position.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class ScratchKernel(Kernel):
         scratch.reserve(scratch_bytes)
         self._bind: Callable[[], Callable[[], Any]] | None = bind
         self._scratch = scratch
-        self._generation = -1
+        self._generation = -1  # different from every generation, so that the first call binds
         self.scratch_bytes = scratch_bytes
 
     def __call__(self) -> None:
@@ -212,19 +214,19 @@ def idle() -> Kernel:
 
 
 def chain(*kernels: Kernel) -> Kernel:
-    """Return one kernel that runs several kernels in this order and closes them."""
+    """Return one kernel that runs several kernels in this order; closing it closes all of them."""
     return _combined(run_all(kernels), " + ".join(k.impl for k in kernels), kernels)
 
 
 def _combined(run: Callable[[], Any], impl: str, parts: Sequence[Kernel]) -> Kernel:
-    """Return a kernel that calls `run`, with the memory of `parts`, and closes them."""
+    """Return a kernel that calls `run`, with the memory of the kernels `parts`; closing it closes all of them."""
     whole = Kernel(run, impl, sum(k.workspace_bytes for k in parts), run_all([k.close for k in parts]))
     whole.scratch_bytes = max((k.scratch_bytes for k in parts), default=0)  # of memory that all kernels share
     return whole
 
 
 def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kernel:
-    """Return a kernel that runs `first` and then, if it `failed`, `second`. It closes both."""
+    """Return a kernel that runs `first`, and then `second` if `failed` returns True. Closing it closes both."""
 
     def run() -> None:
         first()
@@ -236,8 +238,8 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
 
 
 def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *conditions: Kernel) -> Kernel:
-    """Return a kernel that runs `second` if `otherwise` returns True, else `first`. It closes both and the kernels
-    `conditions`.
+    """Return a kernel that runs `second` if `otherwise` returns True, else `first`. Closing it closes both, and the
+    kernels `conditions`, which `otherwise` may run.
     """
     return _combined(lambda: second() if otherwise() else first(), first.impl, (first, second, *conditions))
 
@@ -261,16 +263,16 @@ def deferred(make: Callable[[], Kernel]) -> Kernel:
 
 @dataclass(frozen=True)
 class Substitute:
-    """A kernel from another library, used because the backend has no fast one.
+    """Description of a kernel that another library or dtype computes, because the backend's library has no fast one.
 
     Attributes
     ----------
     what
         Factory of the kernel, such as ``"conv_forward"``.
     by
-        The other library.
+        What computes instead: a library, an implementation, or ``"float32"`` for arrays of 16 bits.
     reason
-        Reason, in one line.
+        Why the backend's library does not compute it, in one line.
     """
 
     what: str
@@ -313,7 +315,7 @@ class BatchNormTraining:
 
     @property
     def vectors(self) -> dict[str, Any]:
-        """The arrays by name."""
+        """The arrays that are not None, by name."""
         names = ("running_mean", "running_var", "dgamma", "dbeta")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -344,15 +346,15 @@ class BatchNormArrays:
         Additional work: mean and variance from sums over all processes, running statistics, gradients of the
         parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may overwrite `means`.
     of_x
-        Whether `mean` and `var` are statistics of `x`, so that they are NaN if an element is; with `dx` they always
-        are.
+        Whether `mean` and `var` are statistics of `x`, so that they are NaN if an element of `x` is NaN; with `dx` they
+        always are statistics of `x`.
     residual, dresidual
         Shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
         ``backward_sums()`` writes ``dresidual = dy'``, which ``backward_data()`` reads; without activation the
         residual's gradient is `dy`, and `dresidual` None.
     summed
         Whether another kernel has computed the sums of the gradient: ``backward_sums()`` is not called, and
-        ``backward_data()`` takes `sums`, and `dy` for which ``f' * dy = dy'``.
+        ``backward_data()`` takes `sums`, and a `dy` for which ``f' * dy = dy'``.
     """
 
     x: Any
@@ -376,7 +378,7 @@ class BatchNormArrays:
 
     @property
     def rows(self) -> int:
-        """Elements per channel."""
+        """Elements per channel in the local `x`."""
         return int(self.x.size // self.x.shape[-1])
 
 
@@ -418,7 +420,7 @@ def reads_input(kind: str, alpha: float = 0.0) -> bool:
 
 @dataclass(frozen=True)
 class FusedActivation:
-    """An elementwise function that a kernel applies to its result before it writes it.
+    """An elementwise function that a kernel applies to its result before writing it.
 
     Attributes
     ----------

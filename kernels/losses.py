@@ -1,4 +1,4 @@
-"""Interface of losses: a kernel that computes a scalar and the gradient of the prediction."""
+"""Interface of losses: a kernel that computes a scalar, and its gradient with respect to the prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ClassTargets", "LossArrays", "LossKernel", "Losses"]
 
 
 _INTEGERS = tuple(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u"))
-#: Supported dtypes of targets.
+#: Supported dtypes of targets and weights.
 TARGETS = ("float32", "float64", "float16", "bfloat16", "bool", *_INTEGERS)
 
 
@@ -25,7 +25,9 @@ class LossKernel(Kernel, ABC):
 
     @abstractmethod
     def set(self, samples: int, scale: float) -> None:
-        """Count the `samples` leading samples only; the gradient of the others is 0. Multiply the sum by `scale`."""
+        """Count the `samples` leading samples only; the gradient of the others is 0. Multiply loss and gradient by
+        `scale`.
+        """
 
 
 class _EmptyLoss(LossKernel):
@@ -56,9 +58,9 @@ class LossArrays:
     x, target
         Prediction and target, with the same samples and positions. The target may have another dtype.
     dx
-        Gradient of the prediction, packed, or None.
+        Gradient with respect to the prediction, packed, or None.
     loss
-        float64 ``(1,)``: the sum over all counted samples, times the scale.
+        float64 ``(1,)``: the sum over all counted samples, times the scale of :meth:`LossKernel.set`.
     factor
         float64 ``(1,)`` or None: multiplied into `dx` only (a loss scale).
     divisor
@@ -79,7 +81,9 @@ class LossArrays:
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """Interpretation of class indices: one weight per class (None: 1 each), and an index that is ignored."""
+    """Interpretation of class indices: the number of classes, one weight per class (None: 1 each), and an index that is
+    ignored (None: no index).
+    """
 
     classes: int
     weights: tuple[float, ...] | None = None
@@ -111,6 +115,7 @@ class Losses(Base):
         Each weight is multiplied by `weights` at its position, as in :class:`LossArrays`.
         """
         self._check_target(target)
+        # The target stands for the prediction, of which this sum reads only the shape.
         arrays = LossArrays(target, target, None, total, weights=weights)
         self._check_weights("target_weight", arrays, elementwise=False)
         return self._of_packed(arrays, lambda a: self._target_weight(a, targets))
@@ -158,6 +163,7 @@ class Losses(Base):
             # A rank without elements takes part in the sum over ranks, so it has a loss: 0.
             return _EmptyLoss(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []
+        # Kernels read arrays as (positions, C), a shape that only packed arrays take without a copy.
         for name in ("x", "target", "weights"):
             array = getattr(arrays, name)
             if array is not None and not array.flags.c_contiguous:

@@ -1,6 +1,6 @@
 """Memory of kernels: aligned arrays, scratch memory shared by all kernels of a backend, and named buffers.
 
-Named buffers are made once. They serve elementwise work in chunks that stay in the cache.
+Named buffers are kept and used again. They serve elementwise work in chunks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 
+#: Elements of a chunk on a CPU.
 CHUNK = HOST.chunk
 
 
@@ -48,7 +49,8 @@ class Workspace(dict):
 
 
 def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array of `work` with undefined contents. It is made at the first call, and again if a call needs more.
+    """Return an array of `work` with undefined contents. It is made at the first call, and again for a call with more
+    elements or another dtype.
     """
     count = int(np.prod(shape))
     array = work.get(name)
@@ -142,7 +144,9 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def round_up(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a cache line, so that the next array in a buffer is aligned [B]."""
+    """Return `nbytes` [B] rounded up to a multiple of the cache-line size, so that the next array in a buffer is
+    aligned.
+    """
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,4 +1,5 @@
-"""Parts of norms around their kernels: residuals, training, and variances for which ``E[x^2] - E[x]^2`` cancels.
+"""Parts of norms around their kernels: activations and residuals, training, and variances for which ``E[x^2] -
+E[x]^2`` cancels.
 
 The code calls NumPy functions, which device arrays dispatch to their own library.
 
@@ -9,7 +10,7 @@ Group, instance and layer norm combine per-sample kernels with sums over groups 
         centered   squares about the mean -> totals -> summed over ranks
         variance
     normalize      mean, var -> y
-    backward_sums  sums of dy, dy * xhat -> gradients of gamma, beta; totals of groups, with gamma -> over ranks
+    backward_sums  sums of dy, dy * xhat -> gradients of gamma, beta; totals of groups, with gamma -> summed over ranks
     backward_data  means -> dx
 
 Gradient: with ``g = dy * gamma`` (``f' * dy * gamma`` with an activation), ``dx = (g - A - xhat * B) / std``, where A
@@ -50,7 +51,7 @@ def with_activation(
     """Add ``y = f(y + residual)`` after a batch norm, and ``f' * dy`` (in `dresidual` or `dx`) before its backward
     pass.
 
-    The input of `f` is recomputed and not stored. With a residual, the derivative comes from the output.
+    Without a residual, the input of `f` is recomputed and not stored. With a residual, the derivative comes from `y`.
     """
     f, dz = a.activation, a.dx if a.residual is None else a.dresidual
     plain = replace(a, activation=None, residual=None, dresidual=None)
@@ -161,9 +162,9 @@ def cancellation_limit(dtype: np.dtype) -> float:
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
     """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work` is two float64 arrays of that shape, modified.
 
-    On a device the result is always True, because the host does not wait for the values. There only the reference in
-    float64 calls this function. The kernels in float32 do not, and have an inaccurate variance if ``mean^2 / var``
-    exceeds 5e8.
+    On a device the result is always True, because the host does not wait for the values. There only group norm in
+    float64, the reference, calls this function. Norms in float32 and 16 bits do not, and have an inaccurate variance
+    if ``mean^2 / var`` exceeds 5e8.
     """
     if not mean.size:  # the maximum of an empty array is an error
         return False
@@ -199,9 +200,10 @@ class GroupNormArrays:
     mean, var
         ``(N, C)``, of the dtype of `x` or float32.
     sums, means
-        float64 ``(N, 2, C)``, for the kernels.
+        float64 ``(N, 2, C)``: those of :class:`BatchNormArrays`, per sample.
     totals
-        float64 ``(N, 2, G)``: sums over this process, to be reduced over the ranks that share samples.
+        float64 ``(N, 2, G)``: sums over this process, to be reduced over the ranks that share samples; forward
+        replaces the reduced sums by mean and variance of each group.
     count
         Number of elements in a group of one sample, over all ranks.
     """
@@ -261,10 +263,10 @@ class GroupNormKernels:
     @reads("totals")
     @writes("totals")
     def cancels(self) -> bool:
-        """Compute means and variances. Return whether the variances are inaccurate; all ranks of the group get the same
-        result.
+        """Compute means and variances of groups. Return whether the variances are inaccurate; all ranks that share
+        samples get the same result.
 
-        A step may leave out this part, `centered` and `variance`.
+        A step may leave out this method, `centered` and `variance`.
         """
         mean, var = self._moments()
         return cancels(mean, var, self.a.eps, self._limit, self._squares)
@@ -281,7 +283,7 @@ class GroupNormKernels:
     @reads("x", "totals")
     @writes("means", "sums", "totals")
     def centered(self) -> None:
-        """Sum the squares again, about the known means."""
+        """Compute the totals again, with squares of the deviations from the known means."""
         n, _, groups, members = self._grouped
         x, mean = self.a.x, self.a.totals[:, 0]
         # `_group` overwrites the totals with the new sums, so the means are kept in other arrays.
@@ -376,7 +378,7 @@ class GroupNormKernels:
                 dx[part] -= d
 
     def close(self) -> None:
-        """Free the kernels."""
+        """Close the kernels and free the work arrays."""
         for kernel in self._kernels:
             kernel.close()
         self._work.clear()

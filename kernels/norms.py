@@ -32,7 +32,8 @@ class ChannelNormArrays:
     ----------
     x, y, dy, dx
         Packed ``(..., C)``. Without `dy` there is no backward kernel. Without `dx` the backward kernel computes the
-        gradients of the parameters only; with an activation it needs `dx`. Backward does not read `y`.
+        gradients of the parameters only; with an activation that the backend does not fuse, it needs `dx`. Backward
+        does not read `y`.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32, or None. Without `centered`, `beta` and `dbeta` are None.
     centered
@@ -61,7 +62,7 @@ class Norms(Base):
     def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         """Build ``y = f(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, and its adjoint.
 
-        A backward kernel belongs to the last ``forward()`` of the same call.
+        A backward kernel is for the last ``forward()`` of the object that the same call returned.
         """
         a = arrays
         self._check_dtypes("batch_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, residual=a.residual, dresidual=a.dresidual)

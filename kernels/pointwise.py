@@ -28,13 +28,13 @@ __all__ = ["DropoutMask", "Pointwise"]
 class DropoutMask:
     """Mask of dropped elements of a block. It depends only on their positions in the global array.
 
-    An element is dropped if ``hash(key + GOLDEN * index) < rate * 2**64``, with the finaliser of SplitMix64 as hash,
+    An element is dropped if ``hash(key + GOLDEN * index) < rate * 2**64``, with the finalizer of SplitMix64 as hash,
     `index` the element's position in the global array in row-major order, and `key` a hash of seed, step and `salt`.
 
     Attributes
     ----------
     rate
-        Share of the elements to drop, in ``[0, 1)``.
+        Probability of each element to be dropped, in ``[0, 1)``.
     salt
         Number that distinguishes layers.
     shape, start
@@ -52,7 +52,7 @@ class DropoutMask:
 
 
 class Pointwise(Base):
-    """Factories of elementwise functions and of functions of windows, without weights."""
+    """Factories of pooling, elementwise functions, resizing and dropout, which have no weights."""
 
     def max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         """Build the maximum over windows, forward and backward. The first of equal elements gets the gradient.
@@ -69,7 +69,7 @@ class Pointwise(Base):
     def average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
-        """Build the mean over windows, over all taps or over those inside `x`, forward and backward.
+        """Build the mean over windows, forward and backward: over all taps (`count_include_pad`) or those inside `x`.
 
         Backward reads neither `x` nor `y`. Without `dy` and `dx` (None) the backward kernel is None.
         """
@@ -141,8 +141,8 @@ class Pointwise(Base):
     def dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
         """Build ``y = x / (1 - rate)`` for kept elements, else 0, and the same from `dy` to `dx`; packed.
 
-        Without `dy` and `dx` (None) the backward kernel is None. The backward kernel belongs to the last run of the
-        forward kernel.
+        Without `dy` and `dx` (None) the backward kernel is None. The backward kernel draws the mask again, so
+        `mask.state` must not change between forward and backward.
         """
         self._check_dtypes("dropout", x=x, y=y, dy=dy, dx=dx)
         checks.check_packed("dropout", x=x, y=y, dy=dy, dx=dx)

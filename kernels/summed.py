@@ -26,10 +26,12 @@ UNITS = 132
 
 
 def is_one_launch(rows: int, nbytes: int, blocks: int, tensors: int, units: int = UNITS) -> bool:
-    """Return whether a local norm takes no longer in one launch than in two, by an estimate.
+    """Return whether a local norm may be one launch, and takes no longer than in two launches, by an estimate.
 
     Parameters
     ----------
+    rows
+        Elements per channel.
     nbytes
         Size of one tensor [B].
     blocks
@@ -91,20 +93,22 @@ def on_tensor_cores(
     blocks = math.ceil(row_bytes / SECTOR)
     if conv.local and is_one_launch(rows, rows * row_bytes, blocks, 1 + conv.backward, units):
         return False
+    # cuDNN has no plan for strided data gradients, and the plans in sums.py compute no derivative but that of ReLU.
     if conv.backward and (any(n != 1 for n in g.stride) or (f is not None and f.kind != "relu")):
         return False
+    # cuDNN's plans with sums take multiples of 8 channels.
     return not (conv.x[-1] % 8 or conv.y[-1] % 8)
 
 
 class SummedConvolutions(Convolutions, Norms):
     """Factories of convolutions that also compute the sums of a batch norm.
 
-    Here they are two kernels, one after the other. A backend with kernels that compute both overrides `fuses_sums`,
-    `_with_statistics` and `_with_gradient_sums`.
+    Here convolution and sums are two kernels, one after the other. A backend with kernels that compute both overrides
+    `fuses_sums`, `_with_statistics` and `_with_gradient_sums`.
     """
 
     def fuses_sums(self, conv: SummedConvolution) -> bool:
-        """Return whether one kernel may compute a convolution and the sums, so that a program should have it."""
+        """Return whether one kernel may compute this convolution and its sums, so that a program should use it."""
         return False
 
     def conv_forward_sums(self, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry) -> Kernel:
@@ -112,7 +116,7 @@ class SummedConvolutions(Convolutions, Norms):
         or, with images of 16 bits, float32.
 
         Sums are over this process. With images of 16 bits they may come from sums in float32, over `y` before it is
-        rounded: the relative error of ``E[y^2] - E[y]^2`` is then some 1e-6 times ``1 + E[y]^2 / var``.
+        rounded: the relative error of ``E[y^2] - E[y]^2`` is then about 1e-6 times ``1 + E[y]^2 / var``.
         """
         vector = self.zeros(y.shape[-1:], y.dtype)  # the sums read none of the others
         arrays = BatchNormArrays(y, y, None, None, vector, vector, vector, vector, sums, sums, 1.0)
@@ -128,7 +132,7 @@ class SummedConvolutions(Convolutions, Norms):
         """
         convolution = self.conv_backward_data(dy, w, norm.dy, geometry)
         # Kernels that apply an activation themselves write no intermediate result to dx.
-        # Others need work space of their own: `norm.dy` is their input.
+        # Others need a workspace of their own: `norm.dy` is their input.
         dx = norm.dy if self.fuses_norms else self.empty(norm.dy.shape, norm.dy.dtype)
         sums = self.batch_norm(replace(norm, dx=dx)).backward_sums
         assert sums is not None
@@ -138,11 +142,13 @@ class SummedConvolutions(Convolutions, Norms):
     def _with_statistics(
         self, separate: Kernel, x: Any, w: Any, b: Any, y: Any, sums: Any, geometry: Geometry
     ) -> Kernel:
-        """Return the kernel that computes the same as `separate`; local, on arrays with elements."""
+        """Return a kernel for `conv_forward_sums` on arrays with elements: by default `separate`, the two kernels."""
         return separate
 
     def _with_gradient_sums(
         self, separate: Kernel, dy: Any, w: Any, geometry: Geometry, norm: BatchNormArrays
     ) -> Kernel:
-        """Return the kernel that computes the same as `separate`; local, on arrays with elements."""
+        """Return a kernel for `conv_backward_data_sums` on arrays with elements: by default `separate`, the two
+        kernels.
+        """
         return separate

@@ -17,7 +17,8 @@ from .kernel import Kernel, KernelError, idle
 __all__ = ["ALIGNMENT", "Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
 
 
-#: Elements that are read from the same array of gradients: a bit of the CUDA kernel's table selects it.
+#: Number of adjacent elements that are read from the same array of gradients: a bit of the CUDA kernel's table selects
+#: the array.
 ALIGNMENT = 16
 
 
@@ -29,7 +30,7 @@ class StepNumbers(NamedTuple):
     rate
         Learning rate.
     scale
-        Factor on the gradients (clipping, loss scale).
+        Factor on the gradients (of clipping, inverse of the loss scale).
     first, second
         Two coefficients of the optimizer: Adam's divisors of the first moment, and of the root of the second moment.
     weight
@@ -139,7 +140,7 @@ class Updates(Base):
 
     # ------------------------------------------------------------------ optimizers
     def by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int = 2, whole: bool = False) -> Kernel:
-        """Return one step of an optimizer that is written in operations on arrays, ``np.multiply(a, b, out=c)``.
+        """Build one step of an optimizer that is written in operations on arrays, ``np.multiply(a, b, out=c)``.
 
         The rule is called for every range of `decays`: on a CPU in pieces that stay in its cache, or at once if
         `whole`; on a device on arrays of the device. It must be elementwise unless `whole`, must not allocate, and may

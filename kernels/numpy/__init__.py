@@ -26,7 +26,7 @@ class BlasLimit:
     """Limit of NumPy's BLAS to `threads`, until :meth:`close`.
 
     Local. The limit belongs to the process; of several open limits, the last one made applies. They may be closed in
-    any order: after the last one, BLAS has the number of threads that it had before the first.
+    any order: after the last one is closed, BLAS has the number of threads that it had before the first was made.
     """
 
     _open: ClassVar[list[BlasLimit]] = []
@@ -82,7 +82,7 @@ class NumpyBackend(StagedKernels):
         return "NumPy has only arithmetic of 32 and 64 bits" if is_low(dtype) else ""
 
     def fuses_sums(self, conv: SummedConvolution) -> bool:
-        """Return True: as the reference this backend has every kernel, though it computes two passes."""
+        """Return True: as the reference this backend has every kernel, though it computes this one in two passes."""
         return True
 
     def close(self) -> None:

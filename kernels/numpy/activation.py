@@ -1,8 +1,8 @@
 """Activations and their derivatives, written into given arrays.
 
-No function subtracts nearly equal numbers, and every exponential is computed from ``exp(-|x|)``: near saturation a
-result has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output
-near its limit is inaccurate. Those of ReLU and leaky ReLU read the output, whose sign is enough.
+No function subtracts nearly equal numbers, and no exponential has a large positive argument: near saturation a result
+has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output near its
+limit is inaccurate. Those of ReLU, and of leaky ReLU with a slope >= 0, read the output, whose sign is enough.
 
 `x` may be `y` or `dx`, so each function reads `x` before it writes them. Nothing is allocated.
 """
@@ -155,8 +155,8 @@ def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
     """Compute `phi`, the cumulative normal distribution at `x`, and ``density = exp(-x^2 / 2)``; overwrites two
     buffers.
 
-    With h the nearest multiple of 1/16, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``. The first exponent
-    is exact and the second small; a large rounded exponent would multiply its error into the result.
+    With h the multiple of 1/16 nearest to x, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``. The first
+    exponent is exact and the second small; the error of a large rounded exponent would be multiplied into the result.
     """
     size, other = work[:2]
     np.absolute(x, out=size)
@@ -215,7 +215,7 @@ def _gated(x: Any, e: Any, s: Any, work: Any, rate: Any) -> None:
     """Compute ``s = sigmoid(w) + x * rate * sigmoid'(w)``, the derivative of ``x * sigmoid(w)``, from ``e =
     exp(-|w|)``.
 
-    `w` has the sign of `x`, and `rate` is its derivative; modifies `e`.
+    `w` is a function of `x` and has its sign; `rate` is the derivative of `w`. Modifies `e`.
     """
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)
@@ -361,11 +361,11 @@ def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
-    """Compute ``e = exp(-|w|)`` with ``w = _LINEAR * x + _CUBIC * x^3``, float64; overwrites four more buffers.
+    """Compute ``e = exp(-|w|)`` with ``w = _LINEAR * x + _CUBIC * x^3``, float64; overwrites up to four more buffers.
 
     The exponential multiplies the error of its exponent by the exponent's size. For float32 input, float64 is accurate
-    enough. For float64 input the exponent is split: h, the nearest multiple of 1/64, and its cube have so few bits that
-    two parts are exact.
+    enough. For float64 input the exponent is split: h, the multiple of 1/64 nearest to ``|x|``, and its cube have so
+    few bits that two parts are exact.
     """
     size, h, cube, rest = work[:4]
     np.copyto(size, x)
@@ -432,7 +432,7 @@ def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha
     np.copyto(dx, s, casting="same_kind")
 
 
-#: By name.
+#: Functions of each activation, by the name of the activation.
 KINDS: dict[str, ElementwiseFunctions] = {
     "relu": ElementwiseFunctions(_relu, _relu_gradient, 1),
     "leaky_relu": ElementwiseFunctions(_leaky, _leaky_gradient, 2),

@@ -1,4 +1,4 @@
-"""Attention in NumPy, by tiles of queries and keys. The scores of a tile exist, those of all pairs never do.
+"""Attention in NumPy, by tiles of queries and keys. Memory holds the scores of a tile, never those of all pairs.
 
 Forward keeps for each query the maximum of its scores, the sum of their exponentials and the sum of the values weighted
 by them, and scales both sums down where a later tile has a larger maximum (Milakov and Gimelshein, "Online normalizer
@@ -56,7 +56,9 @@ class TileOperations:
     scratch_bytes = 0
 
     def bind(self, scratch: Any) -> None:
-        """Take a view of scratch memory of `scratch_bytes`, before operations and after the memory has grown."""
+        """Take `scratch`, a view of scratch memory of `scratch_bytes`. It is called before operations, and again after
+        the memory has grown.
+        """
 
     def begin(self) -> None:
         """Prepare for operations by the calling thread."""
@@ -85,18 +87,21 @@ class TileOperations:
         np.add(out, spare, out=out)
 
     def exponentials(self, scores: Any, subtracted: Any) -> None:
-        """Compute ``scores = exp(scores - subtracted)``, with a number per row, or per column of a single matrix."""
+        """Compute ``scores = exp(scores - subtracted)``. `subtracted` has one number per row, or per column of a single
+        matrix.
+        """
         np.subtract(scores, subtracted, out=scores)
         np.exp(scores, out=scores)
 
     def softmax_gradient(self, gradient: Any, subtracted: Any, p: Any) -> None:
-        """Compute ``gradient = (gradient - subtracted) * p``, with the numbers of :meth:`exponentials`."""
+        """Compute ``gradient = (gradient - subtracted) * p``; `subtracted` as in :meth:`exponentials`."""
         np.subtract(gradient, subtracted, out=gradient)
         np.multiply(gradient, p, out=gradient)
 
 
 class _Tiles:
-    """Tiles of one group for a share of samples and heads, in the order of computation; their views of the arrays."""
+    """Tiles of one group for a share of samples and heads, in the order of computation, with their views of the arrays.
+    """
 
     def __init__(
         self, part: TileGroup, arrays: AttentionArrays, geometry: AttentionGeometry, mask: Any, share: Box
@@ -129,7 +134,7 @@ class _Tiles:
 
 
 class _Share(ABC):
-    """Forward or backward pass over all tiles of some samples and heads, with buffers by name in scratch memory.
+    """Forward or backward pass over all tiles of some samples and heads, with named buffers in scratch memory.
 
     Buffers are as large as the largest tile needs.
     """
@@ -161,13 +166,13 @@ class _Share(ABC):
             self.reserve("score", "dropped", dtype=np.bool_)
 
     def reserve(self, size: str, *names: str, dtype: Any = None) -> None:
-        """Reserve buffers of one of the sizes."""
+        """Reserve the buffers `names`, each of the size [elements] that has the name `size`."""
         for name in names:
             self._offsets[name] = self.end
             self.end += round_up(nbytes_of((self._sizes[size],), dtype or self.dtype))
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        """Return a reserved buffer as an array of this shape."""
+        """Return the leading elements of a reserved buffer as an array of this shape."""
         array = self._buffers.get((name, shape))
         if array is None:
             array = self.scratch.view(shape, dtype or self.dtype, self._offsets[name])
@@ -182,7 +187,8 @@ class _Share(ABC):
             tiles.bias = None if bias is None else tiles.part.of_bias(bias, self.g.heads[0], self.margins)
 
     def run(self, first: np.uint64) -> None:
-        """Compute the share; `first` is the dropout counter of the first element of all shares."""
+        """Compute the share; `first` is the term that all dropout counters share (`first_counter`), 0 without dropout.
+        """
         self.operations.begin()
         try:
             # -inf minus a finite number and exponentials that are 0 are not faults.
@@ -210,7 +216,7 @@ class _Share(ABC):
         """Compute all tiles of a box of queries."""
 
     def _pack_bias(self, tiles: _Tiles, rows: Box) -> None:
-        """Copy the biases of a box of queries, if all its tiles have the same."""
+        """Copy the biases of a box of queries, if one box has all keys of a tile."""
         # With several boxes of keys, `scores` reads the biases of each from the view.
         if tiles.bias is None or len(tiles.columns) > 1:
             return
@@ -222,7 +228,9 @@ class _Share(ABC):
 
     # ------------------------------------------------------------------ tiles
     def copied(self, tiles: _Tiles, name: str, box: Box) -> Any:
-        """Return a box of a view as ``(*lead, positions, channels)``: a copy, or one tile of one axis as it is."""
+        """Return a box of the view `name` as ``(*lead, positions, channels)``: a copy, or the view itself for one tile
+        of one axis.
+        """
         view = tiles.of[name][box]
         ndim = len(tiles.part.queries)
         if ndim == 1 and math.prod(view.shape[:-2]) == 1:
@@ -357,8 +365,8 @@ class _Forward(_Share):
         np.copyto(lse, total.reshape(lse.shape))
 
     def _begin(self, y: Any, lse: Any, peak: Any, total: Any, sums: Any) -> None:
-        """Start from the results for other keys, or from no keys. The maximum of no scores is the least finite number,
-        so that its difference from -inf is -inf, not NaN.
+        """Set `peak`, `total` and `sums` to the results for other keys; without merge, `peak` and `total` to those of
+        no keys. The maximum of no scores is the least finite number, so that -inf minus this maximum is -inf, not NaN.
         """
         least = np.finfo(self.dtype).min
         if not self.g.merge:
@@ -466,7 +474,7 @@ class _Backward(_Share):
         return self.scaled(tiles, box), _rows(dy, ndim), delta, lse
 
     def _add(self, tiles: _Tiles, name: str, lead: Box, columns: Box, left: Any, right: Any) -> None:
-        """Add ``left right`` to a gradient of keys or values."""
+        """Add ``left right`` to the gradient `name` of keys or values."""
         target = tiles.of[name][lead + columns]
         product = self.buffer(name, (*extents_of(lead), left.shape[-2], right.shape[-1]))
         # With one axis the view has the shape of the product, which is then added to the array without a copy.
@@ -507,14 +515,16 @@ class _Backward(_Share):
 
 
 class _Pass:
-    """Forward or backward pass in shares of samples or heads, which may run at the same time; `kernel` runs them.
+    """Forward or backward pass in shares of samples or heads, which may run at the same time; :meth:`kernel` returns
+    the kernel that runs them.
 
     Parameters
     ----------
     kind
         Class of the shares.
     operations
-        Operations of each share. Shares with operations of their own may run at the same time.
+        Operations on tiles: one object per share, because shares may run at the same time. Their number is the largest
+        number of shares.
     """
 
     def __init__(
@@ -545,7 +555,7 @@ class _Pass:
             self.nbytes = self._shares[-1].end
 
     def _cut(self, count: int) -> list[Box]:
-        """Return shares of samples and heads of keys, as equal as possible."""
+        """Return at most `count` shares of samples and heads of keys, as equal as possible."""
         samples, heads = self.a.q.shape[0], self.g.key_heads[1] - self.g.key_heads[0]
         products = sum(math.prod((*part.lead, *part.queries, *part.keys)) for part in self.groups)
         if count > 1 and products * self.a.q.shape[-1] // (self.g.heads[1] - self.g.heads[0]) < FEW:
@@ -621,12 +631,14 @@ def _exchanged(array: Any, ndim: int) -> Any:
 
 
 def _rows(array: Any, ndim: int) -> Any:
-    """Return ``(*lead, *positions, channels)`` with the positions of `ndim` axes as one."""
+    """Return ``(*lead, *positions, channels)`` with the `ndim` axes of positions merged into one."""
     return array.reshape(*array.shape[: -ndim - 1], math.prod(array.shape[-ndim - 1 : -1]), array.shape[-1])
 
 
 def _counters(arrays: AttentionArrays, geometry: AttentionGeometry) -> tuple[np.ndarray, np.ndarray]:
-    """Return the terms of the dropout counters from queries, ``(N, *S, heads)``, and keys, ``(N, *T, key_heads)``."""
+    """Return the terms of the dropout counters that depend on queries, ``(N, *S, heads)``, and on keys, ``(N, *T,
+    key_heads)``.
+    """
     mask, ndim, samples = geometry.dropout, len(geometry.reaches), arrays.q.shape[0]
     assert mask is not None
     queries, keys = (tuple(b - a for a, b in intervals) for intervals in (geometry.queries, geometry.keys))

@@ -57,6 +57,7 @@ class Columns:
     def __init__(self, shape: Sequence[int], geometry: Geometry, dtype: Any, limit: int) -> None:
         self.shape, self.geometry, self.dtype = tuple(shape), geometry, np.dtype(dtype)
         self.outputs = geometry.output_shape(shape[1:-1])
+        # Columns of the matrix of a group: its channels at each tap of the window.
         self.depth = geometry.taps * shape[-1] // geometry.groups
         self.margins = Margins(shape, geometry.padding, dtype)
         # A 1x1 convolution reads x without unfolding.
@@ -72,9 +73,12 @@ class Columns:
         self.scratch_bytes = self._padded_offset + self.margins.nbytes
 
     def _split(self, limit: int) -> list[Block]:
-        """Return blocks of whole samples if one sample fits `limit`, else blocks of rows of one sample."""
+        """Return blocks of whole samples if one sample fits `limit`, else blocks of rows of one sample; one block if
+        nothing is unfolded.
+        """
         samples, rows = self.shape[0], self.outputs[0]
         inner = math.prod(self.outputs[1:])
+        # Matrix of one row of outputs on the first spatial axis, all groups together.
         row_bytes = inner * self.depth * self.geometry.groups * self.dtype.itemsize
         # Blocks follow from shapes alone, and products are added in their order: the bits do not depend on the run.
         fit = max(1, limit // max(1, row_bytes))
@@ -138,7 +142,9 @@ class Columns:
     def fold(
         self, dx: Any, scratch: Scratch
     ) -> tuple[Callable[[], None], list[Callable[[], None]], Callable[[], None]]:
-        """Return functions to call before all blocks, per block (adds its matrix to `dx`), and after all blocks."""
+        """Return functions to call before all blocks, per block (each adds the block's matrix to `dx` or to `dx` with
+        margins), and after all blocks.
+        """
         if self.direct:
             return _idle, [_idle for _ in self.blocks], _idle
         # Gradients of the padding are added to the margins, and dropped with them.
@@ -195,7 +201,9 @@ class Margins:
         self.nbytes = 0 if self.none else nbytes_of(self.shape, dtype)
 
     def padded(self, array: Any, scratch: Scratch, offset: int = 0) -> Any:
-        """Return scratch memory from `offset` [B] on for the array with margins, contents undefined."""
+        """Return scratch memory from `offset` [B] on for the array with margins, contents undefined; `array` itself if
+        there are no margins.
+        """
         return array if self.none else scratch.view(self.shape, self._dtype, offset)
 
     def fill(self, padded: Any, array: Any, value: float) -> Callable[[], None]:
@@ -233,6 +241,7 @@ def edges(whole: Any, inside: Sequence[slice]) -> list[Any]:
 def tap_views(padded: Any, outputs: Sequence[int], geometry: Geometry) -> list[Any]:
     """Return for each tap of a window, in row-major order, the inputs that the outputs read: ``(N, *outputs, ...)``."""
     g = geometry
+    # A slice ends just after the input of the last output, so that it has as many elements as there are outputs.
     return [
         padded[(slice(None), *(slice(t * d, t * d + (o - 1) * s + 1, s) for t, d, s, o in axes))]
         for axes in (zip(tap, g.dilation, g.stride, outputs) for tap in np.ndindex(*g.kernel))
@@ -253,9 +262,10 @@ class NumpyConvolutions(Convolutions):
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
-        """Build ``y = columns(x) w^T + b``."""
+        """Build ``y = f(columns(x) w^T + b)``."""
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
+        # (groups, depth, K / groups): a view, which BLAS reads as a transposed matrix without a copy.
         weights = _weights(w, groups).transpose(0, 2, 1)
         # A view: the product of a group is written to the group's channels of `y`.
         outputs = _by_group(y, groups)
@@ -311,7 +321,7 @@ class NumpyConvolutions(Convolutions):
         """Build ``dw = dy^T columns(x)``, ``db = sum of dy``."""
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
-        gradients = _by_group(dy, groups).transpose(0, 2, 1)
+        gradients = _by_group(dy, groups).transpose(0, 2, 1)  # (groups, K / groups, rows)
         into = _weights(dw, groups)
         offset = round_up(columns.scratch_bytes)
         several = len(columns.blocks) > 1

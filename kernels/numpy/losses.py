@@ -185,7 +185,7 @@ class _OfClasses(_NumpyLoss):
         return label, weight
 
     def _class_weights(self, dtype: np.dtype) -> Any:
-        """Return the weights of the classes."""
+        """Return the weights of the classes as an array of `dtype`: 1 each if none are given."""
         weights = self.targets.weights
         return constant(
             self.work,
@@ -301,7 +301,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         flat[index] = part
 
     def _subtract_smoothing(self, z: Any, share: float, weights: Any | None) -> None:
-        """Subtract the target probability that label smoothing gives to every class."""
+        """Subtract from the gradient `z` the target probability that label smoothing gives to every class."""
         counted, part = (buffer(self.work, k, z.shape[1:], z.dtype) for k in ("counted", "part"))
         self._counted_positions(counted, weights)
         for row, w in zip(z, self._class_weights(z.dtype)):

@@ -27,7 +27,9 @@ LONG = 2048
 
 
 class RowBlock:
-    """Some rows of the matrix, viewed as ``(height, width)`` with ``width = repeat * C``."""
+    """Some rows of the matrix ``(rows, C)`` of a packed array, viewed as ``(height, width)`` with ``width = repeat *
+    C``.
+    """
 
     def __init__(self, start: int, stop: int, repeat: int, channels: int) -> None:
         self.start, self.stop, self.repeat, self.channels = start, stop, repeat, channels
@@ -74,7 +76,7 @@ class RowBlocks:
         self._row = np.empty(self.repeat * channels, array.dtype)
 
     def vectors(self, count: int, dtype: Any) -> Any:
-        """Return a ``(count, repeat, C)`` array for per-channel vectors repeated along long rows."""
+        """Return an array of zeros ``(count, repeat, C)`` for per-channel vectors repeated along long rows."""
         return np.zeros((count, self.repeat, self.channels), dtype)
 
     def adder(self, piece: RowBlock) -> Callable[[Any, Any], None]:
@@ -168,6 +170,7 @@ class NumpyBatchNorm:
         forward = self._kernel(self._bind_forward)
         if a.dx is None:
             return BatchNormKernels(statistics, forward, None, None)
+        # Local sums need no reduction over ranks, so one kernel computes sums and `dx`.
         if a.local:
             return BatchNormKernels(statistics, forward, self._kernel(self._bind_backward_local), idle())
         backward_sums = self._kernel(lambda: self._bind_sums(a.sums))
@@ -226,6 +229,7 @@ class NumpyBatchNorm:
             sums.fill(0)
             np.copyto(vectors[0], a.mean, casting="same_kind")
             np.copyto(vectors[1], inverse(), casting="same_kind")
+            # sums[0] = sum dy, sums[1] = sum dy * xhat.
             for add, x, dy, xhat, mean, inv in steps:
                 add(dy, part)
                 np.add(sums[0], part, out=sums[0])
@@ -328,6 +332,7 @@ class ChannelNorm:
         self._sums.fill(0)
         for part in self._parts:
             self._backward_chunk(part)
+        # The sums over positions are those of dy, and of dy * xhat.
         for i, gradient in enumerate((self.a.dbeta, self.a.dgamma)):
             if gradient is not None:
                 np.copyto(gradient, self._sums[i], casting="same_kind")

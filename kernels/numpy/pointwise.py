@@ -18,7 +18,7 @@ from .windows import NumpyWindows
 __all__ = ["NumpyPointwise", "axis_counters", "first_counter", "global_counters", "mix64", "mix64_inplace"]
 
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): 2^64 divided by the golden
-# ratio, and the factors and shifts of its finaliser.
+# ratio, and the factors and shifts of its finalizer.
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -123,7 +123,9 @@ class NumpyPointwise(NumpyWindows):
 
 
 def first_counter(mask: DropoutMask) -> np.uint64:
-    """Return ``key + GOLDEN * index`` of the first element of the first sample, from the current seed and step."""
+    """Return the term that all counters ``key + GOLDEN * index`` of a run share: the key, from the current seed and
+    step, and the samples before this part of the batch.
+    """
     seed, number, first = mask.state.tolist()
     key = mix64(mix64(mix64(seed) + number) + mask.salt)
     # `first` is the number of samples before this part of the batch.
@@ -131,8 +133,9 @@ def first_counter(mask: DropoutMask) -> np.uint64:
 
 
 def mix64(value: int) -> int:
-    """Return `value` mixed by the finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on
-    all bits.
+    """Return `value` mixed by SplitMix64, that is, by an addition and the finalizer.
+
+    It is a bijection of 64-bit numbers. Each bit of the result depends on all bits of `value`.
     """
     z = (value + _GOLDEN) & _MASK
     z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
@@ -153,7 +156,8 @@ def mix64_inplace(z: Any, work: Any) -> None:
 def global_counters(
     shape: Sequence[int], start: Sequence[int], extents: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, over the outer axes and over the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
+    """Return two flat arrays, over the outer axes and over the last one or two, whose sums are ``GOLDEN * index``
+    modulo 2**64.
 
     `index` is the row-major position in an array of `shape` of each element of the block of `extents` that begins at
     `start`, in the order of the block.
@@ -168,7 +172,9 @@ def global_counters(
 def axis_counters(
     shape: Sequence[int], start: Sequence[int], extents: Sequence[int], axes: Sequence[int]
 ) -> np.ndarray:
-    """Return what some axes add to ``GOLDEN * index``, see :func:`global_counters`, as a flat array over them."""
+    """Return what the positions along some axes add to ``GOLDEN * index`` (see :func:`global_counters`), as a flat
+    array over these axes.
+    """
     total = np.zeros((1,), np.uint64)
     for axis in axes:
         # Python's integers, because the product exceeds 64 bits; NumPy's products and sums wrap around, as they should.

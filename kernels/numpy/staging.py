@@ -7,7 +7,7 @@ A backend tries its own kernel of 16 bits first. Where it has none, the call of 
                                       y, dx  rounded  <- float32 stand-ins
 
 The stand-ins are shared by all staged kernels of a backend. Sums, statistics, parameters of norms, and gradients of
-parameters are float32 or float64 already and pass through.
+parameters are usually float32 or float64 already; then they pass through.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pair = tuple[Kernel, Kernel | None]
 
 
 class StandInBuffers:
-    """Float32 buffers for the stand-ins of all staged kernels of a backend. Contents are undefined between kernels.
+    """Buffers for the float32 stand-ins of all staged kernels of a backend. Contents are undefined between kernels.
 
     Attributes
     ----------
@@ -78,7 +78,9 @@ class _StandIns:
         self._pairs: list[tuple[Any, Any]] = []  # (16-bit array, stand-in)
 
     def __call__(self, array: Any) -> Any:
-        """Return the stand-in of a 16-bit array, one for all views of the same elements; other arrays are returned."""
+        """Return the stand-in of a 16-bit array, the same for all views of the same elements; another array, or None,
+        is returned itself.
+        """
         if array is None or not is_low(array.dtype):
             return array
         # In-place kernels have an array twice, and must find one memory in both.
@@ -91,7 +93,7 @@ class _StandIns:
         return wide
 
     def fields(self, arrays: Record) -> Record:
-        """Return a dataclass with all its arrays replaced by stand-ins."""
+        """Return a copy of a dataclass with its 16-bit arrays replaced by stand-ins."""
         named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
         return replace(arrays, **{name: self(a) for name, a in named.items() if isinstance(a, np.ndarray)})
 

@@ -76,6 +76,7 @@ class NumpyUpdates(Updates):
         def adapted(start: int, stop: int, scale: float) -> float:
             """Return the factor on the learning rate of the parameter in this range."""
             p, g = (math.sqrt(_squares(a[start:stop])) for a in (arrays.p, arrays.g))
+            # The layer-wise rate of You et al., "Large batch training of convolutional networks", 2017.
             below = g * scale + weight_decay * p
             # The ratio has no meaning for a parameter of zeros, or one without gradient.
             return trust * p / below if p > 0 and below > 0 else 1.0

@@ -23,7 +23,7 @@ class NumpyWindows(Pointwise):
     scratch: Scratch
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        """Build the maximum over windows, and its gradient by the stored position."""
+        """Build the maximum over windows, and its gradient by the stored positions of the maxima."""
         margins, outputs, scratch = Margins(x.shape, geometry.padding, x.dtype), y.shape[1:-1], self.scratch
         # Training holds the positions from forward to backward, so they take one byte each where that is enough.
         small = geometry.taps <= np.iinfo(np.uint8).max
@@ -187,7 +187,8 @@ class _Axis:
         self.source.fill(0)
         for out, taps, work in self.views:
             for view, weight in taps:
-                if weight == 1.0:  # the only tap of its run, for which `work` may be too short
+                # Most often the only tap of its run, for which `work` may be too short.
+                if weight == 1.0:
                     np.add(view, out, out=view)
                     continue
                 np.multiply(out, weight, out=work)
@@ -200,6 +201,7 @@ def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geo
     counts = np.ones((1,))
     g = geometry
     for n, o, k, s, d, (lo, _) in zip(spatial, outputs, g.kernel, g.stride, g.dilation, g.padding):
+        # Input position of each tap of each output along this axis, (o, k).
         row = np.arange(o)[:, None] * s - lo + d * np.arange(k)
         # The taps of a window are a product over axes, and so is the number of those inside.
         counts = counts[..., None] * ((row >= 0) & (row < n)).sum(axis=1)
@@ -207,10 +209,10 @@ def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geo
 
 
 def first_taps(outputs: Sequence[int], geometry: Geometry, dtype: Any) -> Any:
-    """Return the number of each window's first tap after the padding, as an array ``(1, *outputs, 1)``."""
+    """Return the index of each window's first tap after the padding, as an array ``(1, *outputs, 1)``."""
     first, g = np.zeros((1,), dtype), geometry
     for n, k, s, d, (lo, _) in zip(outputs, g.kernel, g.stride, g.dilation, g.padding):
-        # The ceiling of (lo - n * s) / d; negative for windows that begin inside.
+        # For output o the ceiling of (lo - o * s) / d; negative for windows that begin inside.
         before = -((np.arange(n) * s - lo) // d)  # taps in the padding
         # The last axis of the window varies fastest, as in `tap_views`.
         first = first[..., None] * k + np.clip(before, 0, k - 1).astype(dtype)

@@ -1,4 +1,5 @@
-"""The CPU backend: oneDNN 3 through its C interface, in float32, and in 16 bits that the processor computes in."""
+"""The CPU backend: oneDNN 3 through its C interface, in float32, and in the 16-bit dtypes that the processor supports.
+"""
 
 from __future__ import annotations
 
@@ -210,10 +211,11 @@ class OnednnBackend(NumpyBackend):
     def _or_plain(
         self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None, low: bool = False
     ) -> T:
-        """Return oneDNN's kernel `fast`, or `plain` where oneDNN has no fast one (see DELEGATED).
+        """Return what `fast` builds, oneDNN's kernel, or where oneDNN has no fast one (see DELEGATED) what `plain`
+        builds.
 
-        `plain` is NumPy's kernel, or for 16 bits the kernel of float32. With `what`, the second case is recorded as a
-        substitute; `low`: the kernel has 16 bits.
+        `plain` builds NumPy's kernel, or for 16 bits the kernel of float32. With `what`, its use is recorded as a
+        substitute, unless oneDNN only emulates the dtype; `low`: the kernel has 16 bits.
         """
         try:
             return fast()
@@ -316,5 +318,7 @@ class OnednnBackend(NumpyBackend):
 
 
 def _formats(build: Callable[..., PrimitiveList]) -> dict[str, Callable[[], PrimitiveList]]:
-    """Return the candidates of a convolution by the format of its images: used in place, or reordered to oneDNN's."""
+    """Return the candidates of a convolution by the format of its images: used in place, or reordered to oneDNN's own
+    format.
+    """
     return {"packed": build, "blocked": partial(build, blocked=True)}

@@ -25,8 +25,8 @@ _REMEDY = f"pip install onednn-cpu-gomp (x86-64 Linux), or set {ENVIRONMENT} to 
 
 
 def candidates() -> list[str]:
-    """Return the paths to try, in order: the environment variable alone if it is set; else this Python, conda, the
-    system.
+    """Return the paths of the library to try, in order: the environment variable's alone if it is set; else those of
+    this Python, of conda and of the system.
     """
     named = os.environ.get(ENVIRONMENT)
     if named:
@@ -89,7 +89,7 @@ _STATUS = {
     6: "not required",
 }
 OUT_OF_MEMORY, UNIMPLEMENTED, INVALID, LAST_IMPLEMENTATION = 1, 3, 2, 4
-# Instruction sets (dnnl_cpu_isa_t) by their bits; each includes the earlier ones.
+# Instruction sets (dnnl_cpu_isa_t) by their bits; a set includes those whose bits it has.
 _INSTRUCTION_SETS = {
     0x1: "SSE4.1",
     0x3: "AVX",
@@ -118,7 +118,7 @@ _Dims = POINTER(c_int64)
 
 
 class DnnlError(KernelError):
-    """Error code of a oneDNN call.
+    """Error: a oneDNN call returned an error code.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class DnnlError(KernelError):
 
 
 class Argument(ctypes.Structure):
-    """``dnnl_exec_arg_t``: the number of an argument and its memory."""
+    """``dnnl_exec_arg_t``: the index of an argument (``DNNL_ARG_*``) and the handle of its memory."""
 
     _fields_ = [("index", c_int), ("memory", c_void_p)]
 
@@ -310,7 +310,8 @@ class Abi:
         return self._query_desc(descriptor, _QUERY_ARGUMENT, argument) or 0
 
     def set_threads(self, threads: int) -> None:
-        """Set the number of threads of primitives that this thread creates from now on (OpenMP builds only).
+        """Set the number of threads of primitives that this thread creates from now on, and of matrix products that it
+        runs (OpenMP builds only).
 
         The function is looked up in oneDNN itself, so it belongs to the OpenMP runtime that oneDNN is linked with.
         """

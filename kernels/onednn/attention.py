@@ -25,7 +25,7 @@ _EXP = ("eltwise", c.EXP, 0.0, 0.0)
 
 
 class OnednnTileOperations(TileOperations):
-    """Operations of one thread at a time, each on one thread."""
+    """Operations on tiles by oneDNN. One thread at a time calls them, and each runs on this thread alone."""
 
     #: Largest scratchpad of a product: oneDNN copies one of its matrices into it, in a format of its own.
     scratch_bytes = 1 << 16
@@ -78,7 +78,9 @@ class OnednnTileOperations(TileOperations):
             super().softmax_gradient(gradient, subtracted, p)
 
     def _reorder(self, source: Any, target: Any, *operations: tuple[Any, ...]) -> bool:
-        """Copy between views, with generated code: NumPy calls a loop for each row of channels, which are few."""
+        """Copy between views, with generated code: NumPy calls a loop for each row of channels, which are few. Return
+        False if oneDNN cannot.
+        """
 
         def make() -> Callable[..., None]:
             descs = []
@@ -121,7 +123,8 @@ class OnednnTileOperations(TileOperations):
         return self._call(key, make, arrays)
 
     def _binary(self, array: Any, subtracted: Any, operation: tuple[Any, ...], *more: Any) -> bool:
-        """Compute ``array = operation(array - subtracted)`` in place, on packed arrays; False if oneDNN cannot."""
+        """Compute ``array = operation(array - subtracted)`` in place, on packed arrays. Return False if oneDNN cannot.
+        """
         key = (operation, array.shape, subtracted.shape[-2:])
 
         def make() -> Callable[..., None]:

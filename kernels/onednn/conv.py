@@ -255,9 +255,9 @@ class _Convolution:
 def forward(
     engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, after: Sequence, blocked: bool = False
 ) -> PrimitiveList:
-    """Return ``y = f(conv(x, w) + b)`` as one primitive; `after` are the operations fused after the convolution.
+    """Return the primitives that compute ``y = f(conv(x, w) + b)``: one convolution, and reorders that it needs.
 
-    They have the form that :meth:`PrimitiveList.attributes` takes.
+    `after` are the operations fused after the convolution, in the form that :meth:`PrimitiveList.attributes` takes.
     """
     p = PrimitiveList(engine)
     bias = None if b is None else vector(p, b)
@@ -298,7 +298,9 @@ def backward_data(
 def backward_filter(
     engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry, blocked: bool = False
 ) -> PrimitiveList:
-    """Return ``dw`` and ``db`` as one primitive, with an implementation without a known fault (`faults.py`)."""
+    """Return the primitives that compute ``dw`` and, if not None, ``db``: one convolution of the backward pass, in an
+    implementation without a known fault (`faults.py`), and reorders that it needs.
+    """
     p = PrimitiveList(engine)
     # The hint, a forward primitive, must have a bias if this one writes its gradient.
     bias = None if db is None else vector(p, db)
@@ -341,7 +343,7 @@ def _product(
 
 
 def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> PrimitiveList:
-    """Return ``y = x w^T + b`` as a list of primitives."""
+    """Return the list of primitives that computes ``y = x w^T + b``."""
     p = PrimitiveList(engine)
     # matmul takes a bias with as many axes as the output, broadcast over the samples.
     bias = None if b is None else p.array(b, p.desc((1, b.shape[0]), b.dtype, (b.shape[0], 1)))
@@ -350,14 +352,14 @@ def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> Primi
 
 
 def dense_backward_data(engine: OnednnEngine, dy: Any, w: Any, dx: Any) -> PrimitiveList:
-    """Return ``dx = dy w`` as a list of primitives."""
+    """Return the list of primitives that computes ``dx = dy w``."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy), _matrix(p, w), _matrix(p, dx))
     return p
 
 
 def bias(engine: OnednnEngine, y: Any, b: Any) -> PrimitiveList:
-    """Return ``y = y + b`` in place as a list of primitives; y ``(..., C)``."""
+    """Return the list of primitives that computes ``y = y + b`` in place; y ``(..., C)``."""
     p = PrimitiveList(engine)
     rows = _matrix(p, y.reshape(-1, y.shape[-1]))
     p.binary(c.BINARY_ADD, rows, _matrix(p, b.reshape(1, -1)), rows)
@@ -365,20 +367,22 @@ def bias(engine: OnednnEngine, y: Any, b: Any) -> PrimitiveList:
 
 
 def bias_gradient(engine: OnednnEngine, dy: Any, db: Any) -> PrimitiveList:
-    """Return ``db = sum of dy`` over all rows, dy ``(..., C)`` in 16 bits, as a list of primitives: a product."""
+    """Return the list of primitives that computes ``db = sum of dy`` over all rows, dy ``(..., C)`` in 16 bits, as a
+    matrix product.
+    """
     p = PrimitiveList(engine)
     _add_column_sums(p, dy.reshape(-1, dy.shape[-1]), db)
     return p
 
 
 def _add_column_sums(p: PrimitiveList, dy: Any, db: Any) -> None:
-    """Add the product of a row of ones with `dy`, which oneDNN sums in float32."""
+    """Add a step that writes to `db` the product of a row of ones with `dy`, which oneDNN sums in float32."""
     ones = np.ones((1, dy.shape[0]), dy.dtype)
     _product(p, _matrix(p, ones), _matrix(p, dy), _matrix(p, db.reshape(1, -1)))
 
 
 def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any) -> PrimitiveList:
-    """Return ``dw = dy^T x``, ``db = sum of dy`` as a list of primitives."""
+    """Return the list of steps that computes ``dw = dy^T x`` and, if `db` is not None, ``db = sum of dy``."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
     # NumPy has no fast sums of 16 bits. In float32 its sums of blocks keep the digits that a product would lose.

@@ -1,13 +1,14 @@
 """Batch norm by oneDNN with fused ReLU, with computed or given statistics.
 
-With given statistics, oneDNN's backward primitive leaves out the gradient through mean and variance. It writes ``scale
-* dy'`` and the sums; after the sums are reduced over all processes, one more pass adds the rest::
+With given statistics, oneDNN's backward primitive leaves out the gradient through mean and variance. It writes ``dx =
+gamma / sqrt(var + eps) * dy'`` and the sums; after the sums are reduced over all processes, one more pass adds the
+gradient through mean and variance::
 
     dx += (x - mean) / sqrt(var + eps) * slope + offset      slope  = -gamma * means[1] / sqrt(var + eps)
                                                              offset = -gamma * means[0] / sqrt(var + eps)
 
 oneDNN's fast kernels take multiples of 16 channels. Eight rows of 18 channels are passed as one row of 144, with the
-per-channel vectors repeated eight times; then our own code computes the statistics.
+per-channel vectors repeated eight times; our own code then combines the statistics of the eight copies of a channel.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class OnednnBatchNorm:
     Raises
     ------
     ReferenceOnly
-        If rows cannot be merged to multiples of 16 channels, there is one element per channel, or arrays are so large
-        that oneDNN's offsets overflow.
+        If rows cannot be merged to multiples of 16 channels, parameters or statistics have 16 bits, or arrays are so
+        large that oneDNN's offsets overflow; from :meth:`kernels` also if there is one element per channel.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class OnednnBatchNorm:
         return fallback(p.kernel(), self._far_from_zero(*statistics), careful)
 
     def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
-        """Return a function that returns whether any channel's mean is many times its deviation."""
+        """Return a function that returns whether any channel's mean is many times its standard deviation."""
         left, right = (np.empty(mean.shape, np.float32) for _ in range(2))
 
         def is_far() -> bool:

@@ -148,7 +148,8 @@ def max_pool(
 def pool(
     engine: OnednnEngine, algorithm: int, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry
 ) -> tuple[Kernel, Kernel | None]:
-    """Return the forward and backward kernel. The forward kernel owns the memory with the positions of the maxima.
+    """Return the forward kernel of a pooling, and the backward kernel, or None without `dx`. The forward kernel owns
+    the memory with the positions of the maxima.
 
     Raises
     ------
@@ -189,6 +190,7 @@ _FORWARD = {"leaky_relu": c.RELU, "sigmoid": c.LOGISTIC, "tanh": c.TANH, "silu":
 _BY_INPUT = {"leaky_relu": c.RELU, "silu": c.SWISH, "softplus": c.SOFT_RELU}
 # Rate and factor of kinds whose derivative is ``factor * sigmoid'(rate * x)``.
 _BELLS = {"sigmoid": (1.0, 1.0), "tanh": (2.0, 4.0)}
+# oneDNN's parameter alpha: x * sigmoid(alpha * x), and log(1 + exp(alpha * x)) / alpha.
 _SLOPES = {"silu": 1.0, "softplus": 1.0}
 
 
@@ -291,7 +293,7 @@ def activation(
     Raises
     ------
     ReferenceOnly
-        For strided arrays that are written.
+        If `dy` or `dx` is strided; without them, if `x` or `y` is strided.
     """
     if not _packed(dy, dx) or (dx is None and not _packed(x, y)):
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
@@ -390,7 +392,9 @@ _BUFFERS = 4
 
 
 def gelu(engine: OnednnEngine, x: Any, out: Any, dy: Any = None) -> Kernel:
-    """Return a kernel for ``out = x Phi(x)``, or ``out = (Phi(x) + x phi(x)) dy``; packed arrays, `out` may be `x`."""
+    """Return a kernel for ``out = x Phi(x)``, or with `dy` for ``out = (Phi(x) + x phi(x)) dy``; arrays are packed, and
+    `out` may be `x`.
+    """
     p = PrimitiveList(engine)
     length = min(x.size, max(_PIECE * engine.threads, -(-x.size // _PIECES)))
     scratch = [p.temporary(p.desc((length,), np.float32, (1,))) for _ in range(_BUFFERS)]

@@ -19,7 +19,9 @@ __all__ = ["OnednnEngine", "OnednnMemory", "OnlyEmulated", "PrimitiveList", "Ref
 
 
 class ReferenceOnly(KernelError):
-    """Error: oneDNN has only its reference implementation, which is hundreds of times slower than the others."""
+    """Error: oneDNN has no fast implementation: none at all, or only its reference, which is hundreds of times slower
+    than the others.
+    """
 
 
 class OnlyEmulated(ReferenceOnly):
@@ -34,7 +36,7 @@ class OnednnEngine:
     workspace_bytes : int
         Memory that kernels hold individually [B].
     emulated : set of str
-        Dtypes of which no primitive is made.
+        Dtypes that oneDNN would only emulate: no primitive is made for them.
     """
 
     def __init__(self, abi: Abi, threads: int) -> None:
@@ -136,7 +138,7 @@ class PrimitiveList:
 
     def array(self, array: Any, desc: int) -> OnednnMemory:
         """Return a memory object over an array."""
-        self._keep.append(array)
+        self._keep.append(array)  # oneDNN has its address only
         pointer = array.__array_interface__["data"][0]
         return OnednnMemory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
 
@@ -148,7 +150,9 @@ class PrimitiveList:
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
     def temporary(self, desc: int, margin: int = 0, what: str = "temporary") -> OnednnMemory:
-        """Return scratch memory, undefined at the beginning of every call, with `margin` [B] after it."""
+        """Return scratch memory, undefined at the beginning of every call, with `margin` [B] after it; `what` names the
+        memory in messages about its guard bytes.
+        """
         nbytes = self.abi.desc_size(desc)
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
         if GUARDS.active:
@@ -241,7 +245,9 @@ class PrimitiveList:
         return self.own("primitive_desc", created)
 
     def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True, margin: int = 0) -> None:
-        """Add a primitive with its arguments, and a scratchpad with `margin` [B] after it."""
+        """Add a primitive with its arguments, and a scratchpad with `margin` [B] after it. With `name`, the kernel is
+        named after the primitive's implementation, too.
+        """
         pad = self.required(descriptor, c.SCRATCHPAD)
         if pad:
             arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad, margin, "scratchpad")}
@@ -267,6 +273,7 @@ class PrimitiveList:
         The operations are those of :meth:`attributes`, with the memory in place of its descriptor.
         """
         arguments, described = {c.SRC: left, c.SRC_1: right, c.DST: out}, list[tuple[Any, ...]]()
+        # oneDNN numbers all operations of a primitive, from 0: the offset of an argument is that number plus 1.
         for i, (kind, *values) in enumerate(operations, 1):
             if kind == "binary":
                 arguments[c.POST_OPERATION * i | c.SRC_1] = values[-1]
@@ -276,7 +283,7 @@ class PrimitiveList:
         self.step(self.descriptor("binary", algorithm, *descs, attributes=self.attributes(*described)), arguments)
 
     def number(self, value: float) -> OnednnMemory:
-        """Return the memory of one float32 number that is broadcast."""
+        """Return the memory of one float32 number, which a primitive broadcasts over a flat array."""
         return self.array(np.full((1,), value, np.float32), self.desc((1,), np.float32, (1,)))
 
     def reorder(self, source: OnednnMemory, target: OnednnMemory) -> None:

@@ -47,16 +47,16 @@ _LARGE = 24 << 20
 
 @dataclass(frozen=True)
 class _Limits:
-    """Limits from which products by taps are faster than oneDNN's primitive, measured with oneDNN 3.2.
+    """Limits within which products by taps are faster than oneDNN's primitive, measured with oneDNN 3.2.
 
     Attributes
     ----------
     vector
         Number of float32 elements of a vector register.
     point, window
-        Numbers of weights per tap of 1 x 1 and of larger kernels.
+        Least numbers of weights per tap of 1 x 1 and of larger kernels.
     extension
-        Ratio of the positions that are multiplied to the outputs.
+        Upper limit of the ratio of the positions that are multiplied to the outputs.
     """
 
     vector: int
@@ -100,12 +100,14 @@ class _TapAxis:
         return self.kernel == self.stride == 1 and self.lo == 0 and self.extent == self.outputs
 
     def part(self, start: int, stop: int) -> _TapAxis:
-        """Return the window along some of the outputs."""
+        """Return the window along the outputs ``[start, stop)``."""
         # Negative if the window of the first of these outputs begins inside the input.
         return replace(self, outputs=stop - start, lo=self.lo - start * self.stride)
 
     def inputs(self, phase: int | None) -> tuple[slice, slice]:
-        """Return the positions of a phase that exist in the input, and these inputs; None: of all phases together."""
+        """Return the positions of a phase that exist in the input, and the inputs at them; with None, those of all
+        phases together.
+        """
         # Position i is the input i * step + offset; positions outside of the input are padding.
         step, offset = (1, -self.lo) if phase is None else (self.stride, phase - self.lo)
         count = self.positions * (self.stride if phase is None else 1)
@@ -159,12 +161,12 @@ def preferred(x: Any, dy: Any, geometry: Geometry, instruction_set: str) -> bool
 def backward_filter_by_taps(
     engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry
 ) -> PrimitiveList:
-    """Return ``dw`` and ``db`` of a convolution without groups as a list of primitives.
+    """Return the list of steps that computes ``dw`` and, if not None, ``db`` of a convolution with one group.
 
     Raises
     ------
     ReferenceOnly
-        For other convolutions.
+        For a convolution with several groups.
     """
     if geometry.groups > 1:
         raise ReferenceOnly("filter gradients by taps: expected one group; use another algorithm")
@@ -217,6 +219,7 @@ class _TapProducts:
         return samples * math.prod(axis.positions for axis in axes)
 
     def _source_elements(self, samples: int, axes: Sequence[_TapAxis]) -> int:
+        # Along the last axis all phases are copied, as columns of one matrix, also those that no tap reads.
         phases = math.prod(len(axis.phases) for axis in axes[:-1]) * axes[-1].stride
         return self._positions(samples, axes) * phases * self.channels
 
@@ -224,7 +227,7 @@ class _TapProducts:
         return self._positions(samples, axes) * self.filters
 
     def _scratch(self, elements: Callable[[int, Sequence[_TapAxis]], int]) -> OnednnMemory:
-        """Return scratch memory that is large enough for each block."""
+        """Return scratch memory that is large enough for the `elements` of each block."""
         most = max(elements(samples.stop - samples.start, axes) for samples, axes in self.blocks)
         return self.p.temporary(self.p.desc((most,), self.x.dtype, (1,)))
 
@@ -241,7 +244,9 @@ class _TapProducts:
             self._multiply(samples.stop - samples.start, axes, i > 0)
 
     def _copy(self, target: OnednnMemory, bind: Callable[[Any], tuple[list[Any], list[tuple[Any, Any]]]]) -> None:
-        """Add a step that fills views of scratch memory with zeros, and others with arrays."""
+        """Add a step that fills some views of the scratch memory `target` with zeros, and copies arrays to others.
+        `bind` returns the views to fill, and the pairs (view, array).
+        """
 
         def bound(view: Any) -> Callable[[], None]:
             zeros, pairs = bind(view)
