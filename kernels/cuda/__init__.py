@@ -16,7 +16,7 @@ __all__ = ["Boxes", "CudaKernels", "CupyLauncher", "Launcher"]
 
 
 class CudaKernels(CudaBias, CudaAttention, CudaPointwise, CudaNorms, CudaLosses, CudaUpdates, Backend):
-    """All kernels of a GPU backend except its products.
+    """All kernels of a GPU backend except convolutions and matrix products.
 
     A call enqueues its work on the current stream; it neither synchronizes with the host nor allocates.
 
@@ -29,5 +29,5 @@ class CudaKernels(CudaBias, CudaAttention, CudaPointwise, CudaNorms, CudaLosses,
     launcher : Launcher
         The device interface that compiles and launches the kernels.
     scratch : Scratch
-        Shared memory for partial sums.
+        Device memory that kernels share, for partial sums and other temporary arrays.
     """

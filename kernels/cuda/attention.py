@@ -13,7 +13,7 @@ from .sources import dtype_name
 
 __all__ = ["CudaAttention"]
 
-# AXES and LANES of attention.cu.
+# AXES and LANES of attention.cu. Fewer spatial axes are filled up with axes of one position.
 _AXES, _LANES = 3, 64
 # Python's integers have no limit: products modulo 2^64, as in the kernels.
 _MASK, _GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
@@ -54,6 +54,7 @@ class CudaAttention(Attentions):
         members = {n: getattr(a, n) for n in ("q", "k", "v", "bias", "y", "lse", "dy", "dq", "dk", "dv", "dbias")}
         members |= {"delta": delta, "bias_float": is_float(a.bias), "samples": a.q.shape[0], "heads": heads}
         members |= {"key_heads": key_heads, "first_head": g.heads[0], "groups": g.groups, "scale": g.scale}
+        # Channels of a head: d in queries and keys, e in values and outputs.
         members |= {"d": a.q.shape[-1] // heads, "e": a.y.shape[-1] // heads, "merge": g.merge}
         members |= _rules(g)
         if g.dropout is not None:
@@ -66,7 +67,7 @@ class CudaAttention(Attentions):
 
 
 def _rules(g: AttentionGeometry) -> dict[str, Any]:
-    """Return the members that describe the axes; absent axes have one position."""
+    """Return the struct members that describe the axes; absent axes have one position."""
     absent = _AXES - len(g.reaches)
     # The absent axes come first: the last one stays the fastest in memory.
     reaches = (*(Everywhere(1, 1),) * absent, *g.reaches)
@@ -90,7 +91,7 @@ def _rules(g: AttentionGeometry) -> dict[str, Any]:
 
 
 def _number(reach: Reach) -> int:
-    """Return the number of a rule in the source."""
+    """Return the number of a rule in the source (`enum Rule` of attention.cu)."""
     if isinstance(reach, Everywhere):
         return 0
     return 2 if isinstance(reach, Neighborhood) else 1

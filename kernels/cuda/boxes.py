@@ -25,12 +25,12 @@ COLUMNS = 4 + 3 * AXES
 
 @dataclass(frozen=True)
 class Boxes:
-    """Factories of copies, sums and fills of strided device views, in few launches."""
+    """Factory of kernels that copy, add and fill strided device views, in few launches."""
 
     launcher: Launcher
 
     def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        """Copy every source view to its target view; source and target of all pairs must not overlap.
+        """Return a kernel that copies every source view to its target view; no target overlaps a source or a target.
 
         Elements are converted where the dtypes of a pair differ. Pairs of the same two dtypes share one launch.
         """
@@ -45,7 +45,7 @@ class Boxes:
         return launches[0] if len(launches) == 1 else chain(*launches) if launches else idle()
 
     def add_into(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        """Add every source view to its target view; targets must not overlap one another."""
+        """Return a kernel that adds every source view to its target view; targets must not overlap one another."""
         pairs = _checked("add_into", pairs)
         if not pairs:
             return idle()
@@ -66,9 +66,9 @@ class Boxes:
         )
 
     def fill(self, value: float, *arrays: Any) -> Kernel:
-        """Write `value` into every array or view, of any dtype. Used for margins and for sums that start at 0.
+        """Return a kernel that writes `value` into every array or view, of any dtype; None is skipped.
 
-        Views that allow the same access width share one launch.
+        It is used for margins and for sums that start at 0. Views that allow the same access width share one launch.
         """
         views = [a for a in arrays if a is not None and a.size]
         widths: dict[int, list[tuple[Any, Joined]]] = {}
@@ -109,7 +109,7 @@ def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
 
 
 def is_long(joined: Sequence[Joined]) -> bool:
-    """Return whether the items of a box must be counted in 64 bits."""
+    """Return whether the items of one of the boxes must be counted in 64 bits."""
     return max(j.items for j in joined) >= LARGE
 
 
@@ -161,7 +161,7 @@ class Joined:
     shape
         Items per axis; an item is `lanes` elements (or bytes).
     strides
-        Per array, the strides of the axes in its own unit.
+        Per array, the stride of each axis: in elements (`joined_elements`), or in items (`joined_bytes`, `in_words`).
     lanes
         Elements (or bytes) of an item.
     """
@@ -219,7 +219,7 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
     """Return arrays of one shape with joined axes. An item is the first number of elements in `lanes` that alignment
     permits.
 
-    By default an item is 16 bytes of the first array or one element. Strides are in elements.
+    By default an item is 16 bytes of the first array or one element. Strides are in elements. `what` is for messages.
     """
     sizes = [np.dtype(a.dtype).itemsize for a in arrays]
     strides = [[s // size for s in a.strides] for a, size in zip(arrays, sizes)]

@@ -84,8 +84,8 @@ def address(array: Any) -> int:
 class CupyLauncher(Launcher):
     """Launcher of the CUDA device that is current when this object is made, by CuPy, on CuPy's current stream.
 
-    NVRTC compiles a program when one of its kernels is first bound. CuPy caches the result on disk, so the next process
-    loads it.
+    NVRTC compiles a program when one of its kernels is first requested. CuPy caches the result on disk, so the next
+    process loads it.
 
     Raises
     ------
@@ -221,7 +221,10 @@ def is_large(*arrays: Any) -> bool:
 
 
 def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:
-    """Return the program for the dtype of the first array, with offsets wide enough for all arrays."""
+    """Return the program of `source` for the dtype of the first array, with offsets wide enough for all arrays.
+
+    Arrays that are None are skipped.
+    """
     present = [a for a in arrays if a is not None]
     return CudaProgram(source, (dtype_name(present[0]),), is_large(*present), activation.kind if activation else None)
 

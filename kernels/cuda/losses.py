@@ -86,6 +86,7 @@ class CudaLosses(Losses):
             "target": target,
             "target_code": CODES[dtype_name(target)],
             "weights": self._weights(targets.weights, targets.classes),
+            # A member is a number and cannot be None, so `ignores` records whether there is an ignored class.
             "ignores": targets.ignored is not None,
             "ignored": targets.ignored or 0,
             "rows": target.size,

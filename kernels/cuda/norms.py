@@ -136,8 +136,9 @@ class Norm:
         return {"means": a.sums, "factor": 1.0 / (self.rows if a.training is None else a.training.count)}
 
     def kernels(self) -> BatchNormKernels:
-        """Return the four kernels. Unless statistics are local, the caller reduces the sums over processes between the
-        kernels.
+        """Return the kernels; without `dx` there are none of the backward pass.
+
+        Unless statistics are local, the caller reduces the sums over processes between the kernels.
         """
         if self.a.local:
             return self._local_kernels()

@@ -20,6 +20,7 @@ __all__ = ["CudaPointwise", "readers"]
 
 #: Largest number of arrays that one launch adds.
 TERMS = 12
+# Python's integers have no limit: products with GOLDEN (counters.cuh) are taken modulo 2^64, as on the device.
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -163,6 +164,7 @@ def three(values: Any, fill: int) -> tuple[int, ...]:
 
 
 def _members(x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> dict[str, Any]:
+    # Pooling in one or two dimensions is pooling in three with leading axes of extent 1.
     return {
         "x": x,
         "y": y,

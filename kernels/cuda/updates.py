@@ -145,6 +145,7 @@ class CudaUpdates(Updates):
                 launch.set(partial=partial)
             return run
 
+        # Two float64 numbers per parameter and chunk: the squares of parameters and of gradients.
         return ScratchKernel(bind, self.scratch, 16 * len(table) * chunks, "cuda:lars", table.nbytes)
 
     # ------------------------------------------------------------------ norms and scales

@@ -1,7 +1,7 @@
 """The GPU backend: cuDNN 9 through `nvidia-cudnn-frontend`, cuBLAS, and our own kernels, on CuPy arrays.
 
-Attention is cuDNN's for arrays of 16 bits without dropout, if every query of a tile reads all of its keys (whole
-samples and blocks of them, windows) and cuDNN has a plan; else our own. With autotune the faster one is taken.
+Attention is cuDNN's for arrays of 16 bits without dropout, if every query of a tile reads all keys of the tile
+(whole samples and blocks of them, windows) and cuDNN has a plan; else our own. With autotune the faster one is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CudnnBackend(CudaKernels):
     """Kernels on one GPU: convolutions and attention by cuDNN, dense layers by cuBLAS, all others by our own CUDA code.
 
     Kernels run on the stream that is current in CuPy when they are called, and return before they have finished.
-    Arrays are CuPy arrays on its device, whose compute stream becomes the current one when the backend is opened.
+    Arrays are CuPy arrays on `device`, whose compute stream becomes the current one when the backend is opened.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class CudnnBackend(CudaKernels):
     workspace_limit
         Largest workspace of one convolution [B]; None: no limit.
     store
-        File that stores the plans, by default ``cudnn_plans.jsonl`` in $HALOGRAD_CACHE or ~/.cache/halograd.
+        File that stores the plans; by default that of :func:`halograd.kernels.cudnn.store.store_path`.
     runtime
         Device and libraries; by default the installed ones.
 
@@ -73,7 +73,9 @@ class CudnnBackend(CudaKernels):
     Raises
     ------
     KernelError
-        If CuPy, cuDNN or a device is missing, has an untested version, or the options exclude each other.
+        If a library is missing or has an untested version, there is no GPU, or the options exclude each other.
+    DeviceError
+        If there is no GPU of number `device`.
     """
 
     name: ClassVar[str] = "cudnn"
@@ -142,7 +144,7 @@ class CudnnBackend(CudaKernels):
         )
 
     def _check_capability(self) -> None:
-        """Check the compute capability: TF32 and bfloat16 need tensor cores of 8.0 or later."""
+        """Set the dtypes, and check the precision: TF32 and bfloat16 need compute capability 8.0 or later."""
         major, minor = self.runtime.capability
         new = (major, minor) >= _AMPERE
         if not new and self.arithmetic.precision == "tf32":
@@ -188,7 +190,7 @@ class CudnnBackend(CudaKernels):
         return self.arithmetic.describe(dtype)
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
-        """Return, for each convolution that was tuned, the times of the compared plans [s], the chosen plan first."""
+        """Return, by operation and description, the times of the plans that were compared [s], the chosen one first."""
         return {(key.direction, key.describe()): times for key, times in self._engine.plans.times.items()}
 
     # ------------------------------------------------------------------ attention

@@ -1,9 +1,9 @@
 """Attention by cuDNN where it takes the shape, else by our own kernels.
 
-A plan computes matrices of queries and keys that all read each other: samples, blocks of them, windows. Its arrays are
-ours, or packed copies of windows whose positions have no common stride. A table of relative biases becomes a matrix,
-and the gradient of the matrix is summed to that of the table. In a ring, results for further keys are merged by the
-kept logarithms of sums.
+A plan computes tiles in which every query reads every key: samples, blocks of them, windows. Its arrays are ours, or
+packed copies of windows whose positions have no common stride. A table of relative biases becomes a matrix, and the
+gradient of the matrix is summed to that of the table. In a ring, results for further keys are merged by the stored
+logarithms of sums (`lse`).
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class _Refused(Exception):
 
 
 class CudnnAttention:
-    """Factory of attention for one backend.
+    """Factory of attention kernels for one backend.
 
     Parameters
     ----------
     engine
-        Plans and what they share.
+        Settings that all plans of cuDNN share.
     launcher, xp
         Launcher of our own kernels, and the array module of the device.
     frontend
@@ -155,7 +155,7 @@ class CudnnAttention:
             except KernelError as error:  # the device refuses all plans
                 slower = True
                 self.substitutes.append(Substitute(what, of_tiles.impl, one_line(error)))
-            (kernel if slower else of_tiles).close()
+            (kernel if slower else of_tiles).close()  # frees the temporary arrays of the one that is not taken
             if slower:
                 return of_tiles
         return _guarded(what, kernel, tiles)
@@ -302,7 +302,7 @@ class _Group:
         self.operands[uid] = _TileOperand(view, self.lead, heads, self.call.temporaries, copied)
 
     def add_matrix(self, uid: int) -> None:
-        """Add a matrix of what each pair of a tile adds to its score."""
+        """Add a matrix with one element per pair of a tile: the bias of its score, or the gradient of that bias."""
         shape, dtype = (self.heads, self.queries, self.keys), self.call.arrays.q.dtype
         if nbytes_of(shape, dtype) > self.call.largest:
             raise _Refused(f"the biases of all pairs take {nbytes_of(shape, dtype)} B, more than {self.call.largest} B")
@@ -315,11 +315,11 @@ class _Group:
         return views(array, 1, self.call.xp)[(*(slice(None),) * self.lead, 0)]
 
     def copies(self, *uids: int) -> list[tuple[Any, Any]]:
-        """Return pairs of our arrays and packed ones."""
+        """Return pairs of views of our arrays and of their packed copies."""
         return [pair for uid in uids for pair in self.operands[uid].copies]
 
     def copies_of_stats(self) -> list[tuple[Any, Any]]:
-        """Return pairs of the array `lse` and cuDNN's, whose heads come before the positions."""
+        """Return pairs of views of `lse` and of cuDNN's `stats`, whose axis of heads comes before the positions."""
         view = self.view(self.call.arrays.lse)
         own = self.stats().reshape((*view.shape[: self.lead], self.heads, *view.shape[self.lead : -1]))
         return _pairs(view, own.transpose((*range(self.lead), *range(self.lead + 1, own.ndim), self.lead)))
@@ -349,7 +349,7 @@ class _Group:
         )
 
     def kernel(self, direction: str) -> Kernel:
-        """Return the kernel of the plan."""
+        """Return the kernel of the plan. Raises _Refused if cuDNN has none."""
         call, engine = self.call, self.call.engine
         arrays = {uid: operand.array for uid, operand in self.operands.items()}
         tensors = {uid: operand.tensor for uid, operand in self.operands.items()}
@@ -439,7 +439,7 @@ class _AttentionCall:
     def launch(self, name: str, rows: int, **members: Any) -> Launch:
         """Return a launch of one of our kernels, with blocks of several rows."""
         launcher, rows_of_block = self.owner.launcher, THREADS // _LANES
-        arrays = [a for a in members.values() if hasattr(a, "shape")]
+        arrays = [a for a in members.values() if hasattr(a, "shape")]  # offsets must be wide enough for all of them
         program = scalar_program("attention_parts", self.arrays.q, self.arrays.y, *arrays)
         grid = (max(1, min(-(-rows // rows_of_block), launcher.blocks(16))),)
         return Launch(launcher, program, name, grid, (_LANES, rows_of_block), **members)
@@ -467,11 +467,11 @@ class _AttentionCall:
         return kernel
 
     def before(self) -> list[Kernel]:
-        """Return the steps before cuDNN's."""
+        """Return the kernels that run before those of cuDNN."""
         raise NotImplementedError
 
     def after(self) -> list[Kernel]:
-        """Return the steps after cuDNN's."""
+        """Return the kernels that run after those of cuDNN."""
         raise NotImplementedError
 
     def _copied(self, pairs: Sequence[tuple[Any, Any]]) -> list[Kernel]:
@@ -507,6 +507,7 @@ class _ForwardCall(_AttentionCall):
             members |= {"queries": group.queries, "heads": heads, "e": a.y.shape[-1] // heads}
             return [sequence("attention merge", self.launch("attention_merge", a.lse.size, **members))]
         pairs = [pair for group in self.groups for pair in (*group.copies(O), *group.copies_of_stats())]
+        # The other way round than before cuDNN's kernels: from its arrays to ours.
         return self._copied([(own, ours) for ours, own in pairs])
 
 
@@ -521,7 +522,7 @@ class _BackwardCall(_AttentionCall):
                 group.add(uid, array)
             for uid, array in ((K, a.k), (V, a.v), (DK, a.dk), (DV, a.dv)):
                 group.add(uid, array, of_keys=True)
-            # The same for dq: cuDNN's is added to it.
+            # With `merge` dq is the sum over the keys before: cuDNN's gradient is added to it.
             group.add(DQ, a.dq, copied=geometry.merge)
             if a.bias is not None:
                 group.add_matrix(BIAS_MATRIX)

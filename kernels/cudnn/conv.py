@@ -69,10 +69,10 @@ class ConvSettings:
 class Operands:
     """The arrays of one kernel in the form that cuDNN requires.
 
-    All have the dtype of the images and an address divisible by 16. With 16-bit images, float32 weights are converted
-    at every call, and their gradients are converted back. An array at another address (rows of a block whose size is
-    not a multiple of 16 B) is copied. If the image is padded with zero channels in memory, weights and their gradients
-    get the same number of channels, zero for the added ones.
+    All have the dtype of the images, unless another is requested, and an address divisible by 16. With 16-bit images,
+    float32 weights are converted at every call, and their gradients are converted back. An array at another address
+    (rows of a block whose size is not a multiple of 16 B) is copied. If the image is padded with zero channels in
+    memory, weights and their gradients get the same number of channels, zero for the added ones.
     """
 
     def __init__(self, engine: ConvSettings, dtype: Any) -> None:
@@ -84,7 +84,7 @@ class Operands:
         self.nbytes = 0
 
     def image(self, uid: int, array: Any) -> int:
-        """Add an input that may have more channels in memory than in its shape. Return the number in memory."""
+        """Add an input that may have more channels in memory than in its shape; return the number that cuDNN reads."""
         stored = channels_in_memory(array)
         # A copy has no added channels: it is packed with those of the shape.
         if stored is None or array.data.ptr % ALIGNMENT:
@@ -159,7 +159,7 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
 
 
 def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
-    """Return a kernel for ``y = conv(x, w) + b``, with or without ReLU, in one plan."""
+    """Return a kernel that computes ``y = conv(x, w) + b``, with or without ReLU, by one cuDNN plan."""
     operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
     # Weights for the added channels, too, which are 0.
@@ -190,13 +190,13 @@ def data_gradient(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geom
 
 
 def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-    """Return a kernel for ``dx`` in one plan."""
+    """Return a kernel that computes ``dx`` by one cuDNN plan."""
     operands, shapes = data_gradient(engine, dy, w, dx, geometry)
     return _kernel(engine, operands, BACKWARD_DATA, shapes)
 
 
 def backward_filter(engine: ConvSettings, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
-    """Return a kernel for ``dw`` in one plan."""
+    """Return a kernel that computes ``dw`` by one cuDNN plan."""
     operands = Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(Y, dy)

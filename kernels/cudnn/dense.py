@@ -177,6 +177,7 @@ class Products:
 
 def forward(products: Products, x: Any, w: Any, y: Any) -> Kernel:
     """Return a kernel for ``y = x w^T``."""
+    # By columns: y^T = w x^T, where w is stored as w^T.
     (samples, outputs), inputs = y.shape, x.shape[1]
     left, right = (w, _TRANSPOSED, inputs), (x, _PLAIN, inputs)
     return products.product((outputs, samples, inputs), left, right, (y, outputs))
@@ -184,6 +185,7 @@ def forward(products: Products, x: Any, w: Any, y: Any) -> Kernel:
 
 def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
     """Return a kernel for ``dx = dy w``."""
+    # By columns: dx^T = w^T dy^T, both as they are stored.
     (samples, outputs), inputs = dy.shape, dx.shape[1]
     left, right = (w, _PLAIN, inputs), (dy, _PLAIN, outputs)
     return products.product((inputs, samples, outputs), left, right, (dx, inputs))
@@ -191,6 +193,7 @@ def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
 
 def backward_filter(products: Products, x: Any, dy: Any, dw: Any) -> Kernel:
     """Return a kernel for ``dw = dy^T x``."""
+    # By columns: dw^T = x^T dy, where dy is stored as dy^T.
     (samples, outputs), inputs = dy.shape, x.shape[1]
     left, right = (x, _PLAIN, inputs), (dy, _TRANSPOSED, outputs)
     return products.product((inputs, outputs, samples), left, right, (dw, inputs))

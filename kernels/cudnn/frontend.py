@@ -310,12 +310,12 @@ class _Handle:
 
 
 class Handles:
-    """cuDNN handles on one device, one per thread. A handle's stream is set only when it changes.
+    """cuDNN or cuBLAS handles on one device, one per thread. A handle's stream is set only when it changes.
 
     Parameters
     ----------
     module
-        ``cudnn``.
+        ``cudnn``, or a :class:`~halograd.kernels.cudnn.dense.Cublas`, which has the same functions for handles.
     current_stream
         Function that returns the address of the current stream.
     check_device

@@ -166,7 +166,7 @@ class Arithmetic:
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
     def describe(self, dtype: str) -> str:
-        """Return the arithmetic of float32 products and how to change it; empty for other dtypes, which have no choice.
+        """Describe the arithmetic of float32 products and how to change it; empty for other dtypes: they have no choice.
         """
         if dtype != "float32":
             return ""
@@ -175,7 +175,7 @@ class Arithmetic:
         return 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
 
     def compute_type(self, dtype: str) -> int:
-        """Return cuBLAS's number of the arithmetic for arrays of `dtype`."""
+        """Return the compute type of cuBLAS (``cublasComputeType_t``) for arrays of `dtype`."""
         if dtype == "float64":
             return _COMPUTE_64F
         return _COMPUTE_TF32 if dtype == "float32" and self.precision == "tf32" else _COMPUTE_32F
@@ -201,7 +201,7 @@ class GraphKey(ABC):
     tuned
         Whether the plan is chosen by measurement.
     compared
-        Number of plans that are measured in cuDNN's order, and of more of the fastest engine. cuDNN lists an engine
+        Numbers of plans that are measured: first in cuDNN's order, then of the fastest engine. cuDNN lists an engine
         with many settings in sequence, which differ by 5-30 %; engines for older devices come late.
     what
         Kernel, and what it computes, for messages.
@@ -218,7 +218,7 @@ class GraphKey(ABC):
     @property
     @abstractmethod
     def uids(self) -> tuple[int, ...]:
-        """The tensors of the graph, in order."""
+        """Numbers of the tensors of the graph."""
 
     @abstractmethod
     def graph(self, frontend: Frontend, where: Mapping[str, Any]) -> Any:
@@ -254,7 +254,7 @@ class PlanKey(GraphKey):
     Parameters
     ----------
     direction
-        One of the three directions of a convolution.
+        `FORWARD`, `BACKWARD_DATA` or `BACKWARD_FILTER`.
     dtype
         Dtype of all arrays.
     bias, relu
@@ -281,7 +281,7 @@ class PlanKey(GraphKey):
 
     @property
     def uids(self) -> tuple[int, ...]:
-        """The tensors of the graph, in order."""
+        """Numbers of the tensors of the graph."""
         return (X, W, Y, BIAS) if self.bias else (X, W, Y)
 
     @property
@@ -396,7 +396,7 @@ class Candidates:
         return self._count
 
     def none(self, reason: str = "") -> KernelError:
-        """Return the error for a graph without a plan, with its reason."""
+        """Return the error for a graph without a plan; without `reason` it gives the last fault of a build."""
         reason = reason or self._last or "no engine is left"
         kernel, computed = self.key.what
         return KernelError(

@@ -140,7 +140,7 @@ class CudnnPlan:
     Parameters
     ----------
     propose
-        Function that returns new candidates; called if the plan came from disk and is refused.
+        Function that returns new candidates; called if a plan without `candidates` is refused.
     """
 
     def __init__(
@@ -249,7 +249,10 @@ class Plans:
         return plan
 
     def faster(self, keys: Sequence[GraphKey], kernel: Kernel, other: Kernel) -> bool:
-        """Return whether `other` is faster than `kernel`, which runs the plans of these keys. The times are stored."""
+        """Return whether `other` is faster than `kernel`, which runs the plans of these keys.
+
+        The times are measured if none are stored, and then stored.
+        """
         text = _comparison(keys)
         entry = self._store.get(text)
         if entry is None or other.impl not in entry.seconds:  # another version may have named its kernel differently

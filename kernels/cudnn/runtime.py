@@ -156,7 +156,7 @@ class Runtime:
             )
 
     def load_cublas(self) -> Any:
-        """Return the C functions of the library that CuPy has loaded."""
+        """Return the C functions of the cuBLAS library that CuPy has loaded."""
         # The lookup of a symbol includes the libraries that the module is linked with.
         return ctypes.CDLL(self.cupy.cuda.cublas.__file__)
 

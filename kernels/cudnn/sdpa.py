@@ -46,12 +46,12 @@ def packed(*dims: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionKey(GraphKey):
-    """Key of an attention.
+    """Key of the graph of an attention.
 
     Parameters
     ----------
     direction
-        One of the two directions.
+        `ATTENTION_FORWARD` or `ATTENTION_BACKWARD`.
     tensors
         The arrays by number: their extents (B, H, S, D) and strides.
     scale

@@ -17,7 +17,7 @@ _log = logging.getLogger("halograd.kernels")
 
 
 def store_path() -> Path:
-    """Return the path of the plan file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the plan file: in $HALOGRAD_CACHE, else in ``halograd`` below $XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("HALOGRAD_CACHE")
     if chosen:
         return Path(chosen) / "cudnn_plans.jsonl"
@@ -27,18 +27,18 @@ def store_path() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored plan.
+    """A stored plan, or a stored comparison of two kernels.
 
     Attributes
     ----------
     name
-        Name of the execution plan. Its number differs between versions; its name does not.
+        Name of the execution plan (its number differs between versions, its name does not), or of the faster kernel.
     workspace_bytes
         Workspace of a run [B].
     blob
         The serialized plan if its build ran a compiler, else None.
     seconds
-        Times of the candidates by name [s] if the plan was chosen by measurement.
+        Times of the candidates or kernels by name [s]; empty if the plan was not chosen by measurement.
     """
 
     name: str

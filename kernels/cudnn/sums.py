@@ -86,7 +86,7 @@ class SumsKey(GraphKey):
 
 
 class _Graph:
-    """A graph in construction: tensors by uid, images in 16 bits and float32 for vectors of channels."""
+    """A graph in construction: images (and a bias) in the dtype of the key, other vectors of channels in float32."""
 
     def __init__(self, frontend: Frontend, dtype: str, where: Mapping[str, Any]) -> None:
         self.low, self.full = frontend.data_type(dtype), frontend.data_type("float32")
@@ -177,7 +177,7 @@ def backward_data(
 def _kernel(
     engine: ConvSettings, operands: Operands, direction: str, shapes: Shapes, rows: Any, sums: Any, **fused: bool
 ) -> tuple[SumsKey, Callable[[], Kernel]]:
-    """Return the key of a plan, and a function that returns it with the kernels around it.
+    """Return the key of a plan, and a function that returns the kernel of the plan with the copies around it.
 
     The plan writes the sums in float32 to `rows`; None: to `sums`, or to a temporary if `sums` is float64. Sums that
     are not written to `sums` are then copied there.
@@ -198,7 +198,10 @@ def _kernel(
 
 
 def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -> Kernel:
-    """Return the kernel of a plan: its inputs, the plan, and its outputs, of which the last two are the sums."""
+    """Return the kernel of a plan with the copies of its inputs and outputs; the last two operands are the sums.
+
+    Runs the plan once. Raises KernelError if the device refuses it.
+    """
     kernel = planned(engine, key, operands.addresses, operands.arrays, operands.nbytes)
     # Whether a plan overwrites its sums, or adds to them, is not documented: NaN stays NaN if it adds.
     written = operands.arrays[-2:]
@@ -219,7 +222,7 @@ def _around(engine: ConvSettings, operands: Operands, key: SumsKey, sums: Any) -
 
 
 def faster(engine: ConvSettings, separate: Kernel, key: SumsKey, fused: Callable[[], Kernel]) -> Kernel:
-    """Return the faster kernel by measurement: the result of `fused`, or `separate`, which is closed otherwise."""
+    """Return the faster kernel by measurement, the result of `fused` or `separate`; the other one is closed."""
     separate.impl = "two kernels"  # the same name in the file of plans, whichever engines they have
     if engine.plans.known_slower([key], separate.impl):
         return separate  # without the plan, which takes seconds to compile
