@@ -2,8 +2,8 @@
 // that compute something else: at compile time, so that they take no more registers than they need.
 //
 // No function is formed as a difference of nearly equal numbers, but of exp(-|x|) where there is an exponential: near
-// saturation the result has the relative error of a few roundings. Derivatives are formed of the input for that reason,
-// of ReLU and leaky ReLU also of the output.
+// saturation the result has the relative error of a few roundings. Derivatives are formed from the input for that
+// reason, those of ReLU and leaky ReLU also from the output.
 #pragma once
 #include "common.cuh"
 
@@ -11,8 +11,8 @@
 #define ACTIVATION -1
 #endif
 
-// In the order of ACTIVATIONS of kernels/pointwise.py. Neither of the switches below has a default: a compiler that is
-// asked to (-Werror=switch) refuses a kind without a case, and a number that is no kind gives NaN.
+// In the order of ACTIVATIONS of kernels/pointwise.py. Neither of the switches below has a default: with -Werror=switch
+// a compiler refuses a kind without a case, and a number that is no kind gives NaN.
 enum Kind {
     RELU,
     LEAKY_RELU,
@@ -32,17 +32,17 @@ static_assert(ACTIVATION <= GELU_TANH, "no such kind of activation");
 DEVICE A magnitude(A x) { return x < A(0) ? -x : x; }
 DEVICE A decay(A x) { return exp(-magnitude(x)); }
 
-// Of e = exp(-|x|) the sigmoid of x, and its derivative.
+// The sigmoid of x, and its derivative, from e = exp(-|x|).
 DEVICE A sigmoid(A x, A e) { return (x < A(0) ? e : A(1)) / (A(1) + e); }
 DEVICE A bell(A e) { return e / (A(1) + e) / (A(1) + e); }
 
-// min(max(x + 3, 0), 6) / 6, and NaN of NaN.
+// min(max(x + 3, 0), 6) / 6, and NaN for NaN.
 DEVICE A hard_sigmoid(A x) {
     const A h = x + A(3);
     return h < A(0) ? A(0) : h > A(6) ? A(1) : h / A(6);
 }
 
-// log(1 + exp(x)) without overflow, and NaN of NaN.
+// log(1 + exp(x)) without overflow, and NaN for NaN.
 DEVICE A softplus(A x) { return rectify(x) + log1p(decay(x)); }
 
 // exp(-x^2 / 2). The square in two parts: the error of a large exponent would be multiplied by it.
@@ -105,13 +105,14 @@ DEVICE A activated(Kind kind, A x, A alpha) {
     return A(INFINITY) - A(INFINITY);
 }
 
-// `from` is the input, of ReLU and of leaky ReLU that keeps the sign also the output.
+// The derivative. `from` is the input; for ReLU, and for leaky ReLU that keeps the sign, it may be the output.
 DEVICE A slope(Kind kind, A from, A alpha) {
     const A x = from;
     switch (kind) {
         case RELU: return x > A(0) ? A(1) : A(0);
         case LEAKY_RELU: return x > A(0) ? A(1) : alpha;
         case SIGMOID: return bell(decay(x));
+        // 1 - tanh(x)^2 = 4 e / (1 + e)^2 with e = exp(-2 |x|), without the difference.
         case TANH: return A(4) * bell(decay(A(2) * x));
         case GELU: {
             // The exponential outside: the tail alone may be so small that it is flushed to 0.
@@ -138,13 +139,15 @@ DEVICE A slope(Kind kind, A from, A alpha) {
     return A(INFINITY) - A(INFINITY);
 }
 
-// The gradient with slope `s` of one behind it. Where it is 0 by its formula, so is the product with an infinity or NaN.
+// The gradient of the input, from slope `s` and the gradient `dy` of the output. Where the slope of a flat part is 0,
+// so is the product with an infinity or NaN.
 DEVICE A chained(Kind kind, A s, A dy) {
     const bool flat = kind == RELU || kind == HARD_SIGMOID || kind == HARD_SWISH;
     return flat && s == A(0) ? A(0) : s * dy;
 }
 
-// The activation of this program at what it is given, and the gradient of one behind it.
+// The activation of this program, and the gradient of its input; without one, x and dy are returned
+// unchanged.
 DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(Kind(ACTIVATION), x, alpha); }
 DEVICE A fused_gradient(A x, A alpha, A dy) {
     return ACTIVATION < 0 ? dy : chained(Kind(ACTIVATION), slope(Kind(ACTIVATION), x, alpha), dy);

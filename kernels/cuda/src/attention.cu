@@ -205,8 +205,10 @@ DEVICE A gradient_of(const AttentionParams& p, const Pair& pair, A& probability)
 
 DEVICE Index larger_width(const AttentionParams& p) { return larger(Index(p.d), Index(p.e)); }
 
+// y = sum over keys of exp(score - lse) v with lse = log(sum over keys of exp(score)): backward needs lse to find the
+// probabilities again.
 BLOCK_KERNEL(attention_forward, AttentionParams) {
-    __shared__ A weights[256];
+    __shared__ A weights[256];  // LANES for each row of the block
     const int lane = int(threadIdx.x), own = int(threadIdx.y) * LANES;
     const Index queries = Index(p.query_count[0]) * Index(p.query_count[1]) * Index(p.query_count[2]);
     const Index rows = Index(p.samples) * queries * Index(p.heads);
@@ -250,6 +252,7 @@ BLOCK_KERNEL(attention_forward, AttentionParams) {
                     const A factor = kept(p, pair);
                     weight = factor == A(0) ? A(0) : factor * A(exp(score(p, pair) - lse));
                 }
+                // All lanes have used the weights of the chunk before.
                 __syncthreads();
                 weights[own + lane] = weight;
                 __syncthreads();
@@ -264,6 +267,7 @@ BLOCK_KERNEL(attention_forward, AttentionParams) {
     }
 }
 
+// dq = scale * sum over keys of dscore k with dscore = probability (dp - delta), dp = dy . v and delta = dy . y.
 BLOCK_KERNEL(attention_queries, AttentionParams) {
     __shared__ A weights[256];
     const int lane = int(threadIdx.x), own = int(threadIdx.y) * LANES;
@@ -287,6 +291,7 @@ BLOCK_KERNEL(attention_queries, AttentionParams) {
         for (Index first = 0; first < Index(p.d); first += LANES) {
             const Index c = first + lane;
             A found = 0;
+            // To `most`, as in forward: all threads must reach the barriers.
             for (Index chunk = 0; chunk < Index(p.most); chunk += LANES) {
                 A probability, weight = 0;
                 if (chunk + lane < count)
@@ -307,6 +312,8 @@ BLOCK_KERNEL(attention_queries, AttentionParams) {
     }
 }
 
+// dk = scale * sum over queries of dscore q, and dv = sum over queries of probability dy, for all query heads that share
+// this head of the keys.
 BLOCK_KERNEL(attention_keys, AttentionParams) {
     __shared__ A weights[256], probabilities[256];
     const int lane = int(threadIdx.x), own = int(threadIdx.y) * LANES;
@@ -323,6 +330,7 @@ BLOCK_KERNEL(attention_keys, AttentionParams) {
         // Local heads of the queries that read this head of the keys: from `least` to before `least + groups`.
         const Index groups = Index(p.groups), first_head = Index(p.first_head);
         const Index least = (first_head / groups + shared_head) * groups - first_head;
+        // One loop for the channels of dk and dv, of which there may be different numbers.
         for (Index first = 0; first < larger_width(p); first += LANES) {
             const Index c = first + lane;
             A found_k = 0, found_v = 0;
@@ -335,6 +343,7 @@ BLOCK_KERNEL(attention_keys, AttentionParams) {
                     if (held && chunk + lane < count) {
                         const Position query = element_of(ranges, chunk + lane);
                         bool allowed = true;
+                        // `queries_of` may list more queries than read this key.
                         for (int axis = 0; axis < AXES; ++axis)
                             allowed = allowed && reads(p, axis, query.at[axis], key.at[axis]);
                         if (allowed) weight = gradient_of(p, pair_of(p, sample, head, query, key), probability);
@@ -369,6 +378,7 @@ BLOCK_KERNEL(attention_bias, AttentionParams) {
             Position key;
             Index entry = row % entries;
             bool allowed = true;
+            // The entry of a query and a key is their distance plus extent - 1 (see `score`): it gives the key.
             for (int axis = AXES - 1; axis >= 0; --axis) {
                 const Index distance = entry % Index(p.table[axis]) - Index(p.extent[axis]) + 1;
                 key.at[axis] = query.at[axis] - distance * Index(p.dilation[axis]);

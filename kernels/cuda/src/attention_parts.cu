@@ -27,6 +27,7 @@ struct BiasSumsParams {
     int64 first_head;
 };
 
+// lse = log(exp(before) + exp(more)); each of the two results has the weight exp(its own lse - lse).
 BLOCK_KERNEL(attention_merge, MergeParams) {
     const Index rows = Index(p.samples) * Index(p.queries) * Index(p.heads);
     for (Index start = first_row(); start < rows; start += row_step()) {
@@ -37,7 +38,7 @@ BLOCK_KERNEL(attention_merge, MergeParams) {
         const A before = active ? p.lse[row] : A(0);
         const A more = active ? p.stats[(sample * Index(p.heads) + head) * Index(p.queries) + query] : A(0);
         const A highest = Maximum::of(before, more);
-        const bool none = highest == -INFINITY;
+        const bool none = highest == -INFINITY;  // no keys so far: -inf - -inf would be NaN
         const A lse = none ? highest : highest + A(log(A(exp(before - highest)) + A(exp(more - highest))));
         __syncthreads();  // all lanes have read the old number
         if (!active) continue;
@@ -61,6 +62,7 @@ BLOCK_KERNEL(attention_bias_sums, BiasSumsParams) {
         for (Index query = Index(threadIdx.x); row < rows && query < queries; query += LANES) {
             Index entry = row % entries, rest = query, key = 0, step = 1;
             bool allowed = true;
+            // Entry = position of the query - position of the key + origin, per axis: at most one key per query.
             for (int axis = AXES - 1; axis >= 0; --axis) {
                 const Index count = Index(p.key_count[axis]);
                 const Index at = rest % Index(p.query_count[axis]) + Index(p.origin[axis]) -

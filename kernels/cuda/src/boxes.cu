@@ -8,6 +8,7 @@ template <class Word> struct Copy {
     }
 };
 
+// `source` holds the pattern of 8 bytes; narrower words take its low bytes, which are the whole value.
 template <class Word> struct Fill {
     DEVICE Word operator()(const Piece& piece, int64, const Word*) const { return Word(piece.source); }
 };

@@ -11,7 +11,7 @@ struct ChannelNormParams {
     const void* beta;  // or none
     int64 gamma_float;
     int64 beta_float;
-    A* moments;  // (rows, 2): mean and 1 / deviation, written forward
+    A* moments;  // (rows, 2): mean and 1 / standard deviation, written by the forward pass; or none
     int64 centered;  // 0: the mean counts as 0
     int64 rows;
     int64 channels;
@@ -54,7 +54,7 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
     }
 }
 
-// gamma * dy', dy' = f' * dy, with what f was given computed again.
+// gamma * dy' with dy' = f' * dy; the input of the activation f is computed again.
 DEVICE A gradient(const ChannelNormParams& p, Index at, Index c, A xhat) {
     const A gamma = p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1), dy = widen(p.dy[at]);
     if (ACTIVATION < 0) return dy * gamma;

@@ -1,4 +1,5 @@
-// Sums over all rows of dy' and of dy' * xhat where every row has its own mean and deviation, and plain column sums.
+// Sums over all rows of dy' and of dy' * xhat where every row has its own mean and standard deviation, and plain column
+// sums.
 #include "activation.cuh"
 #include "columns.cuh"
 
@@ -18,7 +19,7 @@ struct ChannelSumsParams {
     int64 second_code;
     int64 rows;
     int64 channels;
-    double alpha;  // of the activation behind the norm
+    double alpha;  // of the activation after the norm
 };
 
 DEVICE void put(double value, void* out, int64 code, Index i) {

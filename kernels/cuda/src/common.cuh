@@ -1,7 +1,7 @@
 // What every kernel needs: element types, vectors of them, loops over a grid, sums over a block.
 //
-// No header of the toolkit is included: NVRTC alone compiles these sources, and so does an ordinary C++ compiler
-// behind the header that HOST_SHIM names, with which the tests run them on a CPU.
+// No header of the toolkit is included: NVRTC alone compiles these sources, and so does an ordinary C++ compiler with
+// the header that HOST_SHIM names, with which the tests run them on a CPU.
 //
 // A kernel takes one struct by value, all of whose members are 8 bytes long (pointers, int64, uint64, double and arrays
 // of them): the launchers read its layout from this text (kernels/cuda/sources.py).
@@ -51,6 +51,7 @@ DEVICE float widen(Half h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h.bits));
     return f;
 }
+// A bfloat16 is the upper half of a float.
 DEVICE float widen(Bfloat16 b) { return __uint_as_float(uint32(b.bits) << 16); }
 DEVICE void narrow(float f, Half& h) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h.bits) : "f"(f)); }
 DEVICE void narrow(float f, Bfloat16& b) {
@@ -76,6 +77,7 @@ DEVICE void narrow(double d, Bfloat16& out) { narrow(float(d), out); }
 template <class Element> struct Arithmetic {
     typedef float type;
 };
+// In all other types a sum or product is formed in float, and rounded where it is stored.
 template <> struct Arithmetic<double> {
     typedef double type;
 };
@@ -132,6 +134,7 @@ DEVICE void set_parameter(double value, void* p, int64 is_float, Index i) {
 DEVICE double block_sum(double value) {
     __shared__ double sums[256];
     const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    // Threads may still read the result of a call before this one.
     __syncthreads();
     sums[thread] = value;
     __syncthreads();

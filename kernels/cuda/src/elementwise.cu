@@ -27,7 +27,7 @@ struct AddParams {
     const T* xs[TERMS];
     T* y;
     int64 terms;
-    double alpha;  // of the activation behind the sum
+    double alpha;  // of the activation after the sum
     int64 axes;
     int64 items;
     int64 shape[AXES];

@@ -38,6 +38,7 @@ DEVICE void leave(const LossParams& p, double sum) {
     const bool first = threadIdx.x == 0 && threadIdx.y == 0;
     const double found = block_sum(sum);
     if (first) p.partial[blockIdx.x] = found;
+    // Other blocks must see the partial sum before they see this block's arrival.
     __threadfence();
     __syncthreads();
     if (first) {
@@ -180,6 +181,7 @@ BLOCK_KERNEL(binary_cross_entropy, LossParams) {
             const A x = widen(p.x[i]), t = A(number_at(p.target, p.target_code, i));
             const A one = (p.weights ? A(p.weights[i % channels]) : A(1)) * t, zero = A(1) - t;
             const A e = exp(x < A(0) ? x : -x), part = log1p(e);
+            // The gradient is (1 - t) sigmoid(x) - w t sigmoid(-x), both with the divisor 1 + e.
             total += double(factor * (zero * (not_negative(x) + part) + one * (not_negative(-x) + part)));
             gradient = factor * ((zero * (x < A(0) ? e : A(1)) - one * (x < A(0) ? A(1) : e)) / (A(1) + e));
         }
@@ -188,6 +190,7 @@ BLOCK_KERNEL(binary_cross_entropy, LossParams) {
     leave(p, total);
 }
 
+// (x - t)^2. The scale is divided by the channels by the launcher.
 BLOCK_KERNEL(mean_squared_error, LossParams) {
     const Index channels = Index(p.channels), count = Index(p.rows) * channels, counted = Index(p.counted) * channels;
     const A scale = gradient_scale(p);

@@ -127,8 +127,8 @@ template <int V> DEVICE void statistics(const NormParams& p) {
     if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
 }
 
-// What an activation is given forward. Backward computes it again from x, which it reads anyway, by the same
-// expression: y need not be read, nor be there any more.
+// The input of the activation in the forward pass. The backward pass computes it again from x, which it reads anyway,
+// by the same expression. So without a residual y is not read, and may be overwritten by then.
 DEVICE A normalized(A x, A mean, A scale, A shift) { return (x - mean) * scale + shift; }
 
 // What `gradient_sums` adds up in one thread. With a residual, x alone does not determine the activation's slope, but y
@@ -185,7 +185,7 @@ DEVICE void add_gradients(const NormParams& p, const Columns& at, double (&sums)
     for (int k = 0; k < V; ++k) sums[1][k] *= double(inverse[k]);
 }
 
-// Sums of dy' and of dy' * xhat, dy' = f' * dy, which is kept where a residual has it for gradient.
+// Sums of dy' and of dy' * xhat, dy' = f' * dy, which is stored if there is a residual, as its gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
@@ -196,7 +196,7 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
     if (add_chunks<V>(at, sums, p.partial, p.arrived)) leave_sums<V>(p, at, sums);
 }
 
-// What a number becomes where it is kept, from where backward reads it.
+// A number as it is stored: the forward pass computes with what the backward pass will read.
 DEVICE A kept(double value, int64 is_float) {
     if (is_float) return A(float(value));
     T stored;
@@ -282,12 +282,13 @@ DEVICE void gradient_data(const NormParams& p, const T* given) {
         mean[k] = parameter(p.mean, p.mean_float, set + k);
         const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
         scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
-        // Of group norm the means contain gamma already, as it differs within a group.
+        // In group norm the means contain gamma already, because it differs within a group.
         const A outer = p.premultiplied ? inverse : scale[k];
         offset[k] = outer * A(sum_at(p.means, p.sums_float, at_mean + k) * p.factor);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
         slope[k] = outer * inverse * A(sum_at(p.means, p.sums_float, at_mean + at.channels + k) * p.factor);
     }
+    // From the last row: `gradient_sums` has read those rows last, so they may still be in a cache.
     for (Index row = at.row; row < at.rows; row += ROWS * at.step) {
         Vec<T, V> x[ROWS], dy[ROWS];
 #pragma unroll

@@ -90,6 +90,7 @@ struct Descent {
     DEVICE explicit Descent(const UpdateParams& u)
         : rate(A(u.scalars[0])), scale(A(u.scalars[1])), decay(A(u.weight_decay)), momentum(A(u.momentum)),
           has_momentum(u.v != 0), nesterov(u.nesterov != 0) {}
+    // As torch.optim.SGD without dampening.
     DEVICE void operator()(A& p, A g, A& v, A&, bool decayed) const {
         g *= scale;
         if (decayed) g += decay * p;
@@ -104,6 +105,7 @@ struct Descent {
 struct AdamRule {
     A rate, scale, decay, shrink, first_step, beta2, second_step, epsilon, correction;
     bool decoupled;
+    // Formed in double: as a float, 1 - beta2 would have lost digits.
     DEVICE explicit AdamRule(const UpdateParams& u)
         : rate(A(u.scalars[0] / u.scalars[2])), scale(A(u.scalars[1])), decay(A(u.weight_decay)),
           shrink(A(1 - u.scalars[0] * u.weight_decay)), first_step(A(1 - u.momentum)), beta2(A(u.beta2)),

@@ -1,4 +1,5 @@
-// Squares of whole arrays and clipping by them, the search for what is not finite, and small steps of scaling a loss.
+// Sums of squares of whole arrays and clipping by their root, the search for numbers that are not finite, and updates
+// of the loss scale.
 #include "common.cuh"
 
 struct SquaresParams {
@@ -32,6 +33,7 @@ template <int V> DEVICE void squares(const SquaresParams& p) {
 BLOCK_KERNEL(squares_1, SquaresParams) { squares<1>(p); }
 BLOCK_KERNEL(squares_v, SquaresParams) { squares<VECTOR>(p); }
 
+// One block, so that the order of the sum never changes.
 BLOCK_KERNEL(finish_squares, SquaresParams) {
     double sum = 0;
     for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];

@@ -54,7 +54,7 @@ template <int V> DEVICE void forward(const ResizeParams& p) {
                 const A outer = A(weight[0][a]) * A(weight[1][b]);
                 for (Index c = 0; c < Index(p.taps[2]); ++c) {
                     const A factor = outer * A(weight[2][c]);
-                    // A weight of zero may stand for an input behind the end.
+                    // An input with a weight of 0 may lie beyond the end of the array.
                     if (factor == A(0)) continue;
                     A x[V];
                     load<V>(p.x + offset(o, p.in, first[0] + a, first[1] + b, first[2] + c, channels), x);
@@ -91,7 +91,7 @@ template <int V> DEVICE void backward(const ResizeParams& p) {
                 const A middle = outer * weight_of(p, 1, b, x.at[1]);
                 for (Index c = start[2]; c < stop[2]; ++c) {
                     const A factor = middle * weight_of(p, 2, c, x.at[2]);
-                    if (factor == A(0)) continue;
+                    if (factor == A(0)) continue;  // an output between the readers that does not read this input
                     A dy[V];
                     load<V>(p.dy + offset(x, p.out, a, b, c, channels), dy);
 #pragma unroll
