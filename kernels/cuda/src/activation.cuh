@@ -146,8 +146,7 @@ DEVICE A chained(Kind kind, A s, A dy) {
     return flat && s == A(0) ? A(0) : s * dy;
 }
 
-// The activation of this program, and the gradient of its input; without one, x and dy are returned
-// unchanged.
+// The activation of this program, and the gradient of its input; without one, x and dy are returned unchanged.
 DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(Kind(ACTIVATION), x, alpha); }
 DEVICE A fused_gradient(A x, A alpha, A dy) {
     return ACTIVATION < 0 ? dy : chained(Kind(ACTIVATION), slope(Kind(ACTIVATION), x, alpha), dy);

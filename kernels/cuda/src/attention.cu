@@ -312,8 +312,8 @@ BLOCK_KERNEL(attention_queries, AttentionParams) {
     }
 }
 
-// dk = scale * sum over queries of dscore q, and dv = sum over queries of probability dy, for all query heads that share
-// this head of the keys.
+// dk = scale * sum over queries of dscore q, and dv = sum over queries of probability dy, for all query heads that
+// share this head of the keys.
 BLOCK_KERNEL(attention_keys, AttentionParams) {
     __shared__ A weights[256], probabilities[256];
     const int lane = int(threadIdx.x), own = int(threadIdx.y) * LANES;
