@@ -166,7 +166,7 @@ class Arithmetic:
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
     def describe(self, dtype: str) -> str:
-        """Describe the arithmetic of float32 products and how to change it. Empty for other dtypes: there is no choice."""
+        """Describe the arithmetic of float32 products, and how to change it; empty for other dtypes."""
         if dtype != "float32":
             return ""
         if self.precision == "tf32":
