@@ -113,7 +113,7 @@ class Augmentation(ABC):
     def leaves_gaps(self, name: str) -> bool:
         """Return whether :meth:`read` may write NaN for elements of an input that have no value.
 
-        They become 0 after normalization.
+        Such elements become 0 after normalization.
         """
         return False
 
@@ -122,7 +122,7 @@ class Augmentation(ABC):
         return np.random.default_rng([self.seed, _OWN, *batch.key(k), *name.encode()])
 
     def read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box as :meth:`SampleWindows.read_batch` does; the samples are changed if ``batch.augmented``."""
+        """Read a box as :meth:`SampleWindows.read_batch` does. A subclass may change samples if ``batch.augmented``."""
         return self.windows.read_batch(name, batch, box, out)
 
     @abstractmethod
@@ -236,7 +236,8 @@ class Rules(AugmentationSettings):
         return self
 
     def probability_of(self, change: str) -> float:
-        """Return the probability of a change for a sample; 0 without the change."""
+        """Return the probability of a change for a sample; 0 if the change is not set."""
+        # A list of angles is true even if all of them are 0.
         if not (np.any(getattr(self, change)) if change == "rotate" else getattr(self, change)):
             return 0.0
         return self.probability.get(change, 1.0) if isinstance(self.probability, dict) else self.probability
@@ -254,9 +255,9 @@ class SamplePlacement:
     Attributes
     ----------
     axes
-        The axis of the sample.
+        Axis of the sample, for each axis of the window.
     mirrored
-        Whether it is reversed.
+        Whether elements are reversed, for each axis of the window.
     """
 
     axes: tuple[int, ...]
@@ -265,15 +266,15 @@ class SamplePlacement:
 
 @AUGMENTATIONS.register
 class StandardAugmentation(Augmentation):
-    """Reader of samples with random changes. Local; every rank draws the same.
+    """Reader of samples with random changes. Local; every rank draws the same changes.
 
     Parameters
     ----------
     settings
         Changes that are drawn.
     windows : SampleWindows
-        Reader of the samples. Fields with spatial axes get the same turns and shifts, each on its own grid; vectors per
-        sample do not.
+        Reader of the samples. Fields with spatial axes are moved together, each on its own grid; vectors per sample are
+        not moved.
     seed : int
 
     Raises
@@ -288,7 +289,7 @@ class StandardAugmentation(Augmentation):
 
     @classmethod
     def crops(cls, settings: Rules) -> bool:
-        """Return whether windows are cut out of the samples."""
+        """Return whether windows are cut out of the samples, by the setting `crop`."""
         return settings.crop
 
     def __init__(self, settings: Rules, windows: SampleWindows, seed: int) -> None:
@@ -349,6 +350,7 @@ class StandardAugmentation(Augmentation):
         for key in ("rotate", "shear"):
             if self._rank == 1 and rules.probability_of(key):
                 raise DataError(f"data.augment.{key}: expected samples of two or more axes, got {self._names}")
+        # The components of a vector change by one matrix per sample, which only a linear map has.
         if rules.vectors and (rules.elastic is not None or self._own):
             what = "elastic" if rules.elastic is not None else "kind"
             raise DataError(
@@ -365,9 +367,10 @@ class StandardAugmentation(Augmentation):
                 )
 
     def _choose_borders(self) -> list[Border]:
-        """Return the border of each axis of the file; an axis along which samples are shifted is periodic.
+        """Return the border of each spatial axis of the samples; an axis along which samples are shifted is periodic.
 
-        Where samples end within their windows, elements outside are padding, with and without a map.
+        If a sample may end within its window, the border of all other axes is ``"zero"``: elements outside of the
+        sample are padding, as they are without a map.
         """
         border = self.settings.border
         if isinstance(border, list) and len(border) != self._rank:
@@ -378,12 +381,13 @@ class StandardAugmentation(Augmentation):
         return ["wrap" if name in self.settings.shifts else border for name, border in zip(self._names, borders)]
 
     def prepare(self, ranges: Mapping[str, TargetRange], weighted: Mapping[str, Sequence[str]]) -> None:
-        """Choose the interpolation of every target, and its value outside of the sample.
+        """Choose the interpolation of every target with spatial axes, and its value outside of the sample.
 
         Raises
         ------
         DataError
-            The border is ``"zero"``, and a target has no value that the loss ignores, and no weights.
+            A map moves elements, the border is ``"zero"``, and a target has neither weights nor a value that the loss
+            ignores.
         """
         weights = {weight for names in weighted.values() for weight in names}
         for name in self._moved:
@@ -412,10 +416,11 @@ class StandardAugmentation(Augmentation):
     # -- random placement ----------------------------------------------------------------------------
 
     def placement(self, batch: Batch, k: int) -> SamplePlacement:
-        """Return the placement of sample `k` of a batch in its window."""
+        """Return the random flips and turns of sample `k` of a batch; none if the batch is not augmented."""
         axes = tuple(range(self._rank))
         if not batch.augmented:
             return SamplePlacement(axes, (False,) * self._rank)
+        # An equal generator draws the start of the window, and skips the numbers drawn here (`SampleWindows.shift`).
         draw = self.windows.random(batch, k)
         mirrored = [name in self.settings.flips and bool(draw.integers(2)) for name in self._names]
         if self.settings.turns:
@@ -425,9 +430,10 @@ class StandardAugmentation(Augmentation):
     # -- smooth maps ---------------------------------------------------------------------------------
 
     def map(self, batch: Batch, k: int, positions: Sequence[NDArray[np.float64]]) -> Sequence[NDArray[np.float64]]:
-        """Return the positions from which elements of sample `k` of a batch take their values; here unchanged ones.
+        """Return the positions from which elements of sample `k` of a batch take their values; here `positions`.
 
-        A subclass overrides it. The changes of the settings come before (rotation, ...) and after (turns, crops, ...).
+        A subclass overrides this method. Of the changes of the settings, rotation, scale, stretch, shear and elastic
+        deformation come before it, and turns, flips, crops and shifts after it.
         To be independent of the cut, each result may depend only on the position that it replaces. Local.
 
         Parameters
@@ -439,7 +445,8 @@ class StandardAugmentation(Augmentation):
         return positions
 
     def _stream(self, change: str, batch: Batch, k: int, name: str = "") -> np.random.Generator | None:
-        """Return the random generator of a change of a sample, of a field if `name` is given; None if it is left out.
+        """Return the random generator of a change of sample `k`, or of its field `name`; None if the sample is drawn
+        to be without this change.
         """
         probability = self.settings.probability_of(change)
         if not probability or not batch.augmented:
@@ -451,7 +458,7 @@ class StandardAugmentation(Augmentation):
         return np.random.default_rng([*key, 1, *name.encode()])
 
     def _smooth(self, batch: Batch, k: int) -> SmoothMap | None:
-        """Return the smooth map of a sample; None if it moves nothing."""
+        """Return the smooth map of sample `k` of a batch; None if it moves nothing."""
         if not self._warps or not batch.augmented:
             return None
         # If this rank reads one sample of a batch, all fields share the map, whose displacement is costly to draw.
@@ -485,13 +492,15 @@ class StandardAugmentation(Augmentation):
         return SmoothMap(self._window, matrix, displacement, own)
 
     def leaves_gaps(self, name: str) -> bool:
-        """Return whether elements outside of the samples become NaN: those of inputs, with the border ``"zero"``."""
+        """Return whether elements outside of the samples become NaN: those of inputs that a map with the border
+        ``"zero"`` moves.
+        """
         return self._warps and "zero" in self._borders and name in self._moved and not self.fields[name].is_target
 
     def _read_warped(
         self, name: str, batch: Batch, k: int, smooth: SmoothMap, box: Sequence[tuple[int, int]], out: NDArray[Any]
     ) -> None:
-        """Read a box ``(*spatial, channels)`` of a sample that is moved by a smooth map."""
+        """Read a box ``(*spatial, channels)`` of sample `k` of a batch, moved by a smooth map."""
         dataset, index, placement = self.windows.dataset, batch.indices[k], self.placement(batch, k)
         starts, window = self.windows.starts(name, batch, k), self.fields[name].shape[:-1]
         grid = GridMap(smooth, placement.axes, placement.mirrored, starts, window)
@@ -510,7 +519,7 @@ class StandardAugmentation(Augmentation):
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box as :meth:`SampleWindows.read_batch` does, with the samples of the batch augmented."""
+        """Read a box as :meth:`SampleWindows.read_batch` does; samples are moved if ``batch.augmented``."""
         if name not in self._moved or not batch.augmented:
             return self.windows.read_batch(name, batch, box, out)
         part, filled = overlap(box, (len(batch.indices), *self.fields[name].shape))
@@ -552,7 +561,7 @@ class StandardAugmentation(Augmentation):
         ranges: Sequence[tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
-        """Copy a box ``(*spatial, channels)`` of a sample to `out`, which has its shape."""
+        """Copy a box ``(*spatial, channels)`` of a placed sample to `out`, of the shape of the box."""
         extents = self.fields[name].shape
         # Along a mirrored axis of extent n, element i is element n - 1 - i of the window that is read.
         own = [
@@ -568,19 +577,18 @@ class StandardAugmentation(Augmentation):
     # -- numbers -------------------------------------------------------------------------------------
 
     def margin(self, name: str) -> int:
-        """Return the radius of the widest filter of an input."""
+        """Return the radius of the widest filter of an input, in elements; 0 for targets and without `blur`."""
         bounds = self.settings.blur if self.settings.probability_of("blur") and name in self._moved else None
         return 0 if bounds is None or self.fields[name].is_target else _radius(bounds[1])
 
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
-        """Apply blur, gamma, contrast, brightness and noise to an input, in place; `part` lies within the samples.
-        Local.
-        """
+        """Apply blur, gamma, contrast, brightness and noise to an input of an augmented batch, in place. Local."""
         rules = self.settings
         if not batch.augmented or self.fields[name].is_target:
             return
         shape, inside = self.fields[name].shape, self.inside(name, batch, box)
         for sample, k in zip(part, range(*inside.ranges[0])):
+            # Without a field: all inputs of a sample are blurred by the same width.
             draw = self._stream("blur", batch, k) if name in self._moved else None
             if draw is not None:
                 _blur(sample, float(_between(draw, rules.blur, 1)[0]))
@@ -606,20 +614,22 @@ class StandardAugmentation(Augmentation):
     def _add_noise(
         self, sample: NDArray[Any], ranges: Sequence[tuple[int, int]], shape: Sequence[int], key: Sequence[int]
     ) -> None:
-        """Add noise. Every row of a sample has its own random stream, so a rank draws the same numbers for its columns.
+        """Add noise to a box of a sample, in place. Every row of the sample has its own random stream, so the noise of
+        an element does not depend on the box.
         """
         if len(shape) == 1:  # numbers per sample: one row of one column
             sample, ranges, shape = sample[None], [(0, 1), *ranges], (1, *shape)
         *leading, columns, channels = ranges
         for at in itertools.product(*(range(low, high) for low, high in leading)):
             row = sample[tuple(i - low for i, (low, _) in zip(at, leading))]
+            # Drawn for all columns and channels of the row; those of the box are used.
             noise = np.random.default_rng([*key, *at]).standard_normal(shape[-2:], np.float32)
             row += self.settings.noise * noise[slice(*columns), slice(*channels)]
 
 
 def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> tuple[tuple[int, ...], list[bool]]:
-    """Return axes and mirroring of a sample that is turned by quarters in its last two axes (`numpy.rot90`), then
-    mirrored.
+    """Return axes and mirroring of a sample that is turned by `quarters` quarter turns in its last two axes
+    (`numpy.rot90`), then mirrored.
 
     >>> _turned((0, 1), [False, False], 1)
     ((1, 0), [True, False])
@@ -635,18 +645,24 @@ def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> t
 
 
 def _between(draw: np.random.Generator, bounds: tuple[float, float], count: int) -> NDArray[np.float64]:
-    """Draw numbers between two bounds, uniformly in the logarithm: a factor is as likely as its inverse."""
+    """Draw `count` numbers between two bounds, uniformly in the logarithm, so that a factor is as likely as
+    its inverse where both lie within the bounds.
+    """
     low, high = (math.log(bound) for bound in bounds)
     return np.exp(draw.uniform(low, high, count))
 
 
 def _radius(deviation: float) -> int:
-    """Return the radius of a Gaussian filter in elements; beyond it weights are below 0.0004 of the largest."""
+    """Return the radius of a Gaussian filter of this standard deviation, both in elements; weights beyond the radius
+    are below 0.0004 of the largest.
+    """
     return max(1, round(4 * deviation))
 
 
 def _blur(sample: NDArray[Any], deviation: float) -> None:
-    """Filter a box ``(*spatial, C)`` of a sample in place; beyond its ends, the nearest elements are used."""
+    """Apply a Gaussian filter of standard deviation `deviation` [elements] to a box ``(*spatial, C)``, in place; beyond
+    the ends of the box, its nearest elements are used.
+    """
     radius = _radius(deviation)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / deviation) ** 2)
     weights = (weights / weights.sum()).astype(sample.dtype)
@@ -659,7 +675,9 @@ def _blur(sample: NDArray[Any], deviation: float) -> None:
 
 
 def _apply_gamma(sample: NDArray[Any], exponents: NDArray[np.float64], limits: tuple[float, float]) -> None:
-    """Raise each channel of ``(*spatial, C)`` to a power, in place, after a map of the limits to 0 and 1, and back."""
+    """Raise each channel of `sample` ``(*spatial, C)`` to a power, in place. A linear map takes `limits` to 0 and 1
+    before, and back afterwards.
+    """
     low, high = limits
     for k, exponent in enumerate(exponents):
         share = (sample[..., k] - low) / (high - low)

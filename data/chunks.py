@@ -1,8 +1,9 @@
 """HDF5 chunks: the size of the cache for them, and the cost of reading by blocks.
 
 HDF5 reads, and decompresses, a whole chunk for any element in it. Its cache keeps the chunks used last; an uncompressed
-chunk that does not fit the cache is read in part. A rank reads its box of one sample after the other, in a random
-order: so a chunk of many samples, or larger than the box, is read many times.
+chunk that does not fit into the cache is read in part. A rank reads its box of one sample after the other, in a random
+order: so it reads a chunk of many samples many times, and of a chunk that reaches beyond the box also elements that it
+does not use.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["CACHE", "SLOW", "Chunks", "chunks_of", "open_cached"]
 CACHE = 256 << 20
 """Cache of a rank, over all open files, for chunks that hold several samples [B]. One sample may need more."""
 SLOW = 4.0
-"""Limit of numbers read per number used, above which reading counts as slow."""
+"""Numbers read per number used from which on reading counts as slow."""
 _LEAST = 8 << 20  # cache for chunks that hold one sample each, if the sample has so many [B]
 _LARGEST = 256 << 10  # size of a suggested chunk [B]
 _SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: the slot of a chunk is its number modulo one of these
@@ -58,11 +59,12 @@ class Chunks:
 
         A sample is read by rows. If chunks hold one sample each, the cache has one row of chunks, or up to 8 MiB (the
         default of HDF5 2.0) of the sample, because some chunks are read again. Chunks of several samples are used again
-        by other samples: they have `share` [B], but at least the chunks of one sample are kept.
+        by other samples: they have `share` [B], but at least the memory of the chunks of one sample, and at most that
+        of all chunks.
         """
         # Chunks at the ends of the dataset are stored whole.
         padded = [-(-n // c) * c for n, c in zip(self.whole, self.shape)]
-        padded[0] = self.shape[0]
+        padded[0] = self.shape[0]  # only the chunks that hold one sample
         sample = math.prod(padded) * self.itemsize
         if self.shape[0] > 1:
             return min(self.nbytes, max(share, sample))
@@ -84,7 +86,7 @@ class Chunks:
         # Elements per sample of all chunks that overlap the ranges.
         touched = math.prod((-(-high // c) - low // c) * c for (low, high), c in zip(ranges, self.shape[1:]))
         used = math.prod(high - low for low, high in ranges)
-        several = min(self.shape[0], self.whole[0])
+        several = min(self.shape[0], self.whole[0])  # a chunk may be longer than the dataset
         if shuffled:
             # Each of the samples of a chunk reads it again, unless it is still cached: with probability cache / chunks.
             chunks = -(-self.whole[0] // self.shape[0]) * self.shape[0] * touched * self.itemsize
@@ -104,7 +106,9 @@ class Chunks:
 
 
 def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
-    """Return the chunks of a dataset; None if HDF5 reads parts without their chunks. Local."""
+    """Return the chunks of a dataset, with `rows` as in :class:`Chunks`; None if HDF5 reads parts of it without whole
+    chunks. Local.
+    """
     if dataset.is_virtual or dataset.chunks is None:
         return None
     chunks = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)
@@ -115,10 +119,11 @@ def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
 
 
 def open_cached(file: h5py.File, name: str, nbytes: int, chunks: Chunks) -> h5py.Dataset:
-    """Open a dataset with this memory for its chunks; it must not be open yet. Local."""
+    """Open a dataset with a cache of `nbytes` [B] for its chunks; the dataset must not be open yet. Local."""
     count = nbytes // (math.prod(chunks.shape) * chunks.itemsize)
     # HDF5 evicts a chunk whose slot another one needs, however much memory is left: ten slots per chunk make that rare.
     slots = next((prime for prime in _SLOTS if prime >= 10 * count), _SLOTS[-1])
     access = h5p.create(h5p.DATASET_ACCESS)
     access.set_chunk_cache(slots, nbytes, 0.75)  # 0.75: HDF5's default preference for evicting chunks that were read
+    # h5py, too, represents bytes of a name that are no UTF-8 as surrogates.
     return h5py.Dataset(h5d.open(file.id, name.encode("utf-8", "surrogateescape"), access))

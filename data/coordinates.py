@@ -74,7 +74,8 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
     file
         File, open for writing.
     dataset
-        Data set whose method ``source(index)`` returns both; without it, all samples belong to its ``path``.
+        Data set whose method ``source(index)`` returns both; without this method, all samples are those of the file
+        ``dataset.path``.
     samples
         Indices in the data set, in the order of the predictions.
     """
@@ -91,8 +92,8 @@ def write_coordinates(
 ) -> list[str]:
     """Write the coordinates of all samples, and attach them to the predictions on the same grid. Local.
 
-    The coordinates are those of the first input with the grid of a prediction. If its axes have dimension scales, all
-    axes in `file` get one, so that netCDF programs can read it.
+    The coordinates are those of the first input with the grid of a prediction, else of the first input. If axes of this
+    input have dimension scales, all axes in `file` get one, so that netCDF programs can read the file.
 
     Parameters
     ----------
@@ -100,10 +101,10 @@ def write_coordinates(
         File, open for writing. It has the datasets of predictions, and others of ``(N,)``; their first axes are
         samples.
     dataset
-        Samples of HDF5 files. Others have no coordinates.
+        Samples of files (:class:`Hdf5Dataset`, of any format). Other data sets have no coordinates.
     outputs
-        Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions. In `file` it may have another
-        first axis, with the scale :data:`STEP`.
+        Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions. In `file`, an axis of times with
+        the scale :data:`STEP` may follow that of the samples.
     allow_external
         As in :class:`Hdf5Dataset`.
 
@@ -124,7 +125,9 @@ def write_coordinates(
 
 
 def _on_the_grid_of(fields: Mapping[str, Field], outputs: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the first input with the grid of an output, else the first input."""
+    """Return the name of the first input with the grid of an output, else that of the first input. Inputs that all
+    samples share are left out.
+    """
     inputs = [name for name, field in fields.items() if not field.is_target and not field.static]
     grids = [shape[:-1] for shape in outputs.values() if len(shape) > 1]
     return next((name for name in inputs if fields[name].shape[:-1] in grids), inputs[0])
@@ -145,7 +148,7 @@ class _JoinedVariables:
     faults
         Reason why a variable is left out, by name.
     samples
-        Number of samples of all files.
+        Number of samples, of all files, that have predictions.
     """
 
     def __init__(
@@ -212,7 +215,9 @@ class _JoinedVariables:
             del self.values[name]  # it differs, so it is written per sample
 
     def read(self, name: str, number: int, opened: StoredFile | None = None) -> NDArray[Any] | None:
-        """Read a variable from file `number`. If it cannot be read, leave it out and return None."""
+        """Read a variable from file `number`, for the samples that have predictions. If it cannot be read, leave it out
+        and return None.
+        """
         path = self._parts[number].path
         try:
             with self._parts[number].open() if opened is None else nullcontext(opened) as file:
@@ -238,7 +243,7 @@ class _JoinedVariables:
 
     @property
     def ranges(self) -> list[slice]:
-        """Range of samples of each file."""
+        """Range of the samples of each file among those that have predictions."""
         ends = np.cumsum([0, *map(len, self._rows)]).tolist()
         return [slice(*ends[k : k + 2]) for k in range(len(self._rows))]
 
@@ -252,6 +257,7 @@ def _difference(mine: Variable, theirs: Variable) -> str:
         return f"its type is {theirs.dtype}, not {mine.dtype}"
     if mark(mine.value) != mark(theirs.value):
         return f"it is {theirs.value}, not {mine.value}"
+    # Of a grid mapping all attributes must agree, because it has no other contents.
     keys = {*mine.attributes, *theirs.attributes} if mine.mapping else _MEANING
     other = [key for key in keys if mark(mine.attributes.get(key)) != mark(theirs.attributes.get(key))]
     return f"it has another {min(other)!r}" if other else ""
@@ -343,6 +349,7 @@ class _CoordinateWriter:
             for key, value in variable.attributes.items():
                 if key not in BOUNDS:
                     self._file[name].attrs[key] = value
+                # Bounds are written next to their coordinate, and may have been left out.
                 elif _base(value) in joined.variables:
                     self._file[name].attrs[key] = _base(value)
 
@@ -357,7 +364,7 @@ class _CoordinateWriter:
             dataset[(slice(None),) * at + (samples,)] = values
 
     def _scales_of(self, axis: int | None) -> list[str]:
-        """Return the written scales of an axis."""
+        """Return the names of the written scales of an axis."""
         if axis is None or axis == _AHEAD:
             return []
         shape = (self._joined.samples if axis == SAMPLE else self._joined.spatial[axis],)
@@ -387,6 +394,7 @@ class _CoordinateWriter:
         joined, scales = self._joined, self._scales
         for name in scales:
             self._file[name].make_scale(name)
+        # Every dataset of the file: predictions, numbers per sample such as the sources, and the other variables.
         datasets = {**self._axes, **dict.fromkeys(self._of_samples, (SAMPLE,))}
         for name, variable in joined.variables.items():
             if name not in scales:
@@ -399,7 +407,11 @@ class _CoordinateWriter:
                     self._file[name].dims[k].attach_scale(self._file[scale])
 
     def _dimension(self, name: str, axis: int | None, k: int) -> str:
-        """Return the scale of an axis without coordinates; create it at the first use of the axis."""
+        """Return the name of the dimension scale of an axis without coordinates; create the scale at the first use of
+        the axis.
+
+        The axis is axis `k` of the dataset `name`.
+        """
         size = self._file[name].shape[k]
         last = f"{name}_channel" if k + 1 == self._file[name].ndim else f"{name}_{k}"
         if axis is None:
@@ -419,7 +431,8 @@ class _CoordinateWriter:
 
 
 def _axes_of_output(shape: tuple[int, ...], spatial: tuple[int, ...]) -> Axes:
-    """Return the axes of predictions ``(N, *shape)``: spatial axes with the extent of the samples, else None.
+    """Return the axes of predictions ``(N, *shape)``: that of the samples, spatial axes with the extent of the samples,
+    and None for others.
 
     >>> _axes_of_output((64, 32, 3), (64, 64)), _axes_of_output((10,), (64, 64))
     ((-1, 0, None, None), (-1, None))
@@ -459,7 +472,7 @@ class Variable:
     path
         Name in its own file.
     axes
-        Axes of the samples that its axes correspond to.
+        Axes of the samples to which its axes correspond.
     shape, dtype
         Shape and dtype, as stored.
     attributes
@@ -520,8 +533,9 @@ class Surroundings:
 def surroundings_of(file: StoredFile, own: Field, allow_external: bool) -> Surroundings:
     """Return the coordinates of the array of a field. Local.
 
-    They are the scales of its axes, the arrays that its attribute ``coordinates`` names (if their scales are among
-    those of the axes), and the arrays of the file that describe samples (`StoredFile.of_samples`).
+    Those of HDF5 files are :class:`Hdf5Surroundings`. In other formats they are the scales of the array's axes, the
+    arrays that its attribute ``coordinates`` names (if their scales are among those of the axes), and the arrays of the
+    file that describe samples (`StoredFile.of_samples`).
 
     `allow_external` is that of :class:`Hdf5Dataset`.
     """
@@ -578,6 +592,7 @@ class Hdf5Surroundings(Surroundings):
                 self._add_scales(axis, label)
         for path in self._text("coordinates").split():
             self._add(path, self._axes_by_scale_or_shape)
+        # After the coordinates, whose axes are those of their bounds.
         for of in list(self.variables.values()):
             for key in BOUNDS:
                 if isinstance(of.attributes.get(key), str):
@@ -586,7 +601,7 @@ class Hdf5Surroundings(Surroundings):
             self._add_mapping(path)
 
     def _text(self, name: str) -> str:
-        """Return a string attribute of the input, or else of the file."""
+        """Return a string attribute of the input, else of the file; "" if neither has it."""
         return _text(self._inputs, name) or _text(self._file, name)
 
     def _add_scales(self, axis: int, label: str) -> None:
@@ -621,7 +636,7 @@ class Hdf5Surroundings(Surroundings):
         return fits[0]
 
     def _add(self, path: str, axes_of: Callable[[h5py.Dataset], Axes], bounds_of: str = "") -> None:
-        """Add the dataset at `path`, or record why it cannot be used."""
+        """Add the dataset at `path`, whose axes `axes_of` returns, or record why it cannot be used."""
         name = posixpath.basename(path)
         if name in self.variables:
             return
@@ -652,7 +667,9 @@ class Hdf5Surroundings(Surroundings):
                 self.faults[name] = one_line(error)
 
     def _find(self, path: str) -> str | None:
-        """Return the full path of a dataset that an attribute of the input names, in its group or in a parent group."""
+        """Return the full path of a dataset that an attribute of the input names, in the group of the input or in a
+        parent group; None if there is none.
+        """
         group = posixpath.dirname(self._inputs.name)
         while True:
             there = posixpath.join(group, path)
@@ -716,7 +733,7 @@ def _axes_of(own: Field, ndim: int) -> Axes:
 
 
 def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> Iterator[Axes]:
-    """Yield the tuples of axes, in order, that have the extents of `shape`.
+    """Yield the tuples of axes, in order, that have the extents of `shape`; `sizes` are the axes with their extents.
 
     >>> list(_in_order((4, 6), [(-1, 9), (0, 4), (1, 6)])), list(_in_order((4,), [(0, 4), (1, 4)]))
     ([(0, 1)], [(0,), (1,)])

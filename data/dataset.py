@@ -45,7 +45,7 @@ Names = Name | Mapping[str, Name] | None
 
 
 def named(names: Names, alone: str) -> dict[str, str]:
-    """Return datasets by the name of the network's input. A single dataset gets the name `alone`.
+    """Return names of datasets by the name of the network's input. A single dataset is that of the input `alone`.
 
     >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
     ({'x': 'fields'}, {'mask': 'label'}, {})
@@ -109,10 +109,10 @@ class Hdf5Dataset:
     Raises
     ------
     DataError
-        The file is missing, not HDF5 or truncated; a dataset is missing, has a wrong rank or type, or was never
-        written; inputs and targets do not fit each other; a source of a virtual dataset is missing or not permitted;
-        class indices are packed; attributes of packed data cannot be applied. Reading raises it for NaN or infinity,
-        and for targets out of range.
+        The file is missing, of another format or truncated; a dataset is missing, has a wrong rank or type, or was
+        never written; inputs and targets do not fit each other; a source of a virtual dataset is missing or not
+        permitted; class indices are packed; attributes of packed data cannot be applied. Reading raises it for NaN or
+        infinity, and for targets out of range.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Hdf5Dataset:
         self.close()
 
     def open(self, checked: bool = True) -> StoredFile:
-        """Return the file, opened once more. `checked`: the sources of its data were checked before."""
+        """Open the file once more, and return it. `checked`: the sources of its data were checked before."""
         # Joined datasets are not in the structure with their packings: these are read again, and those of virtual
         # datasets may be those of their sources, which only an unchecked file looks up.
         checked &= not any(AND in field.dataset for field in self.fields.values())
@@ -185,7 +185,7 @@ class Hdf5Dataset:
         self._file, self._datasets, self._shared = None, {}, {}
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read this rank's box of an input of a global batch. Local.
+        """Read this rank's box of a field of a global batch. Local.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class Hdf5Dataset:
         Raises
         ------
         DataError
-            NaN or infinity in the box, a target out of range, or a file that can no longer be read.
+            An unknown name, NaN or infinity in the box, a target out of range, or a file that can no longer be read.
         """
         if name not in self.fields:
             raise DataError(
@@ -250,7 +250,10 @@ class Hdf5Dataset:
         return chunks is not None and self._memory(chunks) >= chunks.nbytes
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """Return a warning if reading this box of every sample uses a small part of the chunks; else "". Local."""
+        """Return a warning if reading this box of every sample uses a small part of the chunks; else "". Local.
+
+        `shuffled` as in :meth:`Chunks.factor`.
+        """
         field = self.fields[name]
         part = box & Box.of_shape((box.stop[0], *field.shape))  # without padding
         if field.chunks is None or not part.size:
@@ -281,7 +284,7 @@ class Hdf5Dataset:
         return str(self.path), checked_index(self, index)
 
     def _dataset(self, name: str) -> StoredArray:
-        """Return one of the datasets; open all of them at the first call."""
+        """Return the dataset of a field; open all datasets at the first call."""
         if not self._datasets:
             try:
                 # Another rank has checked the file, or it was closed: other files that it names may have changed since.
@@ -296,7 +299,7 @@ class Hdf5Dataset:
         return self._datasets[name]
 
     def _open(self, file: StoredFile, field: Field) -> StoredArray:
-        """Open a dataset without reading its attributes."""
+        """Open the dataset of a field, with its cache of chunks. Raises DataError if its shape has changed."""
         array = file.find(field.dataset)
         if field.static:
             same = array.ndim == len(field.static)
@@ -363,7 +366,7 @@ class Hdf5Dataset:
         out: NDArray[Any],
         kept: Sequence[float],
     ) -> None:
-        """Read a part of a sample to `out` ``(*spatial, C)``."""
+        """Read the part `where` of the stored array, which lies in one sample, to `out` ``(*spatial, C)``."""
         dtype, extent = source.dtype, tuple(s.stop - s.start for s in where if isinstance(s, slice))
         # Without a conversion the file is read straight into `out`.
         direct = field.kind in ("channels last", "vector") and field.packing is None
@@ -375,7 +378,7 @@ class Hdf5Dataset:
             self._convert(field, part, target, kept)
 
     def _read_stored(self, source: StoredArray, where: tuple[int | slice, ...], stored: NDArray[Any]) -> None:
-        """Read a part of a dataset in its own dtype."""
+        """Read the part `where` of a dataset to `stored`, in the dtype of the dataset."""
         self.bytes_read += stored.nbytes
         try:
             source.read(where, stored)
@@ -396,7 +399,7 @@ class Hdf5Dataset:
             np.copyto(out, stored, casting="unsafe")
 
     def _scratch_array(self, dtype: np.dtype[Any], extent: tuple[int, ...]) -> NDArray[Any]:
-        """Return a reused array of this shape, so that reading does not allocate at every step."""
+        """Return an array of shape `extent` in reused memory, so that reading does not allocate at every step."""
         nbytes = math.prod(extent) * dtype.itemsize
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
@@ -404,7 +407,7 @@ class Hdf5Dataset:
 
 
 def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:
-    """Return the slices on disk of the part `where` ``(*spatial, C)`` of one sample."""
+    """Return the index and slices, in the stored array, of the part `where` ``(*spatial, C)`` of sample `index`."""
     *spatial, channels = where
     if kind == "channels first":
         return (index, channels, *spatial)

@@ -50,7 +50,7 @@ class BeingWritten(OSError):
 
 
 class NotRegular(OSError):
-    """Error: a path is a folder, a pipe or a device. Opening a pipe blocks, and reading a device may never end."""
+    """Error: a path is not a regular file. Opening a pipe blocks, and reading a device may never end."""
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
@@ -79,7 +79,7 @@ def open_file(path: Path) -> h5py.File:
     Raises
     ------
     DataError
-        The file is missing, not regular, not HDF5, truncated, or being written.
+        The file is missing, not regular, not readable, not HDF5, truncated, or being written.
     """
     try:
         size = regular_size(path)
@@ -154,7 +154,7 @@ def _warn_of_locks(path: Path, number: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a file error, in lower case."""
+    """Return the reason of a file error in lower case: the text of the system, else the error's message."""
     return (getattr(error, "strerror", None) or one_line(error)).lower()
 
 
@@ -187,18 +187,18 @@ def atomic_path(
     Parameters
     ----------
     path : path
-        Final name. Its folder must exist.
+        Final name. Its folder must exist, unless `parents`.
     needed : int
         Size of the file to come [B]; an error is raised first if the disk has less.
     parents : bool
         Whether to create a missing folder, which is removed again if the block fails.
     remedy : str
-        What helps against too little space, in addition to freeing some, for the message.
+        What helps against too little space, in addition to freeing some; a part of the message.
 
     Raises
     ------
     DataError
-        The folder is missing or not writable, the disk is or becomes full, or another disk error.
+        The folder is missing or not writable, the disk is or becomes full, or another disk error occurs.
     """
     final = Path(path)
     with _new_folder(final.parent) if parents else contextlib.nullcontext():
@@ -230,7 +230,8 @@ def _new_folder(folder: Path, keep: bool = True) -> Iterator[None]:
 
 
 def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[Path], bool]) -> None:
-    """Check early that a file can be written at `path` without replacing a foreign file. The check leaves no file.
+    """Check early that a file can be written at `path` without replacing a foreign file, unless that file is empty. The
+    check leaves no file.
 
     Parameters
     ----------

@@ -48,7 +48,7 @@ def find_files(
     Raises
     ------
     DataError
-        A pattern or a folder matches no file, or a file occurs twice (also through a link).
+        A list is empty, a pattern or a folder matches no file, or a file occurs twice (also through a link).
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
     paths = [path for pattern in several for path in _expanded(os.fspath(pattern), format)]
@@ -74,7 +74,8 @@ def natural(path: str) -> tuple[str, str]:
 
 
 def _by_value(digits: str) -> str:
-    """Return the digits prefixed by their count (names have at most 255), so that names sort by the number."""
+    """Return the digits without leading zeros, after their count (names have at most 255): a text that sorts by value.
+    """
     digits = digits.lstrip("0")
     return f"{len(digits):03}{digits}"
 
@@ -152,10 +153,11 @@ def _shapes_text(
     name: str,
     several_sizes: bool,
 ) -> tuple[str, str, str]:
-    """Return the expected shape of a field, its shape, and the remedy, as strings; empty ones if they agree.
+    """Return the expected shape of a field, its shape, and the remedy, as strings; empty ones if the shapes agree.
 
-    With `several_sizes` the extents may differ from `mine`, but not their ratios to those of the reference field
-    `name`.
+    `mine` is the shape of the field in the first file, `theirs` that in another one; `my_reference` and `reference` are
+    those of the reference field, whose dataset is `name`. With `several_sizes` the extents of `theirs` may differ from
+    `mine`, but not their ratios to those of the reference field.
     """
     change = "write it so"
     if len(mine) != len(theirs):
@@ -235,7 +237,7 @@ class FileSet:
 
     @property
     def names(self) -> list[str]:
-        """Names of the files: the part of the path that differs, and the number of samples."""
+        """Names of the files, for messages: the part of the path that differs, and the number of samples."""
         paths = [part.path.parts for part in self.parts]
         common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths)))
         return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]
@@ -277,9 +279,11 @@ class FileSet:
         return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """Return :meth:`Hdf5Dataset.slow_chunks` of the first file with a warning, with the number of other such files.
+        """Return the warning :meth:`Hdf5Dataset.slow_chunks` of the first file that has one, with the number of further
+        files that have one; "" if none has.
 
-        If all files stay open, fields whose chunks all stay in memory need no warning: they are read once in a run.
+        If all files stay open, files that keep all chunks of the field in memory need no warning: they are read once in
+        a run.
         """
         closed = len(self.parts) > self._most_open
         slow = [part for part in self.parts if closed or not part.keeps(name)]
@@ -554,7 +558,7 @@ class _SampleFile(StoredFile):
         self.files = {name: size for file in files.values() for name, size in file.files.items()} | own
 
     def get(self, name: str) -> StoredArray | None:
-        """Return the array of a dataset, or one that describes the sample."""
+        """Return the array of a dataset, or one that describes the sample; None if there is none of this name."""
         if name not in self._location.parts:
             return self._first.get(name) if name in self.of_samples else None
         parts = self._location.parts[name]

@@ -91,12 +91,12 @@ class StoredArray(ABC):
         return None
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
-        """Return the array with this memory for its chunks [B]."""
+        """Return the array with a cache of `nbytes` [B] for its `chunks`; the same array if parts need no cache."""
         return self
 
     @abstractmethod
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part of the array to `out`, a contiguous array of its shape and dtype."""
+        """Read a part of the array to `out`, contiguous, of the shape of the part and of :attr:`dtype`."""
 
     def numbers(self) -> NDArray[Any]:
         """Return the whole array as it is stored."""
@@ -143,8 +143,8 @@ class StoredFile(ABC):
         """Close the file; `close` may be called twice."""
 
     def find(self, name: str) -> StoredArray:
-        """Return the array of this name, or of several names. Raises DataError with the names of all arrays if there is
-        none.
+        """Return the array of this name, or the joined one of several names (:data:`AND`). Raises DataError if there is
+        none, with the names of arrays that exist, or if it has no numbers.
         """
         array = self.get(name)  # the whole name first, because a name may contain the separator
         if array is None and AND in name:
@@ -158,7 +158,7 @@ class StoredFile(ABC):
         return array
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
-        """Return another array as stored, by its path in an attribute of `dataset`."""
+        """Return the numbers, as stored, of the array at `path`, which an attribute of `dataset` names."""
         return self.find(path).numbers()
 
     def _listed(self) -> str:
@@ -235,7 +235,7 @@ class Channels(StoredArray):
         return [*self._arrays[0].scales[: self.ndim - 1], []]
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return chunks as large as the largest of the arrays."""
+        """Return chunks that have, per axis, the largest extent of the arrays' chunks; None if no array has chunks."""
         chunked = [chunks for array in self._arrays if (chunks := array.chunks(rows)) is not None]
         if not chunked:
             return None
@@ -245,14 +245,14 @@ class Channels(StoredArray):
         return Chunks((*shape, channels), self.shape, chunked[0].rows, itemsize, chunked[0].remedy)
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
-        """Share the memory among the arrays."""
+        """Divide the memory equally among the arrays, and return this array."""
         for k, array in enumerate(self._arrays):
             own = array.chunks(chunks.rows)
             self._arrays[k] = array if own is None else array.cached(nbytes // len(self._arrays), own)
         return self
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read the channels of each array, and unpack its numbers."""
+        """Read a part, array by array, and unpack the numbers of each."""
         channels = where[-1]
         assert isinstance(channels, slice)
         for array, packing, (low, high), last in zip(self._arrays, self._packings, self._ranges, self._last):
@@ -334,7 +334,7 @@ def open_stored(
 
 
 def library(name: str, path: Path) -> Any:
-    """Import the library of a format. Raises DataError with the command that installs it."""
+    """Import the library `name`, to read `path`. Raises DataError with the command that installs the library."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -382,7 +382,8 @@ class ChunkCache:
         self._chunks: OrderedDict[tuple[int, ...], NDArray[Any]] = OrderedDict()
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part of the array to `out`."""
+        """Read a part of the array to `out`, chunk by chunk."""
+        # An index becomes a range of one, so that all axes are treated in the same way.
         ranges = [(index, index + 1) if isinstance(index, int) else (index.start, index.stop) for index in where]
         target = out.reshape([high - low for low, high in ranges])
         for index in product(*(range(low // c, -(-high // c)) for (low, high), c in zip(ranges, self._shape))):
@@ -444,13 +445,13 @@ class SampleArray(StoredArray):
         return (1, *(known.get(axis, 1) for axis in range(self._spatial + 1)))
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks of the source; None if it has none."""
+        """Return the chunks of the source with the axes of this array; None if the source has no chunks or is empty."""
         if self._chunk is None or not math.prod(self.shape):
             return None
         return Chunks(self._chunk, self.shape, min(rows, self.ndim - 1), self.dtype.itemsize, self._remedy)
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part of the sample."""
+        """Read a part of the sample to `out`."""
         own = [slice(index, index + 1) if isinstance(index, int) else index for index in where[1:]]
         values = np.asarray(self._source[tuple(0 if axis is None else own[axis] for axis in self._axes)])
         kept = [axis for axis in self._axes if axis is not None]

@@ -30,7 +30,7 @@ class Nifti(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".nii", ".nii.gz")
 
     def open(self, path: Path, allow_external: bool = False, checked: bool = False) -> StoredFile:
-        """Open a file: its header is read."""
+        """Open a file, and read its header."""
         nibabel = library("nibabel", path)
         with opening(path, "a file of NIfTI"):
             return _NiftiFile(path, nibabel.load(path))
@@ -43,6 +43,7 @@ class _NiftiFile(StoredFile):
         self.path, self.files = path, {}
         proxy, header = image.dataobj, image.header
         shape, rest = tuple(proxy.shape), [k for k, n in enumerate(proxy.shape) if k >= _SPATIAL and n > 1]
+        # NIfTI has further axes for time, channels, ...: one of them may have several elements, which become channels.
         if len(rest) > 1:
             raise DataError(f"{path}: expected (X, Y, Z) or (X, Y, Z, C), got {shape}; write one axis of channels")
         spatial = min(len(shape), _SPATIAL)
@@ -53,7 +54,7 @@ class _NiftiFile(StoredFile):
         inflated = str(path).lower().endswith(".gz")
         # "F": NIfTI stores the first axis contiguously.
         source = _Inflated(proxy) if inflated else np.memmap(path, proxy.dtype, "r", proxy.offset, shape, "F")
-        chunk = shape if inflated else None
+        chunk = shape if inflated else None  # any part of a compressed file needs all of it
         spacing = np.asarray(header.get_zooms()[:_SPATIAL], np.float64)
         self._arrays = {
             "data": SampleArray("data", source, axes, spatial, attrs, chunk, _REMEDY),
@@ -62,7 +63,7 @@ class _NiftiFile(StoredFile):
         }
 
     def get(self, name: str) -> StoredArray | None:
-        """Return an array."""
+        """Return the array of this name, or None."""
         return self._arrays.get(name)
 
     def names(self) -> Iterator[str]:
@@ -89,7 +90,7 @@ class _Inflated:
 
 
 class _HeaderArray(StoredArray):
-    """Numbers of the header, one row per sample."""
+    """Numbers of the header, as an array of one sample: ``(1, ...)``."""
 
     def __init__(self, name: str, values: NDArray[Any], meaning: str) -> None:
         self._values = values[None]

@@ -30,7 +30,7 @@ class Tiff(Format):
     suffixes: ClassVar[tuple[str, ...]] = (".tif", ".tiff", ".svs", ".ndpi", ".btf", ".tf8")
 
     def open(self, path: Path, allow_external: bool = False, checked: bool = False) -> StoredFile:
-        """Open a file: the positions of its tiles are read."""
+        """Open a file, and read the positions of its tiles."""
         tifffile = library("tifffile", path)
         library("zarr", path)  # tifffile reads tiles by it
         with opening(path, "a TIFF file"):
@@ -50,12 +50,13 @@ class _TiffFile(StoredFile):
                     self._levels[f"{prefix}{kind}{k}"] = (kind, number, k, level)
 
     def get(self, name: str) -> StoredArray | None:
-        """Return a level."""
+        """Return the array of this name, a level of a series; None if there is none."""
         if name not in self._levels:
             return None
         kind, number, k, level = self._levels[name]
         with opening(self.path, f"a TIFF file with {name}"):
             axes, spatial = self._axes(level, kind)
+            # tifffile gives the type without the file's byte order, which a memory map needs.
             shape, dtype = tuple(level.shape), np.dtype(level.dtype).newbyteorder(self._file.byteorder)
             if level.dataoffset is not None:  # only for data that are contiguous and not compressed
                 return SampleArray(name, np.memmap(self.path, dtype, "r", level.dataoffset, shape), axes, spatial)
@@ -79,7 +80,7 @@ class _TiffFile(StoredFile):
         return [None if letter is None else order.index(letter) for letter in letters], len(depth) + 2
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the levels."""
+        """Yield the names of the arrays, two for each level."""
         yield from self._levels
 
     def close(self) -> None:

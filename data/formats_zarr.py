@@ -43,7 +43,7 @@ class _ZarrFile(StoredFile):
         self.attrs = _attributes(root.attrs)
 
     def get(self, name: str) -> StoredArray | None:
-        """Return the array of this name."""
+        """Return the array of this name, or None."""
         with opening(self.path, f"an array {name!r} of Zarr"):
             member = self._member(name.strip("/"))
         return _ZarrArray(self, member, name.strip("/")) if isinstance(member, self._array) else None
@@ -82,7 +82,8 @@ class _ZarrArray(StoredArray):
 
     @property
     def scales(self) -> list[list[StoredArray]]:
-        """Arrays of one axis that have the name of a dimension, in the group of this array."""
+        """For each axis, the array ``(extent,)`` in the same group that has the name of the dimension, if there is one.
+        """
         if len(self._dimensions) != self.ndim:
             return [[] for _ in self.shape]
         return [self._scale(name, n) for name, n in zip(self._dimensions, self.shape)]
@@ -105,7 +106,7 @@ class _ZarrArray(StoredArray):
         return Chunks(tuple(self._stored.chunks), self.shape, min(rows, self.ndim - 1), self.dtype.itemsize, _REMEDY)
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
-        """Return the array with a cache if its chunks have several samples."""
+        """Return the array with a cache of `nbytes` [B] if its chunks have several samples, else the same array."""
         if chunks.shape[0] == 1:
             return self
         return _ZarrArray(self._of, self._stored, self.name, ChunkCache(chunks.shape, nbytes, self._chunk))
@@ -114,7 +115,7 @@ class _ZarrArray(StoredArray):
         return np.asarray(self._stored[tuple(slice(k * c, (k + 1) * c) for k, c in zip(index, self._stored.chunks))])
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part."""
+        """Read a part to `out`."""
         if self._cache is not None:
             self._cache.read(where, out)
         else:
@@ -122,7 +123,7 @@ class _ZarrArray(StoredArray):
 
 
 def _attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes of JSON as h5py returns those of HDF5: lists as arrays."""
+    """Return attributes of JSON as h5py returns those of HDF5: lists as arrays; nested ones are left out."""
     values = {}
     for name, value in attributes.items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""HDF5 files, also those of netCDF-4, as files with named arrays."""
+"""HDF5 files, netCDF-4 included, as files with named arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Hdf5Format(Format):
 
 
 class Hdf5File(StoredFile):
-    """Open HDF5 file; `storage` checks the sources of its data."""
+    """Open HDF5 file. `storage` checks the sources of its data; None if they were checked before."""
 
     def __init__(self, path: Path, storage: Storage | None) -> None:
         self.path, self._storage = path, storage
@@ -43,31 +43,31 @@ class Hdf5File(StoredFile):
 
     @property
     def files(self) -> dict[str, int]:  # type: ignore[override]
-        """Other files that hold data of the arrays that were found, with their sizes [B]."""
+        """Other files that hold data of the checked datasets, with their sizes [B]; empty without `storage`."""
         return {} if self._storage is None else self._storage.files
 
     def get(self, name: str) -> StoredArray | None:
-        """Return the dataset of this name; its type and the storage of its data are checked."""
+        """Return the dataset of this name, or None; with `storage`, check its type and the sources of its data."""
         storage = self._storage
         # Checked before it is opened: HDF5 may crash or wait for ever on what the check refuses.
         there = self.file.get(name) if storage is None else self.file[name] if storage.check(self.file, name) else None
         return Hdf5Array(self, there, name) if isinstance(there, h5py.Dataset) else None
 
     def find(self, name: str) -> StoredArray:
-        """Return the dataset of this name. Raises DataError also for a null dataspace."""
+        """Return the array as :meth:`StoredFile.find` does. Raises DataError also for a null dataspace."""
         array = super().find(name)
         if isinstance(array, Hdf5Array) and array.stored.shape is None:
             raise DataError(f"{self.path}: dataset {name!r}: expected an array, got a null dataspace; write it again")
         return array
 
     def dataset(self, name: str) -> h5py.Dataset:
-        """Return a dataset of h5py; errors are those of :meth:`find`."""
+        """Return the h5py dataset of this name; errors are those of :meth:`find`."""
         array = self.find(name)
         assert isinstance(array, Hdf5Array)
         return array.stored
 
     def packing(self, dataset: h5py.Dataset) -> Packing | None:
-        """Return the packing of a dataset, which may be that of its sources."""
+        """Return the packing of a checked dataset; it may be that of the sources of its data."""
         assert self._storage is not None, "the sources are not known"
         return self._storage.packing(dataset)
 
@@ -76,7 +76,7 @@ class Hdf5File(StoredFile):
         yield from self._shapes()
 
     def _listed(self) -> str:
-        """List the datasets, without a check of their data."""
+        """Return names and shapes of the first datasets as a string, without a check of their data."""
         # One more than are listed, to see whether there are more.
         listed = [f"{name} {shape}" for name, shape in self._shapes(LISTED + 1).items()]
         return ", ".join(listed[:LISTED] + ["..."] * (len(listed) > LISTED)) or "none"
@@ -93,7 +93,7 @@ class Hdf5File(StoredFile):
         return shapes
 
     def variable(self, dataset: str, path: str) -> NDArray[Any]:
-        """Return the values of a variable in the file of `dataset`, which may be a link into another file."""
+        """Return the values of the dataset at `path` in the file of `dataset`, a name that may link to another file."""
         return np.asarray(self.file[dataset].file[path][()])
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Hdf5Array(StoredArray):
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
-        """Type of the stored numbers; an error for types that NumPy does not have."""
+        """Type of the stored numbers. Raises TypeError for types that NumPy does not have."""
         return self.stored.dtype
 
     def __eq__(self, other: object) -> bool:
@@ -158,16 +158,16 @@ class Hdf5Array(StoredArray):
         return self._of.packing(self.stored)
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks of the dataset."""
+        """Return the chunks of the dataset as :func:`chunks_of` does."""
         return chunks_of(self.stored, rows)
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
-        """Return the dataset with a cache of this size; a dataset that is already open would keep its old one."""
+        """Close the dataset, and return it with a cache of `nbytes` [B]: an open dataset would keep its old cache."""
         self.stored.id.close()
         return Hdf5Array(self._of, open_cached(self._of.file, self._path, nbytes, chunks), self._path)
 
     def read(self, where: Where, out: NDArray[Any]) -> None:
-        """Read a part, in the dtype in which it is stored."""
+        """Read a part to `out`, in the dtype in which it is stored."""
         if not out.size or not where:  # an empty part or a scalar, which have no hyperslab
             self.stored.read_direct(out, where)
             return
@@ -178,9 +178,9 @@ class Hdf5Array(StoredArray):
 
 
 def scales_of(dataset: h5py.Dataset) -> list[list[h5py.Dataset]]:
-    """Return the dimension scales of each axis, without deleted ones.
+    """Return the dimension scales of each axis, without deleted scales.
 
-    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
+    They are read from the attribute, because HDF5's own function frees memory twice for damaged files.
     """
     references = dataset.attrs.get("DIMENSION_LIST")
     if not isinstance(references, np.ndarray) or references.shape != (dataset.ndim,) or references.dtype.kind != "O":

@@ -10,10 +10,10 @@ per simulation:
   swings with time, so that particle paths are chaotic and stretch the mesh into folds;
 - *bubble*: two vortices of opposite sign at the flanks of the bubble, as a shock leaves behind when it
   runs through matter of another density (baroclinic vorticity); strength proportional to the Atwood
-  number. Their centres drift with the cells;
-- *sound*: a mild compression ``b(t) cos(m pi x) cos(n pi y)`` of the potential, which changes density.
+  number. Their centers drift with the cells and the sound;
+- *sound*: a mild compression with the velocity potential ``b(t) cos(m pi x) cos(n pi y)``, which changes the density.
 
-Cells and bubble are free of divergence, and no part crosses the walls.
+Cells and bubble are free of divergence, and the velocity of no part crosses the walls.
 
 Reference
 ---------
@@ -59,9 +59,9 @@ SUBCELLS = 8
 """Sample points per axis of a cell for its share of the bubble."""
 LEAST_AREA = 0.1
 """Least area of a cell for the density, relative to its initial area: a tangled cell has no area or a negative one."""
-HIGHEST_WAVE = 7
-CELLS = 8
-SOUNDS = 2
+HIGHEST_WAVE = 7  # of the wave numbers m and n
+CELLS = 8  # number of standing vortices
+SOUNDS = 2  # number of compressions
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Bubble:
     Attributes
     ----------
     x, y, radius : float
-        Centre and radius [m].
+        Center and radius [m].
     density, ambient : float
         Initial density inside and outside [kg/m^3].
     gamma, ambient_gamma : float
-        Adiabatic exponents.
+        Adiabatic exponents inside and outside.
     """
 
     x: float
@@ -95,7 +95,7 @@ class Bubble:
 
     @property
     def atwood(self) -> float:
-        """Contrast of density, in (-1, 1)."""
+        """Atwood number, the contrast of the densities, in (-1, 1)."""
         return (self.density - self.ambient) / (self.density + self.ambient)
 
 
@@ -124,7 +124,7 @@ class Flow:
     bubble : Bubble
     dt, steps : float, int
         Time step [s] and number of steps of the Runge-Kutta scheme that will use the flow: the vortex
-        centres are integrated here, once, for the instants ``k dt / 2`` with ``k <= 2 steps``.
+        centers are integrated here, once, for the instants ``k dt / 2`` with ``k <= 2 steps``.
     """
 
     def __init__(self, rng: np.random.Generator, bubble: Bubble, dt: float, steps: int) -> None:
@@ -147,7 +147,10 @@ class Flow:
         return FrozenFlow(*weights, self._tracks[half_step], self.strength, self.width)
 
     def _weights(self, t: float) -> tuple[Array, Array]:
-        """Compute coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each."""
+        """Compute coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each.
+
+        ``S_m(x) = sin(m pi x)``, ``C_m(x) = cos(m pi x)``, and M is the highest wave number.
+        """
         # Cells: u = d psi / dy, v = -d psi / dx of psi = a S_m(x) S_n(y). Sound: the gradient of b C_m(x) C_n(y).
         u = np.zeros((HIGHEST_WAVE + 1, HIGHEST_WAVE + 1))
         v = np.zeros_like(u)
@@ -159,7 +162,10 @@ class Flow:
         return u, v
 
     def _track(self, start: Array, half_steps: int) -> Array:
-        """Compute vortex centres ``(half_steps + 1, 2, 2)``, moved by the cells and the sound (RK4)."""
+        """Compute the vortex centers (instants, vortices, axes) ``(half_steps + 1, 2, 2)`` from `start` ``(2, 2)`` on.
+
+        They are moved by the cells and the sound, and integrated by the classical Runge-Kutta scheme (RK4).
+        """
         field = VelocityField(len(start))
         empty = np.zeros(0)
 
@@ -183,7 +189,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class FrozenFlow:
-    """A flow at one instant: wave coefficients ``(M + 1, M + 1)``, vortex centres ``(V, 2)``, strengths, width."""
+    """A flow at one instant: wave coefficients ``(M + 1, M + 1)``, vortex centers ``(V, 2)``, strengths, width."""
 
     u: Array
     v: Array
@@ -193,7 +199,7 @@ class FrozenFlow:
 
 
 class VelocityField:
-    """Evaluator of frozen flows at `n` points, without allocations; one per thread."""
+    """Evaluator of frozen flows at `n` points, in work arrays that every call reuses; one per thread."""
 
     def __init__(self, n: int) -> None:
         shape = (HIGHEST_WAVE + 1, n)
@@ -201,7 +207,7 @@ class VelocityField:
         self._work = np.empty((6, n))
 
     def evaluate(self, flow: FrozenFlow, at: Array, out: Array) -> None:
-        """Write the velocity [m/s] at `at` to `out`; both ``(2, n)``, C-contiguous rows. Local."""
+        """Write the velocity [m/s] at the points `at` [m] to `out`; both ``(2, n)`` with contiguous rows. Local."""
         self._harmonics(at[0], self._sx, self._cx)
         self._harmonics(at[1], self._sy, self._cy)
         out[:] = 0.0
@@ -234,9 +240,10 @@ class VelocityField:
             c[m + 1] -= term
 
     def _add_vortex(self, at: Array, out: Array, cx: float, cy: float, strength: float, width: float) -> None:
-        """Add the vortex of stream function ``strength exp(-r^2 / 2 s^2) sin(pi x) sin(pi y)``.
+        """Add the velocity of a vortex at ``(cx, cy)`` with the stream function ``strength exp(-r^2 / 2 s^2) sin(pi x)
+        sin(pi y)``, where r is the distance from the center and s is `width`.
 
-        The sines, which make the normal velocity vanish at the walls, are the first harmonics of :meth:`evaluate`.
+        The sines make the normal velocity vanish at the walls. :meth:`evaluate` has computed them, as first harmonics.
         """
         dx, dy, gauss, wall, term = self._work[1], self._work[2], self._work[3], self._work[4], self._work[5]
         np.subtract(at[0], cx, out=dx)
@@ -278,7 +285,7 @@ def _draw_cells(rng: np.random.Generator) -> Waves:
 
 
 def _draw_sounds(rng: np.random.Generator) -> Waves:
-    """Draw compressions that change the density of matter at rest by 5 to 15 % each."""
+    """Draw compressions that change the density of matter at rest with an amplitude of 5 to 15 % each."""
     # The density changes at the rate div v = b pi^2 (m^2 + n^2) cos(omega t): its integral has the factor 1 / omega.
     pairs = [(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2)]
     m, n = np.array([pairs[k] for k in rng.choice(len(pairs), SOUNDS, replace=False)]).T
@@ -308,7 +315,7 @@ class MeshBlock:
         y, x = np.meshgrid(line[first : last + 1], line, indexing="ij")
         self._at = np.stack([x.ravel(), y.ravel()])
         n = min(SLICE, self._at.shape[1])
-        self._work = np.empty((3, 2 * n))
+        self._work = np.empty((3, 2 * n))  # of a slice: positions, velocities, and the weighted sum of the slopes
         self._fields: dict[int, VelocityField] = {}
         self.step = 0
 
@@ -346,7 +353,7 @@ class MeshBlock:
         return scaled_jacobian(Quads(self.nodes, normal="up"))
 
     def channels(self, out: NDArray[np.float32]) -> None:
-        """Write the current state to out ``(rows, resolution, 18)``, see :data:`CHANNELS`."""
+        """Write the current state to `out` ``(rows, resolution, 18)``; :data:`CHANNELS` has the order."""
         quads = Quads(self.nodes)
         out[..., 0], out[..., 1] = self._density_and_pressure()
         out[..., 2] = self._average_velocity()
@@ -355,7 +362,9 @@ class MeshBlock:
             out[..., 4 + k] = metric(quads)
 
     def volume_fractions(self) -> Array:
-        """Compute the bubble's share of each cell. It is constant in time, as matter does not leave a Lagrangian cell.
+        """Compute the fraction of each cell's initial area that the bubble fills, ``(rows, resolution)``.
+
+        The fraction is constant in time, as matter does not leave a Lagrangian cell.
         """
         return bubble_fractions(self._flow.bubble, self._resolution, self._first, self._first + self._rows)
 
@@ -389,14 +398,17 @@ class MeshBlock:
 
 
 def bubble_fractions(bubble: Bubble, resolution: int, first: int, last: int) -> Array:
-    """Compute the bubble's share of the cells of rows ``[first, last)``, from 8 x 8 points per cell."""
+    """Compute the fraction of each cell of rows ``[first, last)`` that the bubble fills initially.
+
+    Cells that the circle may cross are sampled at 8 x 8 points.
+    """
     centre = (np.arange(resolution) + 0.5) / resolution
     dx = centre[None, :] - bubble.x
     dy = centre[first:last, None] - bubble.y
     distance = np.sqrt(dx * dx + dy * dy)
     half_diagonal = np.sqrt(0.5) / resolution
     fraction = (distance < bubble.radius).astype(np.float64)
-    # The circle may cross only cells whose centre is within half a diagonal of it.
+    # The circle may cross only cells whose center is within half a diagonal of it.
     i, j = np.nonzero(np.abs(distance - bubble.radius) <= half_diagonal)
     offsets = ((np.arange(SUBCELLS) + 0.5) / SUBCELLS - 0.5) / resolution
     x = dx[0, j][:, None, None] + offsets

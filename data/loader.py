@@ -26,7 +26,7 @@ __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
 class LoadRecorder(Protocol):
-    """Recorder of reads; called after every read, with times of ``time.perf_counter`` [s]."""
+    """Recorder of reads: :meth:`span` is called after every batch, with times of ``time.perf_counter`` [s]."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
 
@@ -73,7 +73,7 @@ class Loader:
         Data set; only the thread reads it while a loop runs.
     boxes : dict of Box
         Boxes of the global batch ``(N, *spatial, C)`` by name: the owned box with the halo that the first layer needs.
-        They may reach outside. The box of a target with a reduction counts patches.
+        They may reach outside of the batch. The box of a target with a reduction counts patches.
     statistics : dict of ChannelStatistics, optional
         Statistics by name, applied to inputs within the sample.
     reductions : dict of TargetReduction, optional
@@ -85,7 +85,7 @@ class Loader:
     augmentation : optional
         Random changes of samples, with the same windows.
     depth : int
-        Sets of buffers: one is in use, the others are being filled.
+        Number of sets of buffers: one is in use, the others are filled ahead.
     recorder : optional
         The thread calls its ``span("read", "io", t0, t1)`` for every batch.
     allocate
@@ -144,7 +144,7 @@ class Loader:
         self.close()
 
     def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Generator[LoadedBatch, None, None]:
-        """Load these batches in order; the thread requests them one by one.
+        """Load these batches, and yield them in order; the thread takes them from the iterable one by one.
 
         An error in the thread is raised when its batch is due. The thread ends when the loop ends, breaks or fails.
         Only one loop may run at a time.
@@ -179,7 +179,7 @@ class Loader:
             worker.stop()
 
     def fill(self, batch: Batch, slot: int) -> None:
-        """Read `batch` into this set of buffers, in the calling thread."""
+        """Read `batch` into the set of buffers `slot`, in the calling thread."""
         if self._ahead is not None:
             self._ahead.before_fill(slot)
         t0 = time.perf_counter()
@@ -213,7 +213,7 @@ class Loader:
         array[...] = self._wide[name][box.slices(origin=wide.start)]
 
     def _fill_box(self, name: str, batch: Batch, box: Box, array: NDArray[Any]) -> None:
-        """Read, normalize and augment a box of a field that is not reduced."""
+        """Read, normalize and augment a box of a field that is not reduced, to `array`."""
         # Elements outside of the batch keep the zeros of the allocation: they are padding.
         part = array[self._read(name, batch, box, array)]
         gaps = self._windows.pads(name) and not self._dataset.fields[name].is_target

@@ -119,8 +119,8 @@ def _width(blocks: Blocks) -> int:
 def _line_search(
     blocks: Blocks, theta: Array, step: Array, loss: float, ridge: float
 ) -> tuple[Array, tuple[float, Array, Array]] | None:
-    """Return the first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives; None if there is
-    none.
+    """Return the first of theta - step, theta - step / 2, ... (12 in all) whose loss is below `loss`, with its loss and
+    derivatives; None if there is none.
     """
     for halvings in range(12):
         trial = theta - step * 0.5**halvings
@@ -131,7 +131,7 @@ def _line_search(
 
 
 def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Array, Array]:
-    """Compute mean loss, gradient and Hessian with respect to (weights, bias)."""
+    """Compute the mean cross-entropy plus the penalty, and its gradient and Hessian with respect to (weights, bias)."""
     loss, count = 0.0, 0
     gradient = np.zeros_like(theta)
     hessian = np.zeros((len(theta), len(theta)))
@@ -147,7 +147,7 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
         hessian += values.T @ (values * (p * (1 - p))[:, None])
         count += len(values)
     penalty = np.full(len(theta), ridge)
-    penalty[-1] = 0.0
+    penalty[-1] = 0.0  # the bias, which fits the frequency of ones, has no penalty
     loss = loss / count + 0.5 * float(np.sum(penalty * theta**2))
     return loss, gradient / count + penalty * theta, hessian / count + np.diag(penalty)
 

@@ -99,7 +99,7 @@ class Masked(DatasetView):
         self.dataset.lenient = names | self._limits.keys()
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """Return the warning of :meth:`Hdf5Dataset.slow_chunks` for fields of the other data set."""
+        """Return the warning of :meth:`Hdf5Dataset.slow_chunks` for a field of the other data set; "" for weights."""
         slow = getattr(self.dataset, "slow_chunks", None)
         return slow(name, box, shuffled) if slow is not None and name not in self._targets else ""
 
@@ -122,7 +122,9 @@ class Masked(DatasetView):
         return filled
 
     def _stored(self, name: str, indices: Sequence[int], part: Box, dtype: Any) -> Any:
-        """Return the weights of the data set in a box, or an array that broadcasts to it; 1 if there are none."""
+        """Return the weights that the other data set has in a box, as an array that broadcasts to the box; 1 if it has
+        none.
+        """
         if name not in self.dataset.fields:
             return 1
         shape, grid = self.dataset.fields[name].shape, self.fields[name].shape
@@ -134,7 +136,10 @@ class Masked(DatasetView):
         return stored.reshape(len(stored), *(high - low for low, high in ranges))
 
     def _valid(self, target: str, weights: int, indices: Sequence[int], part: Box, dtype: Any) -> NDArray[np.bool_]:
-        """Return the mask of valid targets in a box. With one channel of weights, all channels must be valid."""
+        """Return the mask of valid targets in the box `part` of a weight that has `weights` channels.
+
+        With one channel of weights, an element is valid if all channels of the target are.
+        """
         channels = self.dataset.fields[target].shape[-1]
         box = Box.of_ranges([*part.ranges[:-1], (0, channels)])
         values = np.full(box.shape, np.nan, dtype)  # nothing is read beyond a smaller sample: no target is there

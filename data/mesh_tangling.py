@@ -160,7 +160,10 @@ class MeshSimulation:
         return [int(rng.choice(part)) for part in np.array_split(eligible, s.samples_per_simulation)]
 
     def _pilot(self) -> NDArray[np.float64]:
-        """Compute the share of masked cells of the coarse mesh, for each step at which an interval may begin."""
+        """Compute the share of masked cells of the coarse mesh, for each step at which an interval may begin.
+
+        Steps after a share above `most_masked` may be missing.
+        """
         s = self.settings
         mesh = MeshBlock(self.flow, PILOT, 0, PILOT, s.time_step)
         # The masks of the steps of one interval, with both of its ends.

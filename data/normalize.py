@@ -2,8 +2,8 @@
 
 A channel is first transformed by a named rule. Then its mean is subtracted, and it is divided by its standard
 deviation. The mean of values that spread over orders of magnitude has little meaning, so densities and pressures take
-the rule ``log`` by default. Quality metrics become huge where a cell tangles (Verdict clamps them to 1e30); they take
-``metric``. A small file next to the data keeps the statistics for other runs on the same samples.
+the rule ``log`` by default. Some quality metrics become huge where a cell tangles (Verdict clamps them to 1e30); these
+take ``metric``. A small file next to the data keeps the statistics for other runs on the same samples.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ TRANSFORMS: dict[str, Callable[[NDArray[Any]], None]] = {
     "asinh": _asinh,
     "clip": _identity,
 }
-"""Rules by name, in place. ``clip`` acts after normalization: it limits to +-5 standard deviations."""
+"""Functions of the rules by name; they change an array in place. ``clip`` acts after normalization, on values beyond
++-5 standard deviations.
+"""
 
 
 def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
@@ -151,7 +153,7 @@ class ChannelStatistics:
         return x * self.std[channels].astype(x.dtype) + self.mean[channels].astype(x.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain data, for a checkpoint."""
+        """Return the statistics as plain data, for checkpoints and :class:`KeptStatistics`."""
         return {
             "mean": self.mean.tolist(),
             "std": self.std.tolist(),
@@ -162,7 +164,7 @@ class ChannelStatistics:
 
     @staticmethod
     def unpacked(state: Mapping[str, Any]) -> bool:
-        """Return whether a state comes from a version that unpacks packed data."""
+        """Return whether a state comes from a version of halograd that unpacks packed data."""
         return bool(state.get("rules", 1) >= _RULES)
 
     @classmethod
@@ -218,10 +220,10 @@ def channel_statistics(
 ) -> ChannelStatistics:
     """Compute mean and standard deviation per channel of one input or target over these samples.
 
-    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C numbers
-    is summed. The result depends on the number of ranks by rounding only (1e-12): the float64 sums are over values
-    shifted by an estimate of the mean, the same on all ranks, so that nothing cancels. Elements of a target that have
-    the weight 0 are left out.
+    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, beginning with sample `rank`,
+    then one array of 3 C numbers is summed. The result depends on the number of ranks by rounding only (1e-12): the
+    float64 sums are over values shifted by an estimate of the mean, the same on all ranks, so that nothing cancels.
+    Elements of a target that have the weight 0 are left out.
 
     Parameters
     ----------
@@ -296,7 +298,9 @@ def _mean(x: NDArray[Any]) -> Array:
 
 
 def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shift: Array, total: Array) -> None:
-    """Add cells, sums and sums of squares of the shifted channels of these samples to total ``(3, C)``. Local."""
+    """Add the counts of cells, the sums and the sums of squares of the channels of these samples, less `shift`, to
+    `total` ``(3, C)``. Local.
+    """
     channels = len(shift)
     for index in indices:
         for block in buffer.of_sample(int(index)):
@@ -309,7 +313,7 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
 
 
 class SampleRows:
-    """Reader of blocks of rows of one sample, in one buffer.
+    """Reader of a field, one sample after the other, by blocks of rows in one buffer.
 
     With `rules`, values are transformed, and permitted invalid values and targets of weight 0 become NaN.
     """
@@ -326,7 +330,7 @@ class SampleRows:
             yield self._read(index, first)
 
     def first(self, index: int) -> NDArray[np.float32]:
-        """Return the first block of rows of a sample."""
+        """Return the first block of rows of a sample, ``(1, rows, ..., C)``."""
         return self._read(index, 0)
 
     def _read(self, index: int, first: int) -> NDArray[np.float32]:
@@ -382,7 +386,7 @@ class KeptStatistics:
         self.path = files[0].parent / f"halograd-statistics-{self._mark[:8]}.json"
 
     def read(self) -> dict[str, Any]:
-        """Return the kept states of statistics by field; empty without a file of this hash."""
+        """Return the stored states of statistics, by field; empty without a file of this hash."""
         try:
             kept = json.loads(self.path.read_text()) if self.path is not None else {}
             # The file's name has 8 digits of the hash only.
@@ -392,7 +396,7 @@ class KeptStatistics:
             return {}
 
     def write(self, statistics: Mapping[str, ChannelStatistics]) -> None:
-        """Add these statistics, by field, to those stored before; nothing is stored in a read-only folder."""
+        """Add these statistics, by field, to those in the file. Nothing is written if the folder is read-only."""
         if self.path is None:
             return
         states = self.read() | {name: own.state_dict() for name, own in statistics.items()}

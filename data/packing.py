@@ -53,7 +53,7 @@ class Packing:
     low, high : number or None
         Range of stored numbers with a value.
     names : tuple of str
-        Names of the attributes of this packing, for messages; ignored in comparisons.
+        Names of its attributes with numbers, for messages; ignored in comparisons.
     """
 
     dtype: str
@@ -76,7 +76,7 @@ class Packing:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Names of the attributes that mark numbers without a value."""
+        """Names of the attributes that mark stored numbers without a value."""
         return tuple(name for name in self.names if name not in ("scale_factor", "add_offset"))
 
     def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:
@@ -114,7 +114,7 @@ class Packing:
 
 
 def _parts(shape: Sequence[int]) -> Iterator[Any]:
-    """Yield indices, along leading axes, of parts of an array with at most about `_AT_ONCE` elements.
+    """Yield indices, along leading axes, of the parts of an array of this shape, with at most `_AT_ONCE` elements each.
 
     >>> list(_parts((2, 3, 20_000)))[:2]
     [(0, slice(0, 1, None)), (0, slice(1, 2, None))]
@@ -173,7 +173,7 @@ def _error(name: str, expected: str, got: Any, where: str) -> DataError:
 
 
 def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
-    """Return the numbers of an attribute, ``(n,)``."""
+    """Return the numbers of an attribute, ``(n,)``. Raises DataError for other types."""
     if isinstance(value, h5py.Empty):
         return np.empty(0)
     numbers = np.asarray(value)
@@ -183,7 +183,9 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
 
 
 def _number(numbers_by_name: Mapping[str, NDArray[Any]], name: str, default: float, where: str) -> float:
-    """Return the single number of an attribute, or the default."""
+    """Return the number of an attribute, or `default` without the attribute. Raises DataError unless it is one finite
+    number.
+    """
     numbers = numbers_by_name.get(name)
     if numbers is None:
         return default
@@ -193,8 +195,9 @@ def _number(numbers_by_name: Mapping[str, NDArray[Any]], name: str, default: flo
 
 
 def _signed(attributes: Any, dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
-    """Return the dtype of stored integers after the attribute ``_Unsigned``: netCDF-3 stores unsigned integers as
-    signed.
+    """Return the dtype of the stored numbers; that of integers has the signedness of the attribute ``_Unsigned``.
+
+    NetCDF-3 stores unsigned integers as signed ones.
     """
     if "_Unsigned" not in attributes or dtype.kind not in "iu":
         return dtype
@@ -280,9 +283,12 @@ def _limits(
 
 
 def _packed(limits: Mapping[str, float], dtype: np.dtype[Any], scale: float, offset: float) -> dict[str, float]:
-    """Return limits of values as limits of stored numbers, widened so that rounding excludes no number."""
+    """Return limits of values as limits of stored numbers; those of integers are widened, so that rounding excludes
+    none.
+    """
     # Stored integers have the distance 1: a limit that rounding moved past one of them still includes it.
     slack = 0.0 if dtype.kind == "f" else 1e-3
     other = {"low": "high", "high": "low"}
+    # A negative factor reverses the order: the lower limit of values is the upper one of stored numbers.
     packed = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}
     return {side: number + (slack if side == "high" else -slack) for side, number in packed.items()}

@@ -23,10 +23,10 @@ _REFERENCES = ("DIMENSION_LIST", "REFERENCE_LIST")
 
 
 def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> None:
-    """Copy a file to `path`, with other chunks of some datasets, and all else as it is. Local.
+    """Copy a file to the new file `path`, with other chunks of some datasets, and all else as it is. Local.
 
-    Filters (compression), types, attributes, dimension scales, links and their order are kept. A virtual dataset, and
-    one whose data are in external files, becomes a dataset of its own.
+    Filters (compression), types, attributes, dimension scales, links and their order are kept. A dataset in `chunks`
+    that is virtual, or whose data are in external files, becomes one with all of its data in the new file.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def repack(source: Path, path: Path, chunks: Mapping[str, Sequence[int]]) -> Non
     Raises
     ------
     DataError
-        A dataset is missing, a chunk does not fit it, or a file cannot be read or written.
+        `path` exists, a dataset is missing, a chunk does not fit it, or a file cannot be read or written.
     """
     if path.exists():
         raise DataError(f"cannot write {path}: it exists; give another name")
@@ -77,7 +77,9 @@ def _is_ordered(group: h5py.Group) -> bool:
 
 
 def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]], copied: dict[int, str]) -> None:
-    """Copy a group, whose datasets in `chunks` get these chunks; `copied` has the new names of objects, by address."""
+    """Copy the members of a group to `new`. `chunks` has the new chunks of some datasets, by address; `copied` has the
+    new names of the objects copied so far, by their old address.
+    """
     for key, value in old.attrs.items():
         new.attrs[key] = value
     for name in old:
@@ -100,6 +102,7 @@ def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]
 
 def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, ...]) -> None:
     elsewhere = old.is_virtual or old.external
+    # The properties of data elsewhere name their sources, and would make the new dataset virtual or external, too.
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE) if elsewhere else old.id.get_create_plist().copy()
     plist.set_chunk(chunk)
     # The low-level call takes type, filters and all other properties as the file has them.
@@ -113,7 +116,9 @@ def _rechunk(old: h5py.Dataset, group: h5py.Group, name: str, chunk: tuple[int, 
 
 
 def slabs(shape: Sequence[int], samples: int, rows: int, itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slabs of `samples` samples and a multiple of `rows` rows, of about :data:`SLAB` bytes each. Local."""
+    """Yield slabs of an array of this shape, of `samples` samples (axis 0) and a multiple of `rows` rows (axis 1) each,
+    with about :data:`SLAB` bytes. Local.
+    """
     height = shape[1] if len(shape) > 1 else 1
     most = max(1, SLAB // max(1, samples * math.prod(shape[2:]) * itemsize) // rows) * rows
     for first in range(0, shape[0], samples):
@@ -126,6 +131,7 @@ def _attach(old: h5py.File, new: h5py.File) -> None:
     names = list[str]()
     old.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
     there = [name for name in names if isinstance(new.get(name), h5py.Dataset)]
+    # All old references first: attaching a scale writes references to both datasets.
     for name in there:
         for key in _REFERENCES:
             if key in new[name].attrs:

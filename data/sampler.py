@@ -92,7 +92,8 @@ def split(
     ----------
     samples : int
     fraction : float
-        Share of the groups held out, in [0, 1). If above 0, at least one group is held out and one remains.
+        Share of the groups that is held out, in [0, 1). If above 0, at least one group is held out and one remains.
+        Without `groups`, every sample is a group.
     seed : int
     groups : int array ``(samples,)``, optional
         Group number of every sample; samples of one group stay together. See ``Hdf5Dataset.groups``, the simulations of
@@ -220,7 +221,7 @@ class Sampler:
         Samples per global batch.
     seed : int
     shuffle : {"epoch", "never"}
-        A new order in every epoch, or the order of `indices`.
+        Whether every epoch has a new order, or all have that of `indices`.
     remainder : {"drop", "fill"}
         Treatment of samples that do not fill a batch: left out (for training; each epoch leaves out others), or the
         batch is filled with copies of its last sample, which do not count (for evaluation).
@@ -229,7 +230,7 @@ class Sampler:
     patches : int
         Number of times that an epoch has each sample: all samples once, then all once more, and so on.
     steps : int
-        Number of batches of an epoch, whatever the number of samples and patches; 0: those of all patches.
+        Number of batches of an epoch, whatever the number of samples and patches; 0: as many as all patches fill.
     foreground : float
         Share of the patches that are placed around foreground.
     """
@@ -284,11 +285,11 @@ class Sampler:
 
     @property
     def done(self) -> float:
-        """Number of batches since the beginning; samples used in batches of another size count as fractions of one."""
+        """Number of batches used so far; samples that were used in batches of another size count as fractions."""
         return self.epoch * len(self) + self.skipped / self.batch + self.position
 
     def left(self, epochs: int) -> int:
-        """Return the number of batches until `epochs` epochs are complete."""
+        """Return the number of batches until `epochs` epochs are complete; 0 if they are."""
         return (epochs - self.epoch - 1) * len(self) + self._in_epoch - self.position if self.epoch < epochs else 0
 
     def order(self, epoch: int) -> NDArray[np.int64]:
@@ -336,13 +337,13 @@ class Sampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the sequence at `state`.
 
-        If it is of batches of another size, the sequence continues after the samples that they used. If these leave no
-        whole batch, the next epoch begins.
+        If the state is one of batches of another size, the sequence continues after the samples of these batches. If
+        the epoch has too few other samples for a batch, the next epoch begins.
 
         Raises
         ------
         DataError
-            The state is of another sequence: other seed, order or number of samples.
+            The state is one of another sequence: with another seed, order, or number of samples, patches or steps.
         """
         mine, default = self.state_dict(), {"patches": 1, "steps": 0}
         for key in ("seed", "samples", "shuffle", "patches", "steps"):
@@ -412,9 +413,9 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def belonging_samples(dataset: Any, kind: Unit, name: str) -> NDArray[np.bool_]:
-    """Return which samples of a data set belong to a name, ``(N,)``. Local.
+    """Return which samples of a data set belong to a name, ``(N,)``; `kind` is the meaning of the name. Local.
 
-    Data sets without a method `belonging` only have their groups.
+    Of data sets without a method `belonging`, only groups (``"simulation"``) have names.
     """
     if hasattr(dataset, "belonging"):
         return dataset.belonging(kind, name)
@@ -428,8 +429,12 @@ def belonging_to(kind: Unit, name: str, texts: Sequence[str], structure: Any) ->
 
     Parameters
     ----------
+    kind
+        Meaning of `name`.
+    name
+        Name of a file, which may be a pattern (``*``), number of a simulation, or year.
     texts
-        Names of the file: its path, its name, and this without its suffix. They may match `name` as a pattern (``*``).
+        Names of the file, of which one must match: its path, its name, and the name without its suffix.
     structure : Structure
         Structure of the file.
     """
@@ -445,7 +450,7 @@ def belonging_to(kind: Unit, name: str, texts: Sequence[str], structure: Any) ->
 
 
 def years(times: NDArray[np.float64], units: str, calendar: str = "standard") -> NDArray[np.int64] | None:
-    """Return the year of each time; None for other units, days or calendars than those of CF. Local.
+    """Return the year of each time; None if a time is not finite, or if units or calendar are unknown. Local.
 
     >>> years(np.array([0.0, 364.5, 365.0]), "days since 2001-01-01").tolist()
     [2001, 2001, 2002]

@@ -100,7 +100,7 @@ def checked_index(dataset: Any, index: int) -> int:
 
 
 def sample_shape(dataset: Any, name: str, index: int) -> tuple[int, ...]:
-    """Return the shape ``(*spatial, C)`` of a field of one sample. Local."""
+    """Return the shape ``(*spatial, C)`` of a field in one sample. Local."""
     shape: tuple[int, ...] = dataset.fields[name].shape
     extents = getattr(dataset, "extents", None)
     return shape if extents is None else (*extents[name][index].tolist(), shape[-1])
@@ -175,7 +175,8 @@ class DatasetView:
 
 
 class OneSize(DatasetView):
-    """View of the samples of a data set that have the size of sample `index`; they keep their numbers. Local."""
+    """View of a data set, to read the samples that have the size of sample `index`; samples keep their numbers. Local.
+    """
 
     extents = None  # hides those of the other data set
 
@@ -211,7 +212,8 @@ class ArrayDataset:
     Raises
     ------
     DataError
-        Arrays of different lengths or of no real numbers, or unknown names; in reading as in :class:`Hdf5Dataset`.
+        Arrays of different lengths, or of other than real numbers; unknown names; in reading as in
+        :class:`Hdf5Dataset`.
     """
 
     def __init__(
@@ -293,7 +295,7 @@ class ArrayDataset:
         return filled
 
     def _write(self, name: str, stored: NDArray[Any], masked: Any, out: NDArray[Any]) -> None:
-        """Write the values of stored data to `out`. Masked elements (netCDF4) become NaN, unless they are labels."""
+        """Write the values of stored data to `out`. `masked` elements (netCDF4) become NaN, unless they are labels."""
         packing, kept = self.fields[name].packing, kept_labels(name, self.ranges, self.labels)
         if packing is None:
             np.copyto(out, stored, casting="unsafe")

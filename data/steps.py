@@ -37,10 +37,11 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
     """Return a number for every row of a data set; rows with the same number follow one another in time. Local.
 
     Rows have different numbers if they are of different groups (``simulation``) or files, or if the coordinate of time
-    has a gap, or a step backwards, between them.
+    has a gap or a step backwards between them.
     """
     files = getattr(dataset, "file_of", np.zeros(len(dataset), np.int64))
     groups = np.zeros(len(dataset), np.int64) if dataset.groups is None else dataset.groups
+    # `reshape`: in NumPy 2.0 the inverse along an axis has two axes.
     numbers = np.unique(np.stack([files, groups], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     times = [getattr(getattr(part, "structure", None), "times", None) for part in getattr(dataset, "parts", [])]
     breaks = np.zeros(len(dataset), np.int64)
@@ -66,8 +67,8 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
 class TimeSteps(DatasetView):
     """Samples made of several time steps of another data set, in which each sample is one time. Local.
 
-    Inputs have the channels of `history` steps, oldest first, the last step being that of the sample; targets those of
-    the next `rollout` steps. Fields that all samples share do not change.
+    Inputs have the channels of `history` steps, oldest first, the last step being that of the sample; targets have
+    those of the next `rollout` steps. Fields that all samples share are unchanged.
 
     Parameters
     ----------
@@ -126,7 +127,7 @@ class TimeSteps(DatasetView):
         return replace(field, shape=shape, channel_names=[*field.channel_names] * steps)
 
     def _steps(self, name: str) -> Sequence[int]:
-        """Return the distances of the steps of a field from the sample."""
+        """Return the distances of the steps of a field from that of the sample, in samples of the other data set."""
         field = self.dataset.fields[name]
         if field.static:
             return (0,)

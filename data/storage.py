@@ -37,9 +37,9 @@ __all__ = ["Hyperslab", "Storage", "check_files", "dataset_of", "hyperslabs"]
 _log = logging.getLogger(__name__)
 
 LINKS = 16
-"""Soft and external links that are followed to one dataset, as many as HDF5 follows."""
+"""Largest number of soft and external links that are followed to one dataset; HDF5 follows as many."""
 DEEPEST = 16
-"""Virtual datasets of virtual datasets."""
+"""Largest depth of virtual datasets of virtual datasets."""
 _SPARE = 64  # open files of a process in addition to its data files
 _SLOW = 10**7  # number of chunks from which counting takes seconds
 
@@ -77,7 +77,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
 class _Source:
     """A part of a virtual dataset: the elements `filled`, read from the elements `taken` of a dataset in another file.
 
-    `taken` is None for all of that dataset, which then has this many `elements`.
+    If `taken` is None, all of that dataset is read, which must have this number of `elements`.
     """
 
     file: str
@@ -89,7 +89,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A checked dataset: its type, its packing attributes, and the `sources` if it is virtual."""
+    """A checked dataset: file and name for messages, packing attributes, type, and the `sources` if it is virtual."""
 
     where: str
     attributes: dict[str, Any]
@@ -133,7 +133,7 @@ class Storage:
         ------
         DataError
             A loop of links or of virtual datasets; a source that is missing, too small, not a regular file, or outside
-            the folder without permission; a dataset that was never written.
+            the folder without permission; a dataset of another type than numbers, or that was never written.
         """
         with ExitStack() as stack:
             member = self.follow(file, name, stack)
@@ -160,6 +160,7 @@ class Storage:
 
     def _find_packing(self, checked: _Checked, dtype: np.dtype) -> Packing | None:
         own = packing_of(checked.attributes, dtype, checked.where)
+        # Without the byte order, whose conversion changes no number.
         if (dtype.kind, dtype.itemsize) != (checked.dtype.kind, checked.dtype.itemsize):
             stored = packing_of(checked.attributes, checked.dtype, checked.where)
             if stored is not None and np.dtype(stored.dtype) != checked.dtype:
@@ -183,7 +184,7 @@ class Storage:
         return own
 
     def follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
-        """Return the object at the end of a chain of links; `stack` keeps files of external links open."""
+        """Return the object at the end of a chain of links, or None; `stack` keeps files of external links open."""
         ahead, member, links = deque(name.split("/")), file["/"], 0
         while ahead:
             word = ahead.popleft()
@@ -263,7 +264,10 @@ class Storage:
                 )
 
     def _report_gap(self, dataset: h5py.Dataset, missing: int, all_of_it: bool, gap: str) -> None:
-        """Raise DataError if nothing of a dataset was written, unless it has its own fill value; warn of gaps."""
+        """Raise DataError if nothing of a dataset was written, unless it has its own fill value; warn of other gaps.
+
+        `missing` is the number of missing parts, `gap` a description of them for the message.
+        """
         if missing <= 0:
             return
         # A fill value of its own shows that missing chunks are intended; HDF5's default is zero.
@@ -317,7 +321,7 @@ class Storage:
                 yield other
 
     def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> _Key:
-        """Check that a source has as many elements as the virtual dataset takes from it; return its key."""
+        """Check that a source has all elements that the virtual dataset takes from it; return the key of the source."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
             member = self.follow(other, part.dataset, stack)
@@ -359,7 +363,8 @@ class Storage:
         return open_file(Path(path))
 
     def _admit(self, path: str, what: str) -> int:
-        """Check and record another file that holds data, and return its size [B]; raise DataError if it is not allowed.
+        """Check and record another file that holds data, and return its size [B]. Raises DataError if the file cannot
+        be read or is outside of the permitted folders.
         """
         try:
             size = regular_size(path)
@@ -406,6 +411,7 @@ def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tu
     if len(shape) != len(slab.start):
         return False
     axis, grows = slab.growing, filled.growing
+    # Along unlimited axes, the source must have as many indices as the dataset takes.
     if axis is not None and grows is not None and slab.selected(shape)[axis] < filled.selected(whole)[grows]:
         return False
     return all(end is None or end <= n for end, n in zip(slab.stop, shape))
@@ -455,7 +461,8 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hyperslab:
-    """A regular selection, one number per axis; the count of one axis may be ``h5s.UNLIMITED``.
+    """A regular selection, with one start, stride, count and block per axis; the count of one axis may be
+    ``h5s.UNLIMITED``.
 
     >>> rows = Hyperslab((1, 0), (4, 1), (h5s.UNLIMITED, 1), (2, 3))
     >>> rows.within((8, 3))

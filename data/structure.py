@@ -44,7 +44,7 @@ OF_NUMBERS = (
     *("units", "long_name", "standard_name", "description", "comment"),
     *("channel_names", "flag_values", "flag_meanings"),
 )
-#: Most attributes of a file, characters of a string, elements of a list: longer ones are data.
+#: Largest numbers of attributes of a file, of characters of a string and of elements of a list: more are data.
 _MOST, _LONGEST, _ITEMS = 64, 8192, 256
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
@@ -101,7 +101,7 @@ class Field:
 
     @property
     def first_dataset(self) -> str:
-        """Name in the file, of the first dataset if there are several."""
+        """Name of the dataset in the file; of the first one if several are joined."""
         return self.dataset.split(AND)[0]
 
     def channel(self, k: int) -> str:
@@ -194,7 +194,7 @@ def looking_into(path: Path) -> Iterator[None]:
 
 
 def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
-    """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``, else their coordinates.
+    """Return the storage order of the first input: by `layout`, else its attribute ``layout``, else its coordinates.
 
     Datasets joined by :data:`AND` have the order of :class:`Channels`, whatever `layout` is.
     """
@@ -254,6 +254,7 @@ def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind
         return _LAYOUTS[stated]
     if len(shape) == 1:
         return "no channels"
+    # Before "vector": with one spatial axis, (N, K) is a grid if K divides its extent.
     if len(shape) == len(spatial) + 1 and _is_coarser(shape[1:], spatial):
         return "no channels"
     # If the inputs have no channels, their order does not show that of a target with channels.
@@ -312,13 +313,15 @@ def _is_grid(shape: Sequence[int], grid: Sequence[int]) -> bool:
 
 
 def static_shape(dataset: StoredArray, axes: str, rank: int) -> tuple[int, ...]:
-    """Return ``(*spatial, C)`` of a field without samples, for samples of this number of spatial axes."""
+    """Return ``(*spatial, C)``, with `rank` spatial axes, of a field that all samples share and whose axes in the file
+    are `axes`. Axes that the file lacks have the extent 1.
+    """
     extents = dict(zip(axes, dataset.shape))
     return tuple(extents.get(axis, 1) for axis in ("DHW"[-rank:] if rank else "") + "C")
 
 
 def shape_of(dataset: StoredArray, kind: Kind) -> tuple[int, ...]:
-    """Return ``(*spatial, C)`` of one sample."""
+    """Return ``(*spatial, C)`` of one sample of a dataset in this storage order."""
     shape = tuple(dataset.shape)
     if kind == "channels first":
         return (*shape[2:], shape[1])
@@ -340,12 +343,16 @@ def channel_names(inputs: StoredArray, path: Path, channels: int) -> list[str]:
 
 
 def numbered(channels: int) -> list[str]:
-    """Return names for channels without names."""
+    """Return the names ``channel 0``, ``channel 1``, ... for this number of channels."""
     return [f"channel {k}" for k in range(channels)]
 
 
 def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | None:
-    """Return the dataset ``simulation`` or None. Samples of one simulation belong together."""
+    """Return the numbers in the dataset ``simulation``, ``(N,)``; None without one of this shape. Raises DataError if a
+    number is missing or not whole.
+
+    Samples of one simulation belong together.
+    """
     dataset = file.get("simulation")
     if dataset is None:
         return None
@@ -376,7 +383,7 @@ def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | No
 
 def _times_of(file: StoredFile, inputs: StoredArray) -> tuple[NDArray[np.float64] | None, str, str]:
     """Return the scale of the first axis that is a coordinate of time, as in CF (units "hours since ..."), with its
-    units and calendar.
+    units and calendar; ``None, "", "standard"`` if there is none.
     """
     for scale in inputs.scales[0]:
         units = _text(scale.attrs.get("units"))
@@ -404,7 +411,7 @@ def plain_attributes(attrs: Mapping[str, Any], kept: Collection[str] | None = No
     Parameters
     ----------
     kept
-        Names; None: all except those of other libraries (``_NCProperties``).
+        Names of the attributes; None: all except those of other libraries (``_NCProperties``).
     """
     try:
         texts = [name for name in attrs if is_text(name)]

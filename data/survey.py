@@ -33,7 +33,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 LOOKS = 64
-"""Largest number of samples that are checked."""
+"""Largest number of samples that :func:`look_at` reads."""
 PART = 1 << 20
 """Elements of one sample that are read at a time; a single row may have more."""
 _NAMED = 6  # channels named in a message
@@ -42,8 +42,8 @@ _NAMED = 6  # channels named in a message
 def read_box(
     dataset: Dataset, name: str, sample: int, box: Box, reduction: TargetReduction | None = None
 ) -> NDArray[np.float32]:
-    """Return a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches. Elements of weight 0 are
-    NaN.
+    """Return the values of a field in a box of one sample, ``(1, *spatial, C)``; with `reduction`, the box counts
+    patches. Elements of weight 0 are NaN. Local.
     """
     out = np.empty(box.shape, np.float32)
     cells = box if reduction is None else reduction.fine_box(box)
@@ -81,7 +81,7 @@ class Look:
     samples : int
         Number of samples that were read.
     constant : dict
-        Channel -> its value, for channels with one value everywhere.
+        Values of the channels that have a single value in all parts, by channel.
     scale : float
         Largest mean of |value| or of its square over a part: the order of magnitude of the loss of a prediction of
         zero.
@@ -93,7 +93,8 @@ class Look:
 
 
 def look_at(dataset: Dataset, name: str, least: int = 1, usable: NDArray[Any] | None = None) -> Look:
-    """Read parts of samples, evenly spaced in the file, until two different values of every channel are found. Local.
+    """Return a summary of parts of samples, evenly spaced in the file, which are read until every channel has two
+    different values. Local.
 
     Parameters
     ----------
@@ -109,6 +110,7 @@ def look_at(dataset: Dataset, name: str, least: int = 1, usable: NDArray[Any] | 
     low, high, scale, seen = np.full(shape[-1], np.inf), np.full(shape[-1], -np.inf), 0.0, 0
     chosen = indices[np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))]
     for seen, sample in enumerate(chosen, 1):
+        # From the first rows of the first sample to the last rows of the last one.
         values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
         # NaN marks an absent element.
         np.fmin(low, np.fmin.reduce(values, axis=0), out=low)
@@ -142,7 +144,8 @@ def look_at_data(
     weights: Collection[str] = (),
     usable: NDArray[Any] | None = None,
 ) -> float:
-    """Warn of constant inputs, targets with a single value and weights of 0; return the scale of the targets. Local.
+    """Warn of constant inputs, targets with a single value and weights of 0. Return the largest scale (:class:`Look`)
+    of the targets, 1 for normalized ones. Local.
 
     Parameters
     ----------
@@ -154,7 +157,7 @@ def look_at_data(
     sample : int
         One of the training samples.
     least : int
-        Number of samples whose targets are read.
+        Smallest number of samples whose targets are read.
     weights : names
         Targets that are weights of positions.
     usable : int array, optional
@@ -205,7 +208,7 @@ def _look_at_weights(dataset: Dataset, name: str, usable: NDArray[Any]) -> None:
 
 
 def _look_at_target(dataset: Dataset, name: str, least: int, usable: NDArray[Any]) -> float:
-    """Warn of a target with a single value; return the scale of the target."""
+    """Warn of a target with a single value; return the scale of the target (:class:`Look`)."""
     look = look_at(dataset, name, least, usable)
     if len(look.constant) == dataset.fields[name].shape[-1]:
         numbers = ", ".join(f"{v:g}" for v in sorted(set(look.constant.values())))
@@ -227,7 +230,7 @@ def _looked_at(count: int, samples: int) -> str:
 
 
 def _named(constant: dict[int, float], names: Sequence[str]) -> str:
-    """List channels with their values."""
+    """Return the constant channels with their names and values, as a string."""
     named = [f"channel {k} ({names[k]}) is {value:g}" for k, value in list(constant.items())[:_NAMED]]
     more = len(constant) - len(named)
     return ", ".join(named) + (f", and {more} more are constant" if more else "")

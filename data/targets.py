@@ -139,7 +139,7 @@ Table = dict[str, int | dict[str, int]]
 
 
 def check_numbers(labels: Table) -> Table:
-    """Check a label map of a configuration: a table from old to new labels, or one such table per target.
+    """Check and return a label map of a configuration: a table from old to new labels, or one such table per target.
 
     Raises ValueError for anything else.
     """
@@ -154,7 +154,7 @@ def check_numbers(labels: Table) -> Table:
 
 
 class LabelMap:
-    """Map of integer labels to other integers, applied to all of them at once; other values are unchanged.
+    """Map of integer labels to other integers, applied to all labels at once; other values are unchanged.
 
     Parameters
     ----------
@@ -194,7 +194,8 @@ class LabelMap:
     def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes of a dataset after the replacement of its labels. Local.
 
-        Flag values are replaced too. If two flags get the same label, both lists of flags are left out.
+        Flag values are replaced too. If two flags get the same label, or flag values are not a list of numbers, all
+        attributes of flags are left out.
 
         >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
         {'flag_values': [1, 0], 'flag_meanings': 'water land'}
@@ -311,8 +312,8 @@ class TargetReduction:
     def apply(self, cells: NDArray[Any], out: NDArray[Any], absent: NDArray[np.bool_] | None = None) -> None:
         """Reduce cells ``(N, *spatial, C)`` patch by patch to out ``(N, *patches, C)``. Local.
 
-        A patch depends on its own cells only, so any decomposition along patches gives the same values. Cells that are
-        `absent` do not count; a patch of absent cells is 0, or 1 for the rule ``all``.
+        A patch depends on its own cells only, so any decomposition along patches gives the same values. The rules other
+        than ``center`` ignore cells that are `absent`: with them, a patch of only absent cells is 0, or 1 for ``all``.
         """
         n, *patches, channels = out.shape
         if cells.shape != (n, *(p * f for p, f in zip(patches, self.factors)), channels):
@@ -333,7 +334,7 @@ Read = Callable[[str, Box, NDArray[Any]], object]
 
 
 class Checked(Protocol):
-    """The attributes of a data set that :func:`check_read` reads, as in :class:`Hdf5Dataset`."""
+    """Protocol: the part of a data set that :func:`check_read` uses, as in :class:`Hdf5Dataset`."""
 
     path: Path
     fields: dict[str, Field]
@@ -389,7 +390,7 @@ def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, va
 
 
 def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: Sequence[str], box: Box) -> NDArray[Any]:
-    """Return which elements of a box of a target have the weight 0 in all fields of `weights`. Local.
+    """Return which elements of a box of the target `name` have the weight 0 in all fields of `weights`. Local.
 
     Weights may have an extent of 1 on any axis, be a number per sample, or have a grid that is coarser or finer by
     whole factors. An element under finer weights has the weight 0 if all of them are 0. Weights on another grid count

@@ -63,7 +63,7 @@ class Quads:
     nodes : array, ``(rows + 1, cols + 1, 2)``, host
         Node positions (x, y) [m]; not modified.
     normal : {"center", "up"}
-        Orientation against which Jacobians are signed: the cell's own normal at its centre
+        Orientation against which Jacobians are signed: the cell's own normal at its center
         (Verdict), or +z (reveals inverted cells).
     """
 
@@ -83,7 +83,7 @@ class Quads:
 
     @cached_property
     def cross(self) -> list[Array]:
-        """z component of the cross product of the two edges at corner k, ``e[k-1] x e[k]`` [m^2]."""
+        """For each corner k, the z component of the cross product of its two edges, ``e[k-1] x e[k]`` [m^2]."""
         return [self.ex[k - 1] * self.ey[k] - self.ey[k - 1] * self.ex[k] for k in range(4)]
 
     @cached_property
@@ -91,7 +91,7 @@ class Quads:
         """Orientation of the cell: +1, -1, or 0 where it has no normal."""
         if self._up:
             return np.ones_like(self.ex[0])
-        # The z component of the cross product of the principal axes, which is the normal at the centre.
+        # The z component of the cross product of the principal axes, which is the normal at the center.
         return unit((self.ex[0] - self.ex[2]) * (self.ey[1] - self.ey[3])
                      - (self.ey[0] - self.ey[2]) * (self.ex[1] - self.ex[3]))  # fmt: skip
 
@@ -102,7 +102,7 @@ class Quads:
 
     @cached_property
     def scale(self) -> Array:
-        """Diagonal of the cell's bounding box [m], 1 where it is a point."""
+        """Diagonal of the cell's bounding box [m]; 1 where the cell is a point."""
         width = maximum(self.x) - minimum(self.x)
         height = maximum(self.y) - minimum(self.y)
         diagonal = np.sqrt(width * width + height * height)
@@ -146,7 +146,7 @@ class Quads:
 
     @cached_property
     def short(self) -> NDArray[np.bool_]:
-        """Mask of the cells with an edge of length zero, before scaling."""
+        """Mask of the cells with an edge of length zero (at most :data:`TINY` [m], without scaling)."""
         return minimum([x * x + y * y for x, y in zip(self.ex, self.ey)]) <= TINY * TINY
 
     @cached_property
@@ -183,7 +183,7 @@ def unit(z: Array) -> Array:
 
 
 def aspect_ratio(q: Quads) -> Array:
-    """Compute the longest edge times the perimeter over the sum of the corner Jacobians; 1 for a square."""
+    """Compute the longest edge times the perimeter, divided by the sum of the corner Jacobians; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _clamp(maximum(q.lengths) * sum(q.lengths) / sum(q.areas))
 
@@ -195,6 +195,7 @@ def condition_number(q: Quads) -> Array:
         flat = q.areas[k] < TINY
         value = (q.lengths_squared[k] + q.lengths_squared[k - 1]) / np.where(flat, 1.0, q.areas[k])
         worst = np.fmax(worst, np.where(flat, HUGE, value))
+    # (a + b) / area of the squared edges a and b is 2 for a square.
     result = np.where(worst >= HUGE, HUGE, worst / 2)
     if q.collapsed.any():
         (a, b, c), twice = q.triangle
@@ -237,6 +238,7 @@ def largest_angle(q: Quads) -> Array:
     """Compute the largest included angle [degree], above 180 where a corner is reflex."""
     angle = np.degrees(np.arccos(minimum(q.cosines)))
     angle = np.where(minimum(q.corner_areas) < 0, 360 - angle, angle)
+    # Verdict's result for a cell with an edge of length zero is 0 here, and 360 in `smallest_angle`.
     return _angles(q, np.where(q.short, 0.0, angle), np.minimum)
 
 
@@ -262,7 +264,9 @@ def oddy(q: Quads) -> Array:
 
 
 def scaled_jacobian(q: Quads) -> Array:
-    """Compute the smallest corner Jacobian over the lengths of its two edges: the sine of the angle; 1 for a square."""
+    """Compute the smallest sine of the angle at a corner: the corner Jacobian divided by the lengths of the two edges;
+    1 for a square.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         least = minimum([q.areas[k] / (q.lengths[k] * q.lengths[k - 1]) for k in range(4)])
     result = np.where(minimum(q.lengths) < TINY, 0.0, _clamp(least))
@@ -276,7 +280,7 @@ def scaled_jacobian(q: Quads) -> Array:
 
 
 def shape(q: Quads) -> Array:
-    """Compute 2 over the condition number of the weighted Jacobian matrix at the worst corner; 1 for a square."""
+    """Compute 2 divided by the condition number of the weighted Jacobian matrix at the worst corner; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         s = q.lengths_squared
         least = 2 * minimum([q.areas[k] / (s[k] + s[k - 1]) for k in range(4)])
@@ -298,7 +302,7 @@ def skew(q: Quads) -> Array:
 
 
 def stretch(q: Quads) -> Array:
-    """Compute sqrt(2) times the shortest edge over the longest diagonal; 1 for a square."""
+    """Compute sqrt(2) times the shortest edge, divided by the longest diagonal; 1 for a square."""
     square = q.scale * q.scale
     diagonal = [(q.x[k + 2] - q.x[k]) ** 2 + (q.y[k + 2] - q.y[k]) ** 2 for k in range(2)]
     longest = np.maximum(*diagonal) / square
@@ -307,7 +311,8 @@ def stretch(q: Quads) -> Array:
 
 
 def taper(q: Quads) -> Array:
-    """Compute the cross derivative over the shorter principal axis; 0 for a parallelogram."""
+    """Compute the length of the cross derivative divided by that of the shorter principal axis; 0 for a parallelogram.
+    """
     x1, y1, x2, y2 = q.axes
     shortest = np.minimum(np.hypot(x1, y1), np.hypot(x2, y2))
     cross = np.hypot(q.ex[0] + q.ex[2], q.ey[0] + q.ey[2]) / q.scale
@@ -370,7 +375,7 @@ def _clamp(value: Array) -> Array:
 
 
 def _face_sign(corner: Sequence[Array]) -> Array:
-    """Return the orientation by majority of corners 0, 2 and, where these disagree, 1."""
+    """Return the orientation of the majority of corners 0, 1 and 2; `corner` has the orientation of each corner."""
     zero, one, two = corner[0], corner[1], corner[2]
     return np.where((zero * two > 0) | (zero * one > 0), zero, np.sign(one + two))
 
@@ -383,7 +388,9 @@ def _gauss_weights() -> list[list[float]]:
 
 
 def _angles(q: Quads, angle: Array, extreme: Callable[[Array, Array], Array]) -> Array:
-    """Return `angle`, with collapsed cells replaced by the value of their triangle; `extreme` acts on cosines."""
+    """Return `angle`, with the values of collapsed cells replaced by those of their triangles, whose cosines `extreme`
+    reduces.
+    """
     if q.collapsed.any():
         (a, b, c), _ = q.triangle
         empty = (a == 0) | (b == 0) | (c == 0)

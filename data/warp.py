@@ -2,7 +2,7 @@
 
 A map gives the position in the sample from which an element of the network's window takes its value::
 
-    output index -> position u in the window -> u + displacement -> linear map about the centre -> own map
+    output index -> position u in the window -> u + displacement -> linear map about the center -> own map
                  -> turned, mirrored, shifted (the placement) -> position in the sample -> interpolation
 
 A position is a number per axis, in elements of the window; element `i` is at `i`. All numbers are computed element by
@@ -40,7 +40,7 @@ _SLACK = 1e-6  # by which bounds of positions may differ from positions, relativ
 
 @dataclass(frozen=True)
 class Displacement:
-    """Displacement of every position of a window: cubic B-splines on a coarse grid of random control points.
+    """Displacement of every position of a window: a cubic B-spline of random control points on a coarse grid.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Displacement:
     def draw(
         cls, random: np.random.Generator, extents: Sequence[int], magnitude: float, spacing: float
     ) -> Displacement:
-        """Draw displacements of at most `magnitude` elements in a window."""
+        """Draw control points for a window of these extents, with displacements of at most `magnitude` elements."""
         # Knots from -1, as positions of a finer field reach half a cell beyond the window; each has four points.
         grid = [math.floor(n / spacing) + 5 for n in extents]
         return cls(random.uniform(-magnitude, magnitude, (len(grid), *grid)), spacing)
@@ -81,7 +81,7 @@ class Displacement:
         return list(values)
 
     def _taps(self, u: Array) -> tuple[NDArray[np.intp], list[Array]]:
-        """Return the first of the four control points around each position, and their weights."""
+        """Return the index of the first of the four control points around each position, and the four weights."""
         knot = np.floor(u / self.spacing)
         f = u / self.spacing - knot
         g = 1 - f
@@ -100,7 +100,7 @@ class Displacement:
 def linear_map(
     angles: Sequence[float], factors: Sequence[float], shears: Sequence[Sequence[float]] | None = None
 ) -> Array:
-    """Return the matrix from positions of the output to those of the sample, about the centre.
+    """Return the matrix from positions in the output to those in the sample, both relative to the center.
 
     Parameters
     ----------
@@ -120,6 +120,7 @@ def linear_map(
         rotation[a, a] = rotation[b, b] = math.cos(angle)
         rotation[a, b], rotation[b, a] = -math.sin(angle), math.sin(angle)
         matrix = matrix @ rotation
+    # Inverse factors, because the map goes from the output, which is enlarged, to the sample.
     matrix = matrix @ np.diag([1 / factor for factor in factors])
     if shears is not None:
         matrix = matrix @ np.where(np.eye(rank, dtype=bool), 1.0, np.array(shears, float))
@@ -135,7 +136,7 @@ class SmoothMap:
     extents
         Extents of the window.
     matrix : float64 array ``(axes, axes)``
-        Linear map about the centre of the window.
+        Linear map of positions relative to the center of the window.
     displacement : optional
         Displacement before the linear map.
     own : optional
@@ -153,9 +154,9 @@ class SmoothMap:
         return self.displacement is None and self.own is None and bool((self.matrix == np.eye(len(self.matrix))).all())
 
     def at(self, positions: Sequence[Array]) -> list[Array]:
-        """Return the mapped positions on a grid: an array per axis that broadcasts to the grid.
+        """Return the mapped positions of a grid: an array per axis that broadcasts to the grid.
 
-        `positions` has a vector per axis.
+        The grid is given by `positions`, a vector per axis.
         """
         rank = len(positions)
         moved: list[Array] = [
@@ -226,7 +227,7 @@ class GridMap:
         own, whole = self.extents[axis], self.smooth.extents[axis]
         if own == whole:
             return value
-        # Grids have common cell boundaries, not common centres: element i has its centre i + 0.5 cells from the border.
+        # Grids have common cell boundaries, not common centers: element i has its center i + 0.5 cells from the border.
         return (value + 0.5) * (own / whole if back else whole / own) - 0.5
 
     def _placed(self, axis: int, value: Any) -> Any:
@@ -297,9 +298,10 @@ class _AxisElements:
     first
         Position of the first entry of `table`.
     table
-        Index in what is read, by position; positions outside of the sample have an element inside, by the border.
+        Index of the element among those read, for each position; the border gives positions outside of the sample an
+        element inside.
     pieces
-        Ranges in the sample, each with its start in what is read.
+        Ranges in the sample that are read, each with its start among the elements read.
     """
 
     first: int
@@ -312,7 +314,7 @@ class _AxisElements:
 
     @classmethod
     def of(cls, low: int, high: int, extent: int, border: Border) -> _AxisElements:
-        """Return the elements of the positions `low` to `high`, both included."""
+        """Return the elements for the positions `low` to `high`, both included, in a sample of this extent."""
         positions = np.arange(low, high + 1)
         if border == "wrap" and len(positions) < extent:
             # Read the parts on both sides of the boundary only.
@@ -329,7 +331,9 @@ class _AxisElements:
 
 
 def _folded(positions: NDArray[np.intp], extent: int, border: Border) -> NDArray[np.intp]:
-    """Map positions outside of a sample to elements inside, by the rule of the border."""
+    """Map positions along an axis of a sample to elements: those outside by the rule of the border (``"zero"``: as
+    ``"nearest"``), others unchanged.
+    """
     if border == "wrap":
         return positions % extent
     if border == "reflect":
@@ -355,15 +359,15 @@ def sample_block(
     outside: float | None = None,
     vectors: dict[int, tuple[int, tuple[int, ...]]] | None = None,
 ) -> None:
-    """Fill `out` with a box of a sample that is seen through a map. Local.
+    """Fill `out` with a box of a window, whose elements are sampled through a map. Local.
 
-    Boxes of at most 32 MiB are read: for the whole box, or for its halves, quarters, .... A part of at most 32,768
-    elements is not divided, whatever it reads.
+    At most 32 MiB of the sample are read at once: for the whole box, or for its halves, quarters, and so on. A part of
+    at most 32,768 elements is not divided, whatever is read for it.
 
     Parameters
     ----------
     read
-        Function that reads boxes of the sample.
+        Function that reads a box of the sample (:data:`Reader`).
     grid
         Map from the elements of the window to positions in the sample.
     box
@@ -422,7 +426,7 @@ def sample_block(
 def _readable(
     grid: GridMap, box: Sequence[Range], extents: Sequence[int], borders: Sequence[Border], nbytes: int
 ) -> Iterator[tuple[Sequence[Range], list[_AxisElements]]]:
-    """Yield parts of a box, each with the elements that are read for it, of `nbytes` each."""
+    """Yield parts of a box, each with the elements that are read for it, per axis; an element has `nbytes` [B]."""
     axes = [_AxisElements.of(*ends, n, border) for ends, n, border in zip(grid.limits(box), extents, borders)]
     lengths = [high - low for low, high in box]
     if math.prod(axis.count for axis in axes) * nbytes <= _SOURCE or math.prod(lengths) <= _TILE:
@@ -454,7 +458,7 @@ def _sampler(
     shape: tuple[int, ...],
     interpolation: Interpolation,
 ) -> Callable[[int], NDArray[Any]]:
-    """Return a function that samples a channel at the positions of a tile."""
+    """Return a function that samples a channel at the positions of a tile; it takes the channel's index in `flat`."""
     if interpolation == "nearest":
         index: Any = 0
         for x, axis, table in zip(positions, axes, tables):

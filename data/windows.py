@@ -83,7 +83,8 @@ class SampleWindows:
     moved : list of str
         Names of the fields with spatial axes. A window has the same position in all of them, each on its own grid.
     foreground : Foreground or None
-        Positions on which the windows of :attr:`Batch.centered` samples are centered, as far as they stay inside.
+        Positions on which the windows of :attr:`Batch.centered` samples are centered, moved as far as necessary to stay
+        inside of the samples.
     outside : dict of float
         Values outside of the samples, by the name of the field; NaN marks inputs without a value.
 
@@ -200,7 +201,7 @@ class SampleWindows:
                 )
 
     def pads(self, name: str) -> bool:
-        """Return whether a sample may end within its window, so that elements of this field there have no value.
+        """Return whether a sample may end within its window, so that this field has no value for elements outside.
 
         A field with an extent of 1 on the axis where samples end has one value for all elements of that axis.
         """
@@ -221,13 +222,15 @@ class SampleWindows:
 
     @property
     def smallest(self) -> tuple[int, str]:
-        """The sample that has the smallest part of its window on an axis, and its extents in the first field."""
+        """Index of the sample that fills the smallest part of its window along an axis, and this sample's extents in the
+        first field, as a string.
+        """
         index = int((self._units / np.array(self._window)).min(axis=1).argmin())
         return index, "x".join(map(str, self._extents(index)))
 
     @property
     def share(self) -> float:
-        """Share of all elements that lie in a window of each sample."""
+        """Fraction of the elements of all samples that one window per sample contains."""
         if not self.cut:
             return 1.0
         inside = np.minimum(self._units, self._window).prod(axis=1, dtype=np.float64)
@@ -251,6 +254,7 @@ class SampleWindows:
         Samples of a batch that is not augmented have the middle window. A smaller sample is in the middle of its
         window, whose start is negative then.
         """
+        # The fields of a sample are read one after the other, with the same window.
         key = (batch.augmented, batch.centered[k : k + 1], *batch.key(k))
         if self._last[0] != key:
             self._last = key, self._draw(batch, k)
@@ -279,7 +283,9 @@ class SampleWindows:
         return tuple(start + shift for start, shift in zip(starts, shifts))
 
     def _center(self, foreground: Foreground, index: int, draw: np.random.Generator) -> list[int | None]:
-        """Return a random position of the foreground of a sample, per axis in units; None where it has none."""
+        """Return a random position of the foreground of a sample, per axis in units; None for axes along which the
+        target has one element. Empty without foreground.
+        """
         steps, position = self._steps[foreground.name], foreground.draw(index, draw)
         if position is None:
             return []
@@ -358,7 +364,8 @@ _SIGMA = 1 / 8  # of the window
 
 
 def starts_along(extent: int, window: int, overlap: float, multiple: int = 1) -> list[int]:
-    """Return the starts of the windows along an axis: multiples of `multiple`, as are both extents.
+    """Return the starts of the windows along an axis of a sample. `extent` and `window` are multiples of `multiple`,
+    and so are the starts. `overlap` is the fraction of a window that overlaps the next one.
 
     >>> starts_along(26, 8, 0.5), starts_along(6, 8, 0.5)
     ([0, 4, 8, 12, 16, 18], [-1])
@@ -390,7 +397,7 @@ class Slide:
     window
         Extents of a window, per axis.
     overlap
-        Share of a window that the next one has too.
+        Fraction of a window that overlaps the next one.
     """
 
     window: tuple[int, ...]
@@ -424,14 +431,14 @@ class SlidingWindows(SampleWindows):
     extents
         Shapes of the network's inputs, as for `SampleWindows`.
     overlap
-        Share of the window, in [0, 1), that the next one has too.
+        Fraction of a window, in [0, 1), that overlaps the next one.
     multiples
-        Numbers that divide the starts, per axis in elements of the first field.
+        Numbers of which the starts are multiples, per axis in elements of the first field.
 
     Raises
     ------
     DataError
-        As `SampleWindows`; a sample is not divided by `multiples`.
+        As for `SampleWindows`; an extent of a sample is not a multiple of its number in `multiples`.
     """
 
     def __init__(
@@ -464,7 +471,7 @@ class SlidingWindows(SampleWindows):
         return sample_shape(self.dataset, self.moved[0], index)[:-1]
 
     def longest(self, index: int) -> int:
-        """Return the first one of the longest axes of a sample."""
+        """Return the number of the longest axis of a sample; of the first one if several are as long."""
         extents = self.extents_of(index)
         return extents.index(max(extents))
 
@@ -482,7 +489,7 @@ class SlidingWindows(SampleWindows):
         return math.prod(map(len, self._starts_in_units(index)))
 
     def position_of(self, index: int, number: int) -> tuple[int, ...]:
-        """Return the position of a window among the starts of each axis."""
+        """Return, for each axis, the position of window `number` of sample `index` in the list of starts."""
         first = self.longest(index)
         counts = [len(starts) for starts in self._starts_in_units(index)]
         order = [first, *(axis for axis in range(len(counts)) if axis != first)]
@@ -515,7 +522,7 @@ class Foreground:
     shapes : mapping of tuple
         Extents ``(*spatial,)`` of this target, by sample.
     positions : mapping of dict
-        Positions by sample and class; 0 stands for all classes above 0.
+        Positions by sample and class; the class 0 stands for all values above 0.
     """
 
     name: str
@@ -523,7 +530,9 @@ class Foreground:
     positions: Mapping[int, Positions]
 
     def draw(self, sample: int, draw: np.random.Generator) -> tuple[int, ...] | None:
-        """Return a position of a sample, with equal probability for its classes; None if it has none."""
+        """Draw a class of a sample and one of its positions, each with equal probability, and return the position, per
+        axis; None without positions.
+        """
         classes = [own for own in self.positions.get(sample, {}).values() if len(own)]
         if not classes:
             return None
@@ -533,7 +542,7 @@ class Foreground:
 
     @property
     def empty(self) -> list[int]:
-        """Samples without foreground."""
+        """Indices of the samples without foreground."""
         return [sample for sample, positions in self.positions.items() if not any(map(len, positions.values()))]
 
 
@@ -546,7 +555,7 @@ def find_foreground(
     most: int = POSITIONS,
     ignored: float | None = None,
 ) -> dict[int, Positions]:
-    """Find positions of foreground in a target of these samples, by blocks of rows. Local; reads all of them.
+    """Return positions of foreground in a target, by sample and class. Local; reads all `samples`, by blocks of rows.
 
     Parameters
     ----------
@@ -557,7 +566,7 @@ def find_foreground(
     classes
         Classes whose positions are found. By default one set of positions has all values above 0, in any channel.
     seed
-        Seed of the draw of positions where a class has more than `most`.
+        Seed of the draw, if a class has more than `most` positions.
     most
         Largest number of positions of a class in a sample.
     ignored
@@ -577,7 +586,9 @@ def find_foreground(
 
 
 def most_positions(samples: int, classes: int) -> int:
-    """Return how many positions a sample keeps of each class: fewer for many samples and classes, but at least 100."""
+    """Return how many positions of each class a sample keeps at most: from :data:`POSITIONS` down to 100, the fewer the
+    more samples and classes there are.
+    """
     return min(POSITIONS, max(100, _TABLE // max(1, samples * max(1, classes))))
 
 
@@ -607,7 +618,9 @@ def _of_sample(
 def _smallest(
     kept: tuple[NDArray[Any], NDArray[Any]], more: tuple[NDArray[Any], NDArray[Any]], most: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the positions with the smallest numbers, with their numbers."""
+    """Return, of two sets of positions with random numbers, the `most` positions with the smallest numbers, and these
+    numbers.
+    """
     positions, numbers = (np.concatenate(pair) for pair in zip(kept, more))
     if len(positions) <= most:
         return positions, numbers

@@ -93,7 +93,7 @@ class Hdf5(Writer):
     refers: ClassVar[bool] = True
 
     def write(self, predictions: Predictions, path: Path, samples: range) -> None:
-        """Link the joined file to `path`, or copy it where the file system has no links."""
+        """Make `path` a hard link to the joined file, or a copy of it if the file system has no hard links."""
         try:
             os.link(predictions.file.filename, path)
         except OSError:
@@ -113,7 +113,7 @@ class WholeHdf5(Hdf5):
     refers: ClassVar[bool] = False
 
     def write(self, predictions: Predictions, path: Path, samples: range) -> None:
-        """Copy the joined file, with the numbers of the parts."""
+        """Copy the joined file to `path`, with the numbers of the parts."""
         copy_whole(Path(predictions.file.filename), path)
 
 
@@ -134,12 +134,12 @@ _SCALES = ("DIMENSION_LIST", "DIMENSION_LABELS", "REFERENCE_LIST")
 
 
 def join(out: Path) -> bool:
-    """Copy the parts of a file of predictions into it, and remove them. Local. Return whether it had parts.
+    """Copy the parts of a file of predictions into the file, and remove them. Return whether there were parts. Local.
 
     Raises
     ------
     DataError
-        If it is not such a file, or parts of it are missing.
+        If `out` is not an HDF5 file, or parts of it are missing.
     """
     with open_file(out) as file:
         if "needs" not in file.attrs:
@@ -155,7 +155,7 @@ def join(out: Path) -> bool:
 def copy_whole(source: Path, path: Path) -> None:
     """Copy a file of predictions to `path`, with the numbers of its virtual datasets. Local.
 
-    It holds 32 MiB in memory at a time, or one row of a sample if that is larger.
+    The copy takes 32 MiB of memory, or that of one row of a sample if it is larger.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def copy_whole(source: Path, path: Path) -> None:
             for own, axis in zip(joined.dims, before.dims):
                 own.label = axis.label
                 for scale in axis.values():
-                    axis.detach_scale(scale)
+                    axis.detach_scale(scale)  # or the scale would keep a reference to the deleted dataset
                     own.attach_scale(scale)
             # A dataset cannot change its storage: the new one takes the name of the virtual one.
             del new[name]
