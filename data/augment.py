@@ -561,7 +561,7 @@ class StandardAugmentation(Augmentation):
         ranges: Sequence[tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
-        """Copy a box ``(*spatial, channels)`` of a placed sample to `out`, of the shape of the box."""
+        """Copy a box ``(*spatial, channels)`` of a turned and mirrored sample to `out`, of the shape of the box."""
         extents = self.fields[name].shape
         # Along a mirrored axis of extent n, element i is element n - 1 - i of the window that is read.
         own = [

@@ -20,7 +20,7 @@ __all__ = ["CACHE", "SLOW", "Chunks", "chunks_of", "open_cached"]
 CACHE = 256 << 20
 """Cache of a rank, over all open files, for chunks that hold several samples [B]. One sample may need more."""
 SLOW = 4.0
-"""Numbers read per number used from which on reading counts as slow."""
+"""Ratio of numbers read to numbers used from which on reading counts as slow."""
 _LEAST = 8 << 20  # cache for chunks that hold one sample each, if the sample has so many [B]
 _LARGEST = 256 << 10  # size of a suggested chunk [B]
 _SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: the slot of a chunk is its number modulo one of these

@@ -592,7 +592,7 @@ class Hdf5Surroundings(Surroundings):
                 self._add_scales(axis, label)
         for path in self._text("coordinates").split():
             self._add(path, self._axes_by_scale_or_shape)
-        # After the coordinates, whose axes are those of their bounds.
+        # After the coordinates, because bounds have the axes of their coordinate.
         for of in list(self.variables.values()):
             for key in BOUNDS:
                 if isinstance(of.attributes.get(key), str):

@@ -74,7 +74,8 @@ def natural(path: str) -> tuple[str, str]:
 
 
 def _by_value(digits: str) -> str:
-    """Return the digits without leading zeros, after their count (names have at most 255): a text that sorts by value.
+    """Return the digits without leading zeros, prefixed by their count (names have at most 255): these strings sort by
+    value.
     """
     digits = digits.lstrip("0")
     return f"{len(digits):03}{digits}"
@@ -279,8 +280,8 @@ class FileSet:
         return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """Return the warning :meth:`Hdf5Dataset.slow_chunks` of the first file that has one, with the number of further
-        files that have one; "" if none has.
+        """Return the warning of :meth:`Hdf5Dataset.slow_chunks` for the first file that has one, with the number of
+        further files that have one; "" if none has.
 
         If all files stay open, files that keep all chunks of the field in memory need no warning: they are read once in
         a run.

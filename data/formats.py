@@ -144,7 +144,7 @@ class StoredFile(ABC):
 
     def find(self, name: str) -> StoredArray:
         """Return the array of this name, or the joined one of several names (:data:`AND`). Raises DataError if there is
-        none, with the names of arrays that exist, or if it has no numbers.
+        no such array, with the names of those that exist, or if the array has no numbers.
         """
         array = self.get(name)  # the whole name first, because a name may contain the separator
         if array is None and AND in name:

@@ -123,7 +123,7 @@ class _ZarrArray(StoredArray):
 
 
 def _attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes of JSON as h5py returns those of HDF5: lists as arrays; nested ones are left out."""
+    """Return attributes of JSON as h5py returns those of HDF5: lists as arrays. Nested values are left out."""
     values = {}
     for name, value in attributes.items():
         if isinstance(value, list):

@@ -222,8 +222,8 @@ class SampleWindows:
 
     @property
     def smallest(self) -> tuple[int, str]:
-        """Index of the sample that fills the smallest part of its window along an axis, and this sample's extents in the
-        first field, as a string.
+        """Index of the sample that fills the smallest part of its window along an axis, and the extents of this sample
+        in the first field, as a string.
         """
         index = int((self._units / np.array(self._window)).min(axis=1).argmin())
         return index, "x".join(map(str, self._extents(index)))
