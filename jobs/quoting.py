@@ -122,7 +122,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     Raises
     ------
     UserError
-        A key or one of its values occurs twice, a key has no value or is ``output.directory``, or there are too many
+        If a key or one of its values occurs twice, a key has no value or is ``output.directory``, or there are too many
         combinations.
     """
     axes: dict[str, list[str]] = {}

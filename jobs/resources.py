@@ -50,11 +50,11 @@ class Resources:
     Attributes
     ----------
     nodes, ranks_per_node, cpus_per_rank, gpus_per_node
-        Numbers of nodes, ranks, cores and GPUs; without GPUs `gpus_per_node` is 0.
+        Numbers of nodes, ranks of a node, cores of a rank, and GPUs of a node; without GPUs `gpus_per_node` is 0.
     time
         Time limit in Slurm's format, such as minutes, ``H:MM:SS`` or ``D-HH:MM``; None: the partition's default.
     partition, account
-        None: the site's default.
+        Names of Slurm's partition and account; None: the site's default.
     warning
         Time before the limit at which Slurm sends USR1 [s].
     directives
@@ -144,7 +144,7 @@ class Resources:
 
 
 def _seconds(time: str) -> int | None:
-    """Return a time limit [s]; None if it is unlimited.
+    """Return the limit that `time` states in Slurm's format [s]; None if it is unlimited.
 
     >>> [_seconds(t) for t in ("30", "2:30", "1:00:00", "2-12", "1-01:30", "unlimited")]
     [1800, 150, 3600, 216000, 91800, None]
@@ -209,7 +209,7 @@ class Software:
         Plugin for ``srun --mpi``: ``"pmi2"`` (MPICH), ``"pmix"`` (Open MPI), ...; None: the plugin for the MPI wheel of
         this Python, else the site's default.
     mpirun
-        Path of mpirun; None: the one next to this Python, else the one on PATH in the job.
+        Path of mpirun; None: the mpiexec next to the job's Python, else the mpirun on PATH in the job.
     modules
         Environment modules, loaded in this order.
     environment
@@ -245,6 +245,7 @@ class Software:
             if value is not None and (not checked_line(f"--{name}", value).strip() or value.startswith("-")):
                 raise UserError(f"--{name}: expected a path, got {value!a}")
         for bind in self.binds:
+            # Commas and colons separate mounts, and their parts, in the options of the container runtimes.
             if not checked_line("--bind", bind).startswith("/") or set(bind) & set(",:"):
                 raise UserError(
                     f"--bind: expected an absolute path without commas and colons, as its name in the container, got "
@@ -304,6 +305,7 @@ class Software:
     @property
     def mounted(self) -> list[str]:
         """Paths that are mounted in the container: `folder`, and those of `binds` outside of it."""
+        # With the slash: /data2 is not within /data.
         inside = self.folder.rstrip("/") + "/"
         # A path within `folder` is visible already.
         return [self.folder, *(path for path in dict.fromkeys(self.binds) if not f"{path}/".startswith(inside))]

@@ -33,7 +33,7 @@ class Change:
     memory
         Estimated growth of the memory [B].
     indices
-        The changed choice.
+        Candidate per layer in the changed choice.
     """
 
     gain: float
@@ -69,7 +69,7 @@ class Changes:
         return sorted(result.values(), key=lambda change: -change.gain)
 
     def _changes(self, x: Sequence[int]) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield changed layers with two gains [s]: with the sums of gradients hidden, and with the sums exposed."""
+        """Yield changes, as pairs of layer and candidate, with two gains [s]: sums of gradients hidden, and exposed."""
         own = [self._own(v, x) for v in range(len(x))]
         sums = [s[i] - s for s, i in zip(self.costs.sums, x)]
         for v, costs in enumerate(own):

@@ -163,7 +163,7 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     Raises
     ------
     ValueError
-        For an unknown collective.
+        For an unknown collective or a negative size, if there are stages.
     """
     if not stages or nbytes == 0:
         return 0.0
@@ -252,11 +252,10 @@ def _pipeline_seconds(protocol: Protocol, nbytes: float, ranks: int, nodes: int,
 def chunk_bytes(protocol: Protocol, nbytes: float, hops: int) -> float:
     """Return the size of the chunks of a tree [B], by the rule of NCCL 2.4 (`computeColl` in its src/enqueue.cu).
 
-    A chunk is halved as long as a channel has fewer than 8 chunks per level of the tree (`hops` + 1) and the chunk
-    exceeds 4 times its least size; then as long as there are fewer than 4 and it exceeds twice that size; then as long
-    as there is fewer than one and it exceeds that size. A channel with fewer bytes than a chunk has one chunk of these.
-
-    `nbytes` is the size of the whole vector [B].
+    A chunk is halved as long as a channel has fewer than 8 chunks for each of the ``hops + 1`` levels of the tree and
+    the chunk exceeds 4 times its least size; then as long as there are fewer than 4 and it exceeds twice that size;
+    then as long as there is fewer than one and it exceeds that size. The part of a channel that is smaller than a chunk
+    is one chunk. `nbytes` is the size of the whole vector [B].
 
     >>> from halograd.perfmodel.machine import Protocol
     >>> tree = Protocol("tree", 0.0, 0.0, 1.0, 1.0, channels=2, chunk=512, least_chunk=32)

@@ -141,6 +141,7 @@ def spatial_extents(shapes: Iterable[tuple[int, ...]]) -> list[Extent]:
 
 @lru_cache(maxsize=4096)
 def _candidates(extents: tuple[Extent, ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
+    # Without the extents, so that layers with equal axes share the cached result of `_worthwhile`.
     there = tuple(any(axis in axes for axes, _ in extents) for axis in range(len(AXES)))
     allowed = _legal(there, cuts, ranks) if full else _worthwhile(there, cuts, ranks)
     return tuple(parts for parts in allowed if _fits(extents, parts, balanced=not full))
@@ -343,7 +344,9 @@ class _Data(Baseline):
 
 @PLANNERS.register
 class _Spatial(Baseline):
-    """Baseline that cuts every layer over space as finely as possible, then by samples."""
+    """Baseline that cuts every layer over space as finely as possible, then by samples; a layer that cannot be cut over
+    space is cut by samples.
+    """
 
     name = "spatial"
 

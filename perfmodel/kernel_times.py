@@ -122,7 +122,7 @@ class LayerWork:
 
     @cached_property
     def key(self) -> str:
-        """Key of its stored time: one line of JSON, the same in every process. Layers with equal keys have equal times.
+        """Key of the stored time: one line of JSON, the same in every process. Layers with equal keys have equal times.
 
         It contains the layer's class, its settings except its name, the shapes of the inputs, the dtype, and three
         flags: whether there is a backward pass, whether this computes the gradient of the inputs, and whether

@@ -104,8 +104,7 @@ class Link:
 class GroupStage(NamedTuple):
     """One level of a group of ranks: `size` members joined by `link`, which belongs to `level`.
 
-    `sharing` is the number of members, of all groups that communicate at the same time, that share one link when all of
-    them send to the next level.
+    `sharing` is the number of members (of all groups that send at once) that share one link to the next level.
     """
 
     level: str
@@ -448,10 +447,9 @@ class Machine:
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
-        # The sums were measured on the real links: on the emulated network they are unknown.
+        # Sums, topology and library are those of the real links: on the emulated network they are unknown.
         unknown: Any = {key: {} for key in SUMS}
         runtime = dataclasses.replace(self.runtime, **unknown)
-        # Topology and library of collectives describe the real network, which messages do not use either.
         machine = dataclasses.replace(
             self, name=name, source=source, links=links, runtime=runtime, topology=None, collectives={}
         )

@@ -55,7 +55,7 @@ class PlanCandidate:
 
     @property
     def strategy(self) -> Strategy:
-        """The cuts, the scheme and the size of buckets."""
+        """Strategy: the cuts, the scheme and the size of buckets."""
         return self.simulation.strategy
 
     @cached_property
@@ -224,7 +224,8 @@ def first_chunks(network: Network) -> list[int]:
     """Return promising numbers of layers in the first of two chunks, in increasing order.
 
     In backward order, these chunks end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of
-    VGG-A). If there are fewer than three of them, one to four fifths of the number of layers are added.
+    VGG-A). If there are fewer than three of them, one to four fifths of the number of layers are added. Layers of the
+    kind "other", such as norms, do not count.
 
     >>> from halograd.models import build
     >>> first_chunks(build("vgg_a"))

@@ -35,7 +35,7 @@ Ranks = Annotated[Count, Field(le=8192)]
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer of a predicted step. Times are for the slowest rank [s], bytes for the fullest rank [B].
+    """One layer of a predicted step. Times are those of the slowest rank [s].
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class LayerRecord:
         Number of messages and bytes [B] that the rank :attr:`Prediction.sender` sends for the layer in a step, and for
         changes of layout before it, without sums of gradients and of the loss.
     output
-        Size of the layer's output [B].
+        Size of the layer's output on the fullest rank [B].
     """
 
     __pydantic_config__ = STRICT
@@ -124,7 +124,7 @@ class Prediction:
     memory
         Memory of the fullest rank by use, as in `Executor.predicted_bytes` [B].
     traffic
-        Kind of communication -> number of messages and bytes [B] of the rank that sends most.
+        Kind of communication -> largest number of messages that a rank sends, and largest number of bytes [B].
     sender
         The rank that sends most bytes for all layers together; the records hold its messages. Predictions of the time
         alone have no traffic and no messages.
@@ -302,6 +302,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plain data, for JSON; times in [s], memory in [B]."""
+        # Not `asdict`: the prediction has a form of its own, and without a request there is no key.
         data = {key: value for key, value in vars(self).items() if key != "request"}
         data["strategy"], data["prediction"] = asdict(self.strategy), self.prediction.as_dict()
         data["alternatives"] = [asdict(a) for a in self.alternatives]
@@ -347,6 +348,7 @@ class Plan:
         version = data[_MARK]
         if version is True or version != _VERSION:
             raise UserError(f"{source}: expected version {_VERSION}, got {shown(version)}; run `halograd plan` again")
+        # `halograd plan --json` and `Prediction.as_dict` add derived values, which are not fields.
         own = {k: v for k, v in data.items() if k not in (_MARK, *_PRINTED)}
         if isinstance(own.get("prediction"), dict):
             own["prediction"] = {k: v for k, v in own["prediction"].items() if k not in _DERIVED}

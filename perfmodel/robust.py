@@ -91,8 +91,8 @@ class VariedMachine:
 class VariedTimes(KernelTimes):
     """Measured times of kernels for a device with another launch time, or another rate of arithmetic.
 
-    A kernel takes the varied launch time, plus the rest of its measured time after the known launch time, which is
-    divided by the factor of the rate.
+    A kernel takes ``varied + (measured - launch) / rate``: its measured time with another launch time, and with the
+    remaining time divided by the factor of the rate.
     """
 
     def __init__(self, times: KernelTimes, launch: float, varied: float, rate: float = 1.0) -> None:
@@ -445,8 +445,8 @@ class _StepTable:
 
 
 def _toward(indices: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield choices that adopt a part of `target`: a run of adjacent layers that differ, or the first or the last of
-    all layers that differ.
+    """Yield choices that adopt a part of `target`: a run of adjacent layers that differ, or the first or the last one,
+    two or three quarters of all layers that differ.
     """
     differ = [v for v, (a, b) in enumerate(zip(indices, target)) if a != b]
     runs: list[list[int]] = []

@@ -137,7 +137,7 @@ def _choices(network: Network, strategy: Strategy, batch: int, ranks: int) -> di
 
 
 def _others(own: Parts, batch: int, ranks: int) -> Iterator[Parts]:
-    """Yield cuts with fewer spatial parts: on fewer ranks, along samples, along output or input channels.
+    """Yield other cuts: with fewer spatial parts on fewer ranks, along samples, along output or input channels.
 
     >>> for parts in _others((1, 1, 4, 1, 1, 1), batch=1, ranks=4):
     ...     print(parts)
@@ -177,7 +177,7 @@ def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
 
 
 def _with_cuts(strategy: Strategy, costs: NetworkCosts, indices: Sequence[int]) -> Strategy:
-    """Return the strategy with the chosen cuts of layers where they differ from the given one."""
+    """Return the strategy in which layers whose chosen cut is not the given one have the chosen cut."""
     layers = dict(strategy.layers)
     for name, options, i in zip(costs.names, costs.candidates, indices):
         if i:

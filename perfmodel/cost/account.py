@@ -91,6 +91,7 @@ def count_program(program: Program, per_node: int | None = None) -> Ledger:
     ledger = Ledger(program.target.size)
     for layer, item in messages_of(program, per_node):
         ledger.add(item, layer)
+    # The runtime sums the loss (`halograd.training.pass_loss`): no operation of the program does.
     if program.loss is not None:
         ledger.add(GroupSum.of("loss", Groups.whole(program.target.size), [LOSS_BYTES]))
     return ledger
@@ -135,9 +136,8 @@ def workspace_of(program: Program) -> int:
 
     A convolution copies its weights to the format that oneDNN requires. In three dimensions it also copies the input of
     one sample and, for one plane of the output, the input of each product, and it holds four partial gradients of the
-    weights.
-    This is exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks of
-    activations and pools are left out: 1 % of the arrays of U-Nets.
+    weights. This is exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks
+    of activations and pools are left out: 1 % of the arrays of U-Nets.
     """
     return max((_scratch(run.kernel.views) for run in program if isinstance(run, Run)), default=0)
 
@@ -158,7 +158,10 @@ def _scratch(views: Mapping[str, View | None]) -> int:
 
 
 def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead: int = 0) -> dict[str, int]:
-    """Return the memory of the program's rank by use, without that of sums of gradients and of the optimizer [B]."""
+    """Return the memory of the program's rank by use, without that of sums of gradients and of the optimizer [B].
+
+    The parameters are those of :func:`memory_of`.
+    """
     memory = Counter(program.placement.uses)
     memory["kernel workspace"] = workspace_of(program)
     if ahead:
@@ -185,6 +188,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
     memory["messages"] = LOSS_BYTES if program.target.size > 1 else 0
     starts = (o for o in program if isinstance(o, Transfer) and o.end == "start" and o.when != "evaluation")
     for exchange in dict.fromkeys(operation.exchange for operation in starts):
+        # Buffers for what the rank sends, and for what it receives, which is what the adjoint sends.
         move = Move.of(exchange)
         memory["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.

@@ -119,7 +119,9 @@ class Grids:
 
 
 def _block(position: Ints, base: Ints, more: Ints) -> Ints:
-    """Return the number of the block of a balanced cut that contains a position."""
+    """Return the index of the block that contains a position: the first `more` blocks have ``base + 1`` elements, the
+    others `base`.
+    """
     large = more * (base + 1)
     # With fewer elements than parts, `base` is 0, and no position is in the small blocks.
     after = more + (position - large) // np.maximum(base, 1)

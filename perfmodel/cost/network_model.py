@@ -417,7 +417,8 @@ class NetworkModel:
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """Return a rank in the middle of a grid, where most neighbors are; with unequal parts, one with a largest part."""
+    """Return a rank in the middle of a grid, where ranks have most neighbors; if parts are unequal, with a largest one.
+    """
     rank = 0
     for axis in blocks.axes:
         rank = rank * len(axis) + _middle_part(axis)

@@ -203,6 +203,7 @@ class Simulation:
         """
         self._chunked  # noqa: B018  (all schemes of these cuts share it)
         other = copy.copy(self)
+        # The copied cache holds the buckets of this scheme.
         vars(other).pop("_buckets", None)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
         other.strategy = self.strategy.with_reduction(scheme, nbytes)

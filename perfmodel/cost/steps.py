@@ -63,6 +63,7 @@ def price_replicated(step: Step, pricing: Pricing) -> tuple[LayerCost, KernelSpe
 
 def _separated(step: Step) -> Step:
     """Return a copy of the step whose values no other layer uses."""
+    # One copy per value, also if the layer reads it several times.
     copies = {value: _copied(value) for value in (*step.inputs, step.output)}
     return step.under(step.parts, [copies[value] for value in step.inputs], copies[step.output])
 
@@ -142,6 +143,7 @@ class _Steps:
 
     def priced(self) -> PricedSteps:
         known = [self._forward(step) for step in self._program.steps]
+        # Keys in the order of computation: the loop below replaces the costs in reverse order.
         costs: dict[str, LayerCost] = {step.name: LayerCost() for step in self._program.steps}
         backward = []
         for step, layer in zip(reversed(self._program.steps), reversed(known)):

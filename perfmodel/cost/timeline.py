@@ -159,7 +159,7 @@ class _Link:
     Attributes
     ----------
     free
-        Time at which the last message has arrived [s].
+        Time at which the last message has arrived [s]; if all travel at the same time, the last one in order.
     load
         Share of the time until `free` in which the messages in progress use the adapters of a node.
     """
@@ -169,7 +169,10 @@ class _Link:
         self._concurrent, self.free, self.load = concurrent, -math.inf, 0.0
 
     def send(self, at: float, seconds: float, in_order: bool = False, busy: float = 0.0) -> float:
-        """Send a message that is ready at time `at` [s]; return its time of arrival [s]."""
+        """Send a message that is ready at time `at` [s] and takes `seconds`; return its time of arrival [s].
+
+        With `in_order`, it arrives after earlier ones of its kind; for `busy` [s] it uses the adapters of a node.
+        """
         if self._concurrent:
             if in_order:
                 self.free = max(self.free, at + seconds)

@@ -80,6 +80,7 @@ class Problem:
     edge_memory: Mapping[Edge, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # One dictionary for all fields: an array object that occurs several times stays one object.
         converted: dict[int, Array] = {}
         for name in ("times", "memory"):
             values = tuple(_floats(a, converted) for a in getattr(self, name))
@@ -121,6 +122,7 @@ class Problem:
         self, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
     ) -> Selection:
         """Return the selection of the candidates `indices`, with its total time and memory."""
+        # Indices may be NumPy's integers, which JSON does not accept.
         whole = tuple(int(i) for i in indices)
         return Selection(whole, self.seconds(whole), self.bytes(whole), optimal, gap, work or Effort())
 
@@ -181,7 +183,7 @@ class Effort:
     largest_table
         Entries of the largest stored table.
     states
-        Number of examined partial or whole strategies.
+        Number of examined partial or whole choices.
     pruned
         Number of candidates that were proved unnecessary and removed before the search.
     seconds
@@ -265,6 +267,7 @@ def _check(problem: Problem) -> None:
             wrong = table[~np.isfinite(table)][0]
             raise UserError(f"planner: {what}: expected finite numbers of bytes, got {wrong}")
         smallest = table.min()  # NaN if an entry is NaN
+        # `not >`, which is true for NaN too.
         if not smallest > -np.inf:
             raise UserError(f"planner: {what}: expected seconds, or inf for illegal candidates; got {smallest}")
 
@@ -324,7 +327,7 @@ class Chooser(ABC):
 
     @abstractmethod
     def look(self, search: PlanSearch) -> NoneFits | None:
-        """Simulate the strategies of this chooser; return the error if none fits."""
+        """Simulate the strategies of this chooser; return the error of a planner that finds no choice, else None."""
 
 
 class Planner(Chooser):
@@ -440,6 +443,7 @@ def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None
         good = np.isfinite(least)
         if problem.limit is not None:
             small, large = extremes(v, memory, problem.edge_memory)
+            # More than the layer's minimum: the capacity is what remains after that.
             good &= memory - memory.min() <= capacity
         if not good.any():
             return None

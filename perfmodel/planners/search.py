@@ -223,8 +223,9 @@ class Exhaustive(Planner):
 
 
 def _numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Return, per layer, its candidates in the choices number `states` (as `numpy.unravel_index`, for any number of
-    layers).
+    """Return, per layer, its candidates in the choices with the numbers `states`.
+
+    This is `numpy.unravel_index`, for any number of layers.
     """
     index = []
     for size in reversed(sizes):

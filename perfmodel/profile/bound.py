@@ -67,6 +67,7 @@ class BoundLayer:
         input_gradient: bool = True,
         spread: bool = False,
     ) -> None:
+        # With two ranks, layers bind the kernels that sum statistics; equal data need no messages.
         comm = cast("Communicator", _EqualRanks()) if spread else comm
         self.kernels, size, self._dtype = kernels, comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
@@ -143,7 +144,7 @@ class BoundLayer:
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
-        """Emulate the backward pass of the next layer: write `dy`, if there is one, so that a part is in the cache."""
+        """Emulate the backward pass of the next layer: write `dy`, if any, so that a part of it is in the cache."""
         if self.dy is not None:
             self.kernels.xp.add(self._saved_dy, 0, out=self.dy)
             self.kernels.synchronize()

@@ -219,6 +219,7 @@ class TimeCache:
             return
         with writing(f"cache {self.path}", f"choose another folder with {CACHE_VARIABLE}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Not only for appending: the last byte is read.
             with self.path.open("a+b") as file:
                 # The lock ends when the file is closed.
                 fcntl.flock(file, fcntl.LOCK_EX)

@@ -106,7 +106,8 @@ class LayerTimer:
         )
 
     def _once(self, bound: BoundLayer, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """Run one forward and one backward pass; return the times of forward, data gradient and filter gradient [s]."""
+        """Run a forward and, if any, a backward pass; return the times of forward, data gradient, filter gradient [s].
+        """
         # Nothing writes the samples, the inputs of a first layer.
         self._prepare(None if twin is None else twin.forward, bound.write_inputs if bound.input_gradient else None)
         forward = self._clock(bound.forward)
@@ -133,7 +134,7 @@ class LayerTimer:
         return self._oversubscription.clock() - begin
 
     def _backward(self, bound: BoundLayer) -> tuple[float, float]:
-        """Run the backward pass, if there is one; return its time without the filter gradient, and that of it [s]."""
+        """Run the backward pass, if any; return its time without the filter gradient, and that of this gradient [s]."""
         if not bound.trainable:
             return 0.0, 0.0
         filters: list[float] = []
@@ -200,7 +201,9 @@ def measure_layers(
     progress: Callable[[int, int], None] | None = None,
     again: bool = False,
 ) -> Coverage:
-    """Measure layers that the cache lacks. Collective over the ranks of `timer`; rank 0 reads and writes the cache.
+    """Measure layers that the cache lacks, and return how many were measured.
+
+    Collective over the ranks of `timer`; the cache of rank 0 decides, and only rank 0 writes it.
 
     Parameters
     ----------

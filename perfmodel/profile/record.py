@@ -95,6 +95,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
         raise ValueError(f"fit_line: expected positive times of at least two sizes, got {list(t)} for {list(n)}")
     weights = np.ones_like(t)
     for _ in range(_ROUNDS):
+        # Divided by the times, so that residuals are relative.
         alpha, beta = _solve(n / t, 1 / t, weights)
         residuals = np.abs((alpha + beta * n) / t - 1)
         limit = _HUBER * max(float(np.median(residuals)), 1e-12)
@@ -131,6 +132,7 @@ def fit_sums(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
     # Each of the two lines needs at least two points.
     for k in range(2, len(nbytes) - 1):
         short, long = fit_line(nbytes[:k], seconds[:k]), fit_line(nbytes[k:], seconds[k:])
+        # Only then is the line of few bytes the lower one for few bytes.
         if short.alpha < long.alpha and short.beta > long.beta:
             fit = replace(long, bytes=line.bytes, seconds=line.seconds, short=short)
             error = math.sqrt(fmean((fit.at(n) / t - 1) ** 2 for n, t in zip(line.bytes, line.seconds)))
@@ -225,6 +227,7 @@ class Profile(ProfileRecord):
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         short = {n: fit.short.link("all-reduce of few bytes") for n, fit in self.reduction.items() if fit.short}
         work = {ranks: fit.link("summed during the wait for it") for ranks, fit in self.reduction_exposed.items()}
+        # `packed`: links include packing, except those of the emulated network (`_links` in device.py).
         runtime = Overheads(update, layer_overhead, packed=True, sums=sums, short_sums=short, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
@@ -255,6 +258,7 @@ class Profile(ProfileRecord):
             record = build(ProfileRecord, read_json(path, "profile"), f"profile {shown_path(path)}")
         except UserError as error:
             raise UserError(f"{error}; run `halograd profile` again") from None
+        # `vars`, because `asdict` would convert the fits to plain data.
         return cls(machine=machine, **vars(record))
 
     def to_dict(self) -> dict[str, Any]:
