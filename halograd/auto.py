@@ -4,7 +4,7 @@ This implements ``strategy = "auto"``. The command line or a script passes :func
 `halograd.training.train`. This module is above `training`, which does not import planners.
 
 1. Plan with the known times, measure the layers whose times are missing, and plan again, until no time is missing.
-2. Measure the layers on which the plan and the baselines depend a second time: among hundreds of candidates with
+2. Measure a second time the layers on which the plan and the baselines depend: among hundreds of candidates with
 measurement errors, the minimum prefers those whose times are too short. If this changes the plan, go back to 1.
 3. Time steps of the plan, and of the baselines with a similar prediction. The fastest is chosen. Effects that the model
    leaves out (such as ranks that wait for each other at each message) favor some strategies systematically.
@@ -102,8 +102,8 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     Parameters
     ----------
     training
-        Whether the run trains. An evaluation (False) uses the plan saved in that directory, if it fits, and measures no
-        layers.
+        Whether the run trains. An evaluation (False) uses the plan saved in that directory, if it fits; else it plans
+        without measuring layers, and neither prints nor saves the plan.
 
     Raises
     ------

@@ -131,7 +131,7 @@ def parse_option(option: str, key: str, text: str) -> Any:
 
 
 def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
-    """Return key and value of ``KEY=VALUE`` on the command line; the key without blanks around it.
+    """Return key and value of ``KEY=VALUE`` on the command line; blanks around the key are removed.
 
     Raises
     ------
@@ -206,7 +206,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return a string, or the message of an error (its type if it has none), without line breaks.
+    """Return a string, or the message of an error (its class if it has no message), without line breaks.
 
     >>> one_line(OSError()), one_line("a\\n b")
     ('OSError', 'a b')

@@ -354,7 +354,10 @@ class TrainedRun:
         return _data(self._agreed(lambda: _dataset_of(data, make_network(config)), _checksum), "apply()")
 
     def _agreed(self, make: Callable[[], Result], mark_of: Callable[[Result], int]) -> Result:
-        """Return the result of `make`; if it fails on a rank, or marks differ, all ranks raise an error. Collective."""
+        """Return the result of `make`. Collective.
+
+        All ranks raise an error if it fails on a rank, or if `mark_of` the result differs from that of rank 0.
+        """
         fault: Exception | None = None
         try:
             result = make()
@@ -381,7 +384,7 @@ class TrainedRun:
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 
     def given(self, which: str = "latest") -> Path:
-        """Return the file of a checkpoint, and register its network under its name. Local."""
+        """Return the file of a checkpoint, and register a network that the script has made again by its name. Local."""
         if self._network is not None:
             give(self._network, self._network.name)  # another run of this name may have been trained meanwhile
         return self.checkpoint(which)

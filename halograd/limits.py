@@ -59,9 +59,10 @@ class Cores:
     bound
         Numbers of the cores in its affinity mask.
     quota
-        CPU time that its control groups permit, in cores, shared with other processes of these groups.
+        CPU time that its control groups permit, in cores, shared with other processes of these groups; infinity without
+        a limit.
     task
-        Number of cores that Slurm gave to this process alone.
+        Number of cores that Slurm gave to this process alone; infinity without Slurm's setting.
     """
 
     bound: frozenset[int]

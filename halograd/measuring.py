@@ -110,7 +110,7 @@ class Measuring:
         return profile.with_overheads(*measure_overheads(self.comm, self.kernels, profile.machine, self.dtype))
 
     def machine_file(self) -> Path:
-        """Return the path of this machine's file: one file per device, library, ranks and transport."""
+        """Return the path of this machine's file: one per device, library, ranks, nodes, transport and dtype."""
         import platform
 
         nodes = sorted(self.comm.allgather_objects(platform.node()))
@@ -146,7 +146,7 @@ class Measuring:
         return machine
 
     def times(self, machine: Machine) -> MeasuredTimes:
-        """Return the times of layers that rank 0 knows. Other layers are estimated, and listed as missing. Local."""
+        """Return kernel times: those known on rank 0; other layers are estimated, and listed as missing. Local."""
         return MeasuredTimes(self.cache, self.conditions, RooflineTimes(machine))
 
     def layers(

@@ -42,7 +42,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
 
 
 def milliseconds(seconds: float, digits: int = 3) -> str:
-    """Return a time as a number of milliseconds; "-" for zero.
+    """Return a time as a number of milliseconds with `digits` decimal places; "-" for zero.
 
     >>> milliseconds(0.0123), milliseconds(0)
     ('12.300', '-')
@@ -51,7 +51,7 @@ def milliseconds(seconds: float, digits: int = 3) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time with a suitable unit, four digits.
+    """Return a time with a suitable unit and at most four significant digits.
 
     >>> time_text(0.01234), time_text(12.5), time_text(3.2e-6)
     ('12.34 ms', '12.5 s', '3.2 us')

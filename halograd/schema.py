@@ -263,7 +263,7 @@ def _known(key: str | int, tables: Iterable[Any]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` with the nearest known name, or an empty string. Local.
 
-    If several names start with the given text, all are listed.
+    If one to four names start with `name` and an underscore, they are listed instead.
 
     >>> nearest("warmup", ["final", "warmup_epochs", "warmup_start"])
     '; did you mean warmup_epochs or warmup_start?'
@@ -317,7 +317,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _inside(kind: Any, step: int | str) -> list[Any]:
-    """Return the types of an entry; empty for an unknown key."""
+    """Return the types of the entry `step` of a table, mapping or list; empty for an unknown key."""
     if _is_table(kind):
         fields = _fields(kind)
         return _alternatives(fields[step]) if step in fields else []

@@ -1,7 +1,8 @@
 """Import of attention: scores, their softmax and the sum of values become one layer.
 
-A rule merges these operations into one, whatever module or exporter wrote them. Its importer finds the factors of the
-axes of queries, keys and values that are heads, windows and positions (see :mod:`halograd.interchange.axes`).
+A rule merges these operations into one, whatever module or exporter wrote them. The importer of this operation finds
+the factors of the axes of queries, keys and values that are heads, windows and positions (see
+:mod:`halograd.interchange.axes`).
 
 ::
 
@@ -92,8 +93,8 @@ def _scores(
 ) -> tuple[_Product, float, list[tuple[str, Shape]]] | None:
     """Follow the scores back from their softmax to the product of queries and keys; None if there is none.
 
-    Returns the product, the factor of the scores, and each added constant with the extents of the scores where it is
-    added. Inserts the operations at the beginning of `chain`.
+    Returns the product, the factor of the scores, and the name of each added constant with the extents of the scores to
+    which it is added. Inserts the operations that it follows at the beginning of `chain`.
     """
     value, scale = op.inputs[0], 1.0
     added: list[tuple[str, Shape]] = []
@@ -130,7 +131,7 @@ class _Product:
         Names of the values. For scores the rows are queries, and the columns keys.
     orders
         Permutations of their axes to ``(*batch, rows, summed)`` and ``(*batch, columns, summed)``; for a weighted sum,
-        the second is to ``(*batch, summed, columns)``.
+        the second permutes to ``(*batch, summed, columns)``.
     result
         Permutation of ``(*batch, rows, columns)`` to the axes of the result.
     """
@@ -342,7 +343,7 @@ class _Operand:
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 
     def windows(self) -> Shape | None:
-        """Return the extents of the windows if the second to last dimension has all positions of one; else None."""
+        """Return the extents of the windows if the dimension of positions has all those of one window; else None."""
         space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
         # The position in a window is the inner digit of each spatial axis, the number of the window the outer one.
@@ -371,7 +372,7 @@ class _Table:
     constant
         The constant.
     extents
-        Extents of the scores where it is added.
+        Extents of the scores to which the constant is added.
     queries
         The queries; the factors of their batch are the first axes of the scores.
     window
@@ -509,7 +510,7 @@ def _roll(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _is_of_positions(node: Node) -> bool:
-    """Return whether a node is of a position-wise layer: a 1x1 convolution, a slice or dropout.
+    """Return whether a node is the output of a position-wise layer: a 1x1 convolution, a slice or dropout.
 
     Such a layer computes each position from the same position of its only input.
     """

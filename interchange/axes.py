@@ -1,4 +1,4 @@
-"""Axes of a value in ONNX as products of parts of the axes of a node: what chains of Reshape and Transpose mean.
+"""Axes of a value in ONNX as products of parts of the axes of a node, through chains of Reshape and Transpose.
 
 A node has samples ``(*spatial, C)``. A dimension of the value in ONNX consists of factors in row-major order. A factor
 is a digit of the index along one axis of the node: ``index // stride % extent``. So a reshape groups factors anew and a
@@ -59,7 +59,8 @@ class Axes:
         return Axes(self.shape, tuple(self.dims[axis] for axis in order))
 
     def reshaped(self, extents: Shape) -> Axes | None:
-        """Return the dimensions of these extents; None if one would need a part of a digit that is no digit itself.
+        """Return the axes after a reshape to `extents`; None if a dimension would need a part of a digit that is no
+        digit itself.
 
         >>> heads = Axes.whole((1, 5, 8), (0, 1, 2)).reshaped((1, 5, 2, 4))
         >>> heads.dims[2:]
@@ -110,7 +111,7 @@ class Axes:
         return axis, stride * first, stride * last, Axes(shape, tuple(dims))
 
     def without(self, dim: int) -> Axes:
-        """Return the axes without a dimension of extent 1."""
+        """Return the axes without the dimension `dim`, whose extent is 1."""
         return Axes(self.shape, self.dims[:dim] + self.dims[dim + 1 :])
 
     def with_channels(self, channels: int) -> Axes | None:

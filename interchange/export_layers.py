@@ -429,7 +429,7 @@ def _clip(w: OnnxWriter, node: Node) -> str:
 
 
 def _same(w: OnnxWriter, node: Node) -> str:
-    """Export a layer that is the identity in evaluation or on one process."""
+    """Export a layer that is the identity in evaluation or on one process: return the name of its input."""
     return w.inputs(node)[0]
 
 
@@ -598,7 +598,7 @@ _MOST_PAIRS = 1 << 24
 
 
 def _attention(w: OnnxWriter, node: Node) -> str:
-    """Export Attention as products with the whole matrix of scores of each window; whole samples are one window.
+    """Export Attention as products with the whole matrix of scores of each window; without windows, a sample is one.
 
     Rows are padded to whole windows, and the weights of padded keys are zero.
     """
@@ -688,7 +688,7 @@ def _in_cells(
 ) -> str:
     """Convert ``(N, C, *spatial)`` to ``(N, windows, heads, heads per group, positions, channels of a head)``.
 
-    The last two axes of the keys are exchanged.
+    The last two axes of the keys (`key` is ``"k"``) are exchanged.
     """
     if any(cell.pads != (0, 0) for cell in cells):
         pads = [0, 0, *(cell.pads[0] for cell in cells), 0, 0, *(cell.pads[1] for cell in cells)]

@@ -267,7 +267,7 @@ class Activation:
     last
         Whether ONNX has the channels last too, after a Transpose.
     pooled
-        Whether ONNX has the shape ``(N, C, 1, 1)``, where the node has ``(C,)``.
+        Whether the value has spatial axes of extent 1 in ONNX, ``(N, C, 1, 1)``, which the node ``(C,)`` lacks.
     pool
         Name of the output of the global pooling that the value comes from, or empty.
     spatial
@@ -324,7 +324,8 @@ def titled(path: Path, name: str, kind: str, scope: str) -> str:
 
 @contextmanager
 def following(path: Path, op: OnnxNode) -> Iterator[None]:
-    """Convert errors of malformed attributes and constants of an operation into a UserError that names it."""
+    """Convert errors from malformed attributes and constants of an operation into a UserError that names the operation.
+    """
     try:
         yield
     except (UserError, NeedsPositions):
@@ -384,6 +385,7 @@ class Builder:
         With `computed`, the node is that of the value itself, if there is one, not the one that it was reshaped from.
         """
         value = self.values[name]
+        # A value with `refusal` is no node: only `source`, arranged by `axes`, describes it.
         if value.source is not None and value.axes is not None and (value.refusal is not None or not computed):
             return value.source, value.axes
         shape, dims = (self.graph.batch, *value.node.shape), len(self.shape(name))
@@ -514,7 +516,7 @@ class Builder:
         return self.refused(op, "an array of its own", f"{name!r} again", remedy)
 
     def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
-        """Raise UserError for weights that torch does not train, or may not train."""
+        """Raise UserError for weights that torch does not train, or that the file does not distinguish from buffers."""
         what = repr(weights.name) if weights.name else "numbers of the source"
         if weights.repeats:
             raise self.refused(op, "weights that torch trains", f"elements of {what} that an index chooses")
@@ -574,12 +576,13 @@ class Builder:
         return name
 
     def initial(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
-        """Return initial values of a weight, in the layer's order of axes; read from the file when needed."""
+        """Return initial values of a weight, arranged by `order` to the layer's `shape`; they are read when needed."""
         what = f"{self.path}: weight {constant.name or 'without a name'}"
         if constant.dtype.kind != "f":
             raise UserError(f"{what}: expected a floating-point type, got {constant.dtype}; export in float32")
         before, stored = constant.order, constant.shape if constant.stored is None else constant.stored
         moved = order if before is None else lambda array: order(before(array))
+        # Where the weight is in torch's array: `to_torch` and files of weights write it back there.
         foreign = ForeignArray(constant.name, stored, moved) if constant.name else None
         return GivenValues(
             shape, lambda: finite(np.ascontiguousarray(order(constant.read())), what), self.graph.source, foreign

@@ -131,7 +131,7 @@ def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _norm_over_channels(build: Builder, op: OnnxNode) -> Activation:
-    """Import a norm over the channels of each position, which `patterns` recognizes in its arithmetic."""
+    """Import a norm over the channels of each position, which `patterns` has recognized in several operators."""
     value = build.value(op)
     if op.attributes["axis"] != (len(build.shape(op.inputs[0])) - 1 if value.last else 1) or value.spatial:
         raise build.refused(op, "a norm over the channels", f"axis {op.attributes['axis']}")

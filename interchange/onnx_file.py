@@ -109,7 +109,8 @@ def read_onnx(
 def _raw_offsets(content: bytes, model: Any) -> dict[str, int]:
     """Return the offsets of the data of large weights in the file's `content` [B], so that each is read when needed.
 
-    They are in the file in their order in the model. A weight that is not found is left out, and then read at once.
+    The file has the data in the order of the weights in the model. A weight that is not found is left out, and then
+    read at once.
     """
     offsets, end = dict[str, int](), 0
     for tensor in model.graph.initializer:

@@ -177,7 +177,7 @@ def _check_parts(path: Path, network: Network) -> None:
 
 
 def _output(value: Activation) -> Node:
-    """Return the node of an output. Of an image that has channels first and last in ONNX, the first ones are taken."""
+    """Return the node of an output. If an image may have its channels first or last, they are taken as first."""
     # With three dimensions it is a sequence ``(N, L, C)``, which keeps its channels last.
     if value.last and value.source is not None and value.axes is not None and len(value.axes.dims) > 3:
         shape = value.axes.with_channels_at(False)
@@ -213,13 +213,14 @@ def _celu(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _selu(build: Builder, op: OnnxNode) -> Activation:
-    """Import Selu, a multiple of an ELU. Without attributes its numbers are those of torch."""
+    """Import Selu, a multiple of an ELU. Without attributes, torch's numbers are taken."""
     value = build.value(op)
     alpha, gamma = (op.attributes.get(key, number) for key, number in zip(("alpha", "gamma"), _SELU))
     node = build.add(op.part("elu"), ELU(alpha), value.node)
     return value.of(build.add(op, Affine(gamma), node))
 
 
+# Alpha and scale of Klambauer et al. 2017 in float64, as in torch; ONNX's defaults are rounded to float32.
 _SELU = 1.6732632423543772, 1.0507009873554805
 
 

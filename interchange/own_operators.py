@@ -162,6 +162,7 @@ def symbolics() -> dict[str, Callable[..., Any]]:
             if not isinstance(value, list | tuple | float):
                 raise ValueError(f"{operator.kind}: expected a constant {operator.attribute}, got one of the input's")
             size = () if isinstance(value, float) else [int(n) for n in value]
+            # The suffix of a name is torch's notation for the type of an attribute: integers, or a float.
             attribute = {"size_i": size} if size else {f"{operator.attribute}_f": value}
             op = graph.op(f"{DOMAIN}::{operator.kind}", x, **attribute, outputs=operator.outputs)
             shape = torch.onnx.symbolic_helper._get_tensor_sizes(x)
@@ -180,7 +181,7 @@ def symbolics() -> dict[str, Callable[..., Any]]:
 def _adaptive(
     whole: type[Layer], windows: Callable[..., Layer], kind: type[AdaptiveAveragePool | AdaptiveMaxPool]
 ) -> Callable[[Builder, OnnxNode], Activation]:
-    """Return the importer of an adaptive pooling; windows of one size are those of a pooling with a stride."""
+    """Return the importer of an adaptive pooling; if all windows have one size, it becomes a pooling with a stride."""
 
     def operator(build: Builder, op: OnnxNode) -> Activation:
         size = tuple(int(n) for n in op.attributes["size"])

@@ -68,7 +68,7 @@ def recognize(graph: Graph, path: Path) -> None:
 
 
 def _nothing(graph: Graph, op: OnnxNode) -> None:
-    """Remove a factor of 1, or a summand of 0."""
+    """Remove a product with 1, a quotient by 1, and a sum or difference with 0."""
     neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
     # 1 / x and 0 - x are not x.
     if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
@@ -542,7 +542,7 @@ def _limits(graph: Graph, op: OnnxNode) -> None:
 
 
 def _stacked(graph: Graph, op: OnnxNode) -> None:
-    """Recognize the sum or mean of values stacked along a new axis, as an addition."""
+    """Recognize the sum or mean of values stacked along a new axis: an addition, and for the mean a division."""
     joined = graph.maker(op.inputs[0]) if op.kind in ("ReduceSum", "ReduceMean") else None
     if joined is None or joined.kind != "Concat" or graph.only_reader(joined.outputs[0]) is not op:
         return
@@ -597,7 +597,7 @@ def _expanded(graph: Graph, op: OnnxNode) -> None:
 
 
 def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
-    """Return whether a constant has one number per channel of a value (N, C, *spatial)."""
+    """Return whether a constant has one number per channel of a value (N, C, *spatial), which has `axes` axes."""
     constant = graph.constants.get(name)
     if constant is None:
         return False

@@ -328,8 +328,8 @@ def _by_torchscript(call: _Call, folder: Path, shapes: Mapping[str, Sequence[int
             str(folder / "model.onnx"),
             dynamo=False,
             opset_version=_OPSET,
-            training=torch.onnx.TrainingMode.PRESERVE,
-            do_constant_folding=False,
+            training=torch.onnx.TrainingMode.PRESERVE,  # `_traced` has set the mode
+            do_constant_folding=False,  # a folded result has no name of a parameter
             input_names=names,
             dynamic_axes=axes or None,
         )

@@ -35,7 +35,7 @@ class SizedOperation:
     numbers: dict[int, list[int]]
 
     def moved(self, other: SizedOperation) -> list[int]:
-        """Return the axes of the first input whose extents differ."""
+        """Return the axes of the first input whose extents differ from those of `other`."""
         return [axis for axis, (a, b) in enumerate(zip(self.x, other.x)) if a != b]
 
 
@@ -79,6 +79,7 @@ def _resized(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, mo
 
 
 def _reshaped(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
+    # Sizes of the example give another number of elements than the input has at other extents.
     return f"the shape {requested.y}" if math.prod(requested.x) != math.prod(requested.y) else ""
 
 

@@ -221,6 +221,7 @@ class Arrangement:
         else:
             array = array.reshape(array.shape[: array.ndim - self.ones])
             array = array if array.ndim < 3 else np.moveaxis(array, 1, -1)
+        # `argsort` inverts the permutation of `to_torch`.
         for axis, order in self.orders.items():
             array = array.take(np.argsort(torch_of_ours(order)), axis)
         return np.ascontiguousarray(array)
@@ -253,6 +254,7 @@ class TransformerArrangement(Arrangement):
         return np.ascontiguousarray((array.reshape(len(array), -1).T if self.transposed else array).reshape(self.form))
 
     def fill(self, whole: np.ndarray, array: np.ndarray) -> None:
+        # `np.split` returns views, so this writes to `whole`.
         part = whole if self.part is None else np.split(whole, 3)[self.part]
         part[...] = self.to_torch(array)
 
@@ -277,6 +279,7 @@ def _of_transformer(network: Network, name: str, shape: tuple[int, ...]) -> Arra
     if layer in ("class_token", "encoder.pos_embedding"):
         return TransformerArrangement((layer,), shape, form=(1, *shape))
     if last == "attention":
+        # The table is (heads, *extents) here, and (positions, heads) in torchvision.
         heads, *extents = shape
         table = int(np.prod(extents)), heads
         return TransformerArrangement((f"{owner}.relative_position_bias_table",), shape, form=table, transposed=True)

@@ -211,6 +211,7 @@ class Explainer:
         chosen = self.costs.indices(self.plan.strategy)
         # The cut of a baseline may not be among the candidates.
         own = chosen[v] if chosen else self._candidate(v)
+        # Ranked without the limit of memory, which the plan for each cut below respects.
         ranking = next_best(self.costs.problem(self.exposed), v)
         other_cuts: list[OtherCut] = []
         for c in np.argsort(ranking, kind="stable"):

@@ -242,7 +242,7 @@ def _refusals(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _parse_size(text: str) -> int:
-    """Return the size [B] in a string, rounded down to whole float32 elements. Raises UserError if that is none."""
+    """Return the size [B] in a string, rounded down to whole float32 elements, of which there must be at least one."""
     from ..planning import parse_memory
 
     try:

@@ -99,7 +99,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
-    """Return the communicator of the launched ranks; None for a process without a launcher."""
+    """Return the communicator of the launched ranks; None without a launcher, or if `doctor` cannot import MPI."""
     if launched_size() is None:
         return None
     if "doctor" not in arguments[:1]:

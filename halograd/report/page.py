@@ -221,7 +221,8 @@ def _cuts_of(path: Path) -> dict[str, str]:
 def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
     """Return masks of some samples, from the best predicted to the worst; None if predictions are not masks. Local.
 
-    One sample is in memory at a time. A 3-D sample is represented by its middle slice.
+    The predictions of one sample are in memory at a time, and the masks of the samples that are shown. A 3-D sample is
+    represented by its middle slice.
 
     Parameters
     ----------
