@@ -79,7 +79,7 @@ def fit(
     resume
         Continue from the newest checkpoint in `out`.
     callbacks
-        Callbacks after every step, epoch and checkpoint.
+        Callbacks, whose methods are called after every step, epoch and checkpoint, and with predictions.
     comm
         An MPI communicator, or a :class:`~halograd.comm.Communicator`; by default all ranks of the job.
     options

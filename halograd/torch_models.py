@@ -46,7 +46,8 @@ def from_torch(
     -------
     Network
         As :func:`halograd.onnx.load`, without loss. Inputs have the names of the arguments. A single output is named
-        ``output``; outputs of a tuple or list ``output_0``, ``output_1``, ...; others as the keys of their dict.
+        ``output``; outputs of a tuple or list ``output_0``, ``output_1``, ...; others as the keys of their dict, or the
+        fields of their class.
 
     Raises
     ------

@@ -251,6 +251,7 @@ def _resize(w: OnnxWriter, node: Node) -> str:
 
 
 def _dense(w: OnnxWriter, node: Node) -> str:
+    # Our weights are (units, features), as torch's.
     return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}::y", transB=1)
 
 

@@ -617,11 +617,14 @@ _ARITHMETIC = (
     r"(mul|div|sub|add|addcmul|neg|pow|square|sqrt|rsqrt|reciprocal|exp|log|abs|sum|mean|std|var|linalg_vector_norm|norm|"
     r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
 )
+#: Names of parameters from which torch computes a weight: parametrizations, and their older forms for spectral norm and
+#: pruning (``_orig``) and weight norm (``_g``, ``_v``).
 _PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
 #: Entry of the parameters that torch does not train (``requires_grad=False``); `hg.from_torch` writes it.
 FROZEN = "halograd.frozen"
 #: Mark of a file in which an array that several modules read is one parameter of them.
 UNMERGED = "halograd.unmerged"
+#: Keys of metadata: of torch's new exporter for the kind of an array, of its optimizer for the values folded into one.
 KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
 
 
@@ -659,6 +662,7 @@ class Origins:
         return {"name": name, "origin": self._origin(name, kind), "frozen": FROZEN in stored}
 
     def _origin(self, name: str, kind: str) -> str:
+        # The caller's list has priority over the file.
         if self.buffers is not None:
             return "buffer" if name in self.buffers else kind or "parameter"
         last = name.rpartition(".")[2]

@@ -281,6 +281,7 @@ class _Folding:
             self._check_traced(node)
             if node.op_type == "If":
                 self._branch(node)
+            # All shapes are fixed here, so that of an activation is a constant.
             elif node.op_type == "Shape" and node.input[0] in self.types:
                 self._shape(node)
             elif node.op_type == "CastLike" and node.input[0] in self.constants:
@@ -292,6 +293,7 @@ class _Folding:
                 (self._constant if element.input[0] in self.constants else self._operation)(element)
             elif all(name in self.constants or not name for name in node.input):
                 self._constant(node)
+            # A cast of an activation has no layer: a run sets the dtype of the computation.
             elif node.op_type in ("Identity", "Cast", "CastLike"):
                 self.aliases[node.output[0]] = self.aliases.get(node.input[0], node.input[0])
                 self.types[node.output[0]] = self.types[node.input[0]]

@@ -181,7 +181,7 @@ def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
 
 
 def has_numbers_of_torch(op: OnnxNode) -> bool:
-    """Return whether an activation has torch's constants: HardSigmoid 1 / 6 and 1 / 2, Swish 1; others have none."""
+    """Return whether an activation has torch's constants: HardSigmoid 1 / 6 and 1 / 2, Swish 1; True for all others."""
     if op.kind == "Swish":
         return bool(op.attributes.get("alpha", 1.0) == 1)
     # ONNX's default slope differs from torch's.

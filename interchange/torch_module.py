@@ -489,6 +489,7 @@ def state_for(network: Network, arrays: Mapping[str, Any]) -> dict[str, tuple[np
     }
     state: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if len(foreign) < len(specs):
+        # Layers with arrays of torch are left out here: the positions of their elements are used below.
         fresh = {name.rpartition("/")[0] for name in foreign}
         for name, arrangement in arrangements(network, fresh).items():
             array = np.asarray(arrays[name])
@@ -547,6 +548,7 @@ def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]],
         array, there = state[by_tensor[id(tensor)]]
         if array.shape != tuple(tensor.shape):
             raise UserError(f"to_torch(): {name}: expected shape {tuple(tensor.shape)}, got {array.shape} in the run")
+        # Elements that the network lacks, such as rows that an index leaves out, keep the module's numbers.
         new[name] = torch.from_numpy(np.where(there, array, tensor.detach().cpu().numpy()))
     module.load_state_dict({**{name: t.detach() for name, t in tensors.items()}, **new}, strict=False)
 

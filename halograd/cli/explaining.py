@@ -146,9 +146,9 @@ class OtherCut:
     Attributes
     ----------
     parts
-        Parts of the layer by axis.
+        Number of parts of the layer by axis.
     prediction
-        Prediction of the step.
+        Prediction of the step with this cut.
     """
 
     parts: dict[str, int]
@@ -202,7 +202,7 @@ class Explainer:
         return [name for name in self.plan.layers if name in few]
 
     def other_cuts(self, layer: str, count: int = OTHER_CUTS) -> tuple[list[OtherCut], int]:
-        """Return the best other cuts of a layer, fastest step first, and the number of its candidates."""
+        """Return up to `count` other cuts of a layer, fastest step first, and the number of its candidates."""
         import numpy as np
 
         from ..perfmodel.planners import Elimination, NoneFits, next_best

@@ -134,7 +134,7 @@ WIDTHS = {"data": 4.5, "spatial": 3.4, "model": 2.3, "owt": 1.2}
 
 
 def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
-    """Draw the time of a step over the number of ranks, one panel per series. Local.
+    """Draw the time of a step against the number of ranks, one panel per series, in a PNG file. Local.
 
     Baselines that do not fit into memory are left out.
 
@@ -150,7 +150,7 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
 
 
 def draw_frontier(title: str, points: Sequence[tuple[int, float, int]], path: Path) -> None:
-    """Draw the step time of plans against their memory, with the number of layers computed again, as PNG. Local.
+    """Draw step times of plans against their memory, with the number of layers computed again, in a PNG file. Local.
 
     `points` are memory [B], step time [s] and number of layers of each plan.
 

@@ -257,6 +257,7 @@ def _shown_masks(
         return None
     if channels == 1 and not _are_masks(target):
         return None  # a regression target
+    # One channel is the logit of the second of two classes.
     classes = max(2, channels)
 
     def classes_of(k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -266,6 +267,7 @@ def _shown_masks(
         return guess, np.rint(target[k][..., 0]).astype(int)
 
     rows = best_to_worst(np.array([iou(*classes_of(k), classes) for k in range(len(samples))]))
+    # Read again, so that only the masks that are shown stay in memory.
     guesses, truths = zip(*(classes_of(k) for k in rows))
     image, name = _image(file, rows, prediction.shape[1:-1], data)
     return Masks(

@@ -114,6 +114,7 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
             axes.set(xticks=range(len(counts)), yticks=range(len(counts)))
         figure.colorbar(image, ax=axes, shrink=0.8)
         for (row, column), share in np.ndenumerate(shares) if len(counts) <= 12 else ():
+            # The colors of cividis are light for large shares.
             colour = "black" if share > 0.5 else "white"
             axes.text(column, row, f"{share:.2f}", ha="center", va="center", color=colour, fontsize=6)
 
