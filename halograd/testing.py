@@ -92,9 +92,9 @@ def run_layer(
     """Return outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The result has whole arrays, on rank 0; it is None on other ranks. Inputs, parameters and the output's gradient are
-    random, and equal under all cuts. A layer may have fewer `parts` than there are ranks. `shift` is added to inputs and
-    parameters (``x0``, ..., parameters by their short names, or as ``layer/parameter`` if `make` chains layers that
-    share a short name). `steps` repeats the step, which reuses buffers. `debug` is passed to :class:`Executor`.
+    random, and equal under all cuts. A layer may have fewer `parts` than there are ranks. `shift` is added to inputs
+    and parameters: ``x0``, ..., parameters by their short names, or as ``layer/parameter`` if `make` chains layers that
+    share a short name. `steps` repeats the step, which reuses buffers. `debug` is passed to :class:`Executor`.
     """
     network, name = _probed(make, shapes)
     settings = (batch, dtype, backend, options, seed, shift, steps, debug)

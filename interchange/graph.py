@@ -617,8 +617,8 @@ _ARITHMETIC = (
     r"(mul|div|sub|add|addcmul|neg|pow|square|sqrt|rsqrt|reciprocal|exp|log|abs|sum|mean|std|var|linalg_vector_norm|norm|"
     r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
 )
-#: Names of parameters from which torch computes a weight: parametrizations, and their older forms for spectral norm and
-#: pruning (``_orig``) and weight norm (``_g``, ``_v``).
+#: Names of parameters from which torch computes a weight: parametrizations, and their older forms for spectral norm,
+#: pruning (both ``_orig``) and weight norm (``_g``, ``_v``).
 _PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
 #: Entry of the parameters that torch does not train (``requires_grad=False``); `hg.from_torch` writes it.
 FROZEN = "halograd.frozen"
