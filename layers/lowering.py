@@ -52,7 +52,7 @@ class Exchanging(Protocol):
 
 
 def exchange_all(exchanges: Sequence[Exchanging]) -> None:
-    """Add exchanges whose messages travel at the same time."""
+    """Add the starts of all exchanges, then their finishes, so that their messages travel at the same time."""
     for exchange in exchanges:
         exchange.start()
     for exchange in exchanges:
@@ -97,7 +97,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedAct
     that own parts of it. With its block of the weights it computes a partial sum for all its filters. The owners, each
     of which has a part of the filters, add up the partial sums. ::
 
-        forward    x    gather over the ranks with other filters        (nothing to do if only the sum is cut)
+        forward    x    gather over the ranks with other filters        (only the halo if only the sum is cut)
                    y    sum over the ranks with other input channels    (nothing to do if only the filters are cut)
         backward   dy   gather, adjoint of the sum of y
                    dw   local; summed over the ranks with the same block of weights only

@@ -58,8 +58,8 @@ class Stencil:
         ``"same"`` (output size ``ceil(n / stride)``; an odd element is added at the end, as in TensorFlow and torch),
         one number for both sides of all axes, one per axis, or one ``(lo, hi)`` pair per axis.
     rounding
-        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more window may reach beyond its end, if it
-        begins before the padding at the end.
+        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more window, if it begins before the padding
+        at the end, may reach beyond the padded array.
     """
 
     kernel: _PerAxis

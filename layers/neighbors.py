@@ -150,7 +150,7 @@ class StructuralSimilarity(_Neighbors):
     sigma
         Standard deviation of the Gaussian, in elements.
     k1, k2
-        See above.
+        Factors of `R` in the constants ``c1`` and ``c2``, > 0.
     normalization
         Divisor of the sum, with weights as a third input: the ``"count"`` of windows or the sum of their ``"weights"``.
 
@@ -191,6 +191,7 @@ class StructuralSimilarity(_Neighbors):
         self.window, self.c1, self.c2 = window, (k1 * data_range) ** 2, (k2 * data_range) ** 2
         weights = [math.exp(-(((k - (window - 1) / 2) / sigma) ** 2) / 2) for k in range(window)]
         self.taps = [w / sum(weights) for w in weights]
+        # All in the forward pass, because `local` also writes the gradient.
         self.passes = Passes((30 * window, 0), (0, 0))
 
     def flops(self, *shapes: Shape) -> int:

@@ -75,6 +75,7 @@ class Network:
         self.frozen = self._frozen(frozen)
         reached = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
         _check_shared(self, reached)
+        # Frozen names are those of owners: later calls have no parameters of their own.
         self.trained = frozenset(name for name in reached if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
@@ -124,6 +125,7 @@ class Network:
         counted: dict[str, int] = {}
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
+            # Several terms of a loss may count one input.
             counted[name] = max(counted.get(name, 0), classes)
         return counted
 
@@ -171,6 +173,7 @@ class Network:
                 )
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
+            # The counts may include classes of another term that reads the same input.
             counted[i] = list(occurrences[name])[:classes]
         if counted:
             self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(counted)
@@ -283,7 +286,9 @@ class Network:
         return sum(p.size for p in self.parameters().values())
 
     def rows(self) -> list[tuple[str, str, Shape, int, int, int]]:
-        """Return, per layer: name, kind, sample shape, parameters, forward flops per sample, elements per sample."""
+        """Return, for each input and layer: name, kind, sample shape of the output, number of parameters, forward flops
+        per sample, and elements per sample.
+        """
         result = []
         for name, node in {**self.inputs, **self.layers}.items():
             kind = "Input" if isinstance(node, Input) else node.layer.kind

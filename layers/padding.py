@@ -216,8 +216,8 @@ class Sphere:
     poles
         Whether the first and the last row are at the poles: the row ``-1 - i`` is then the row ``1 + i``.
     sign
-        Factor of the rows across a pole, one number or one per channel: -1 for components of vectors, which point
-        the other way there.
+        Factor of the rows across a pole, one number or one per channel: -1 for components of vectors, because both
+        directions are reversed there.
     """
 
     longitude: int | None = None
@@ -321,7 +321,8 @@ class Pad(Shifted):
         return node
 
     def _once(self, kind: Any, axis: int, node: Node, modes: Sequence[Mode], pairs: Amounts) -> Node:
-        """Return the output of the layer of class `kind` that pads one axis; calls with the same padding share it."""
+        """Return the output of a layer of class `kind` that pads one axis; calls with the same padding share the layer.
+        """
         key = axis, pairs[axis], modes[axis], len(modes)
         if key not in self._layers:
             name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
@@ -377,7 +378,7 @@ class ShownBox:
     Attributes
     ----------
     spans
-        Rows by spatial axis; the other axes are the same in both.
+        Spans by spatial axis; along the other axes, both boxes have the same interval.
     sign
         Factor: a number, or one per channel.
     """
@@ -422,6 +423,7 @@ class Pieced(Copied):
         # Rank-local: only the price of a kernel depends on it, not the order of messages.
         largest = max(range(len(parts)), key=lambda i: shown[i].size)
         first, last = context.box.ranges[-1]
+        # Signs of this rank's channels.
         signs = [part.sign[first:last] if isinstance(part.sign, tuple) else part.sign for part in parts]
         flips = [tuple(axis + 1 for axis, span in part.spans.items() if span.flips) for part in parts]
 
@@ -514,7 +516,7 @@ class PadAxis(Pieced):
 
     @property
     def rule(self) -> str:
-        """Name of the rule by which rows are taken."""
+        """Name of the rule that selects the source rows: a mode, or ``"symmetric"``, which also repeats the end row."""
         return self.mode
 
     def closed_axes(self, axes: int) -> tuple[int, ...]:
@@ -535,7 +537,7 @@ class PadAxis(Pieced):
         return (*shape[: self.axis], self.low + n + self.high, *shape[self.axis + 1 :])
 
     def spans(self, extent: int) -> tuple[Span, Span, Span]:
-        """Return the output rows before, within and after the array.
+        """Return the spans of output rows before, within and after the array.
 
         >>> [(span.rows, span.source(*span.rows)) for span in PadAxis(0, 2, 1, "reflect").spans(4)]
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
@@ -584,6 +586,7 @@ class PadPole(PadAxis):
         return self.axis, self.longitude
 
     def most(self, extent: int) -> float:
+        # The row of a pole itself is not repeated, so one row fewer is available.
         return extent - self.sphere.poles
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -639,6 +642,7 @@ class Roll(Pieced):
         return tuple(np.flatnonzero(np.broadcast_to(self.shift, axes)).tolist())
 
     def pieces(self, shape: Shape) -> list[ShownBox]:
+        # One or two spans per axis; each combination is a piece.
         axes = [rolled(n, by) for n, by in zip(shape, self.shifts(shape))]
         return [ShownBox(dict(enumerate(spans))) for spans in itertools.product(*axes)]
 

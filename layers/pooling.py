@@ -155,7 +155,7 @@ class MaxPool(_Pool):
     Notes
     -----
     Input and output may be cut in samples, space and channels. Communication per process: the halo of `x` forward;
-    as much backward, added to the gradients of its owners.
+    as much backward, added to the gradients of the owners.
     """
 
     # The position of each maximum is stored.
@@ -406,7 +406,7 @@ def in_wide(context: Context, view: View) -> View:
 
 @dataclass(frozen=True)
 class Search:
-    """Kernel that finds the maximum of windows along one axis, and its element number.
+    """Search for the maximum of each window along one axis, and for its element number; a call returns the kernel.
 
     Attributes
     ----------
@@ -534,7 +534,9 @@ def _scale(scale: float, environment: Any, x: Any, y: Any) -> Callable[[], None]
 
 
 class _Adaptive(Resize):
-    """Pooling whose output `o` reads the inputs from ``floor(o * n / size)`` to ``ceil((o + 1) * n / size) - 1``."""
+    """Pooling whose output `o` reads, along each axis, the inputs from ``floor(o * n / size)`` to
+    ``ceil((o + 1) * n / size) - 1``.
+    """
 
     #: The layer that computes one output per sample and channel.
     whole: type[Layer]
@@ -666,7 +668,7 @@ def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, w
 
 
 class _OverChannels(Layer):
-    """Reduction ``(*spatial, C)`` -> ``(*spatial, 1)`` at every position; communication: none, unless cuts differ."""
+    """Reduction ``(*spatial, C)`` -> ``(*spatial, 1)`` at every position. Communication: none."""
 
     recomputation = "pointwise"
     inputs_taken = 1
@@ -681,7 +683,7 @@ class _OverChannels(Layer):
 class ChannelMean(_OverChannels):
     """Mean over the channels, ``y[..., 0] = (1 / C) * sum_c x[..., c]``, at every position or of vectors.
 
-    With :class:`ChannelMax`, the two inputs of spatial attention in CBAM (Woo et al. 2018).
+    Spatial attention in CBAM reads it and :class:`ChannelMax` (Woo et al. 2018).
     """
 
     def lower(self, context: Context) -> Lowered:

@@ -207,5 +207,6 @@ class Scheme:
         if self.replicated_dense:
             text += f" + replicated_dense({self.replicated_dense})"
         if not self.codec.identity:
+            # `>`: lossy, and no error feedback.
             text += f", {self.payload}" + (" without error feedback" if self.codec.lossy > self.error_feedback else "")
         return text + (", deterministic" if self.deterministic else "")

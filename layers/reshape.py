@@ -307,7 +307,9 @@ Slices = tuple[slice, ...]
 
 
 class _Pixels(Copied):
-    """Conversion between a coarse map and a fine map, which has ``factor ** d`` positions per coarse position."""
+    """Conversion between a coarse map and a fine map, which has ``factor ** d`` positions per coarse position, with d
+    spatial axes.
+    """
 
     #: Names of input and output.
     names = ("coarse", "fine")

@@ -128,7 +128,8 @@ class Resize(Layer):
         return (Box.of_ranges([box.ranges[0], *spatial, box.ranges[-1]]),)
 
     def lower(self, context: Context) -> Lowered:
-        """Lower to the gather of the inputs and a resampling; backward, the transpose and the adjoint of the exchange.
+        """Lower to the gather of the inputs and a resampling; backward, the transposed resampling and the adjoint of
+        the exchange.
         """
         resamplings = self.resamplings(context.shapes[0])
         # The box may end with inputs that no output reads, so that the owned block needs no copy.

@@ -148,7 +148,7 @@ class _Resizing:
         return Pad([(0, m - n) for n, m in zip(own, computed)], name=f"pad/{name}")(scaled)
 
     def _whole(self, node: Node) -> Node:
-        """Return a prediction, cut to the sample."""
+        """Return the new node of `node`, a prediction, cut to the sample."""
         whole = self._nodes[node]
         if not self._is_grid(node):
             return whole

@@ -85,6 +85,7 @@ class Scale(ElementwiseLayer):
 
         def backward() -> None:
             if self.trained and not context.frozen:
+                # In the wide dtype, so that products are not rounded to 16 bits before they are summed.
                 products = context.scratch(context.box.shape, context.wide)
                 context.run(context.kernel(product, x=x, g=context.dy, y=products))
                 sum_into(context, products, context.grads["gamma"])

@@ -69,7 +69,7 @@ def _plain(value: Any, private: bool) -> Any:
 
 
 def fingerprint(network: Network) -> list[str]:
-    """Return the lines that are the same for equal networks: layers in order with kind, shape, inputs, settings, and
+    """Return lines of text that are equal for equal networks: layers in order with kind, shape, inputs, settings, and
     arrays.
 
     Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything in them. A copy

@@ -258,6 +258,7 @@ class Strategy:
         read = {n for node in network.layers.values() if not isinstance(node.layer, Loss) for n in node.inputs}
         for name, node in network.inputs.items():
             if node in read:
+                # An input has the cut of its first reader.
                 reader = next(other for other, layer in network.layers.items() if node in layer.inputs)
                 self._check_extent(name, node.shape, reader)
 

@@ -28,7 +28,7 @@ class MetricSpec:
         Threshold with two classes: a prediction above it is class 1. None: the class is the channel with the largest
         prediction.
     ignored
-        Class index of positions that are ignored.
+        Class index of positions that are ignored; None: there is none.
     probabilities
         Whether predictions are probabilities already, not logits.
     weights
@@ -38,7 +38,8 @@ class MetricSpec:
         Number of members of an ensemble, which the channels of the prediction hold one after the other; most metrics
         compare their mean.
     metric
-        A subclass of :class:`halograd.training.Metric`, or a function that returns one; None: the library's metrics.
+        A subclass of :class:`halograd.training.Metric`, or a function that returns an instance; None: the library's
+        metrics.
     """
 
     classes: int | None = None
@@ -56,7 +57,7 @@ class TargetReader:
     """Declarations of a layer about its targets, for data, network and metrics. By default the layer has no targets.
     Local.
 
-    Methods take the index of an input, and the sample shapes of all inputs.
+    `i` is the index of an input, `shapes` the sample shapes of all inputs.
     """
 
     def compares(self, i: int) -> bool:

@@ -86,7 +86,8 @@ class TotalLoss(Loss):
         return [values[i] for i in term.inputs]
 
     def _readers(self, i: int) -> Iterator[tuple[int, Term]]:
-        """Yield the index of input `i` in a term, and the term, for all terms that read it; one may read it twice."""
+        """Yield the index of input `i` in a term, and the term, for all terms that read it; a term may read it twice.
+        """
         for term in self.terms:
             yield from ((k, term) for k, number in enumerate(term.inputs) if number == i)
 
