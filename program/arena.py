@@ -63,7 +63,7 @@ class Placement:
 
 
 def placement_of(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
-    """Place all buffers that operations use, and those that are kept, in the arena.
+    """Return a placement in the arena of all buffers that operations use, and of those that are kept.
 
     Parameters
     ----------

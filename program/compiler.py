@@ -175,7 +175,7 @@ class _Compiler:
         return value
 
     def choose_storage(self, values: Collection[Value]) -> None:
-        """Choose the storage of values, with margins for halos if the owned block then stays packed."""
+        """Choose the storage of values with margins for halos: of inputs always, of others if views stay packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
             layouts, output = [v.layout for v in step.inputs], step.output.layout_of(step.output.held)

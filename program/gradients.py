@@ -170,7 +170,7 @@ def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme:
     buckets
         Buckets; the sums of those that the same layer completes start in this order.
     parts
-        Number of passes per step; the last one starts the sums.
+        Number of parts of a batch, which are computed one after the other; the last one starts the sums.
     """
     if not program.backward:
         return program
@@ -354,5 +354,6 @@ def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:
         total = Sum(Groups.whole(program.target.size), number.view, [number.nbytes], what, None)
     updates = [o for segment in program.forward for o in segment.before if isinstance(o, Update)]
     check = CheckGradients("", what, sum(o.updated for o in updates), total, when="step")
+    # The scalar needs all gradients, and may change or prevent the updates: clipping, loss scaling.
     program = complete_early(program)
     return replace(program, end=[*program.end, check])

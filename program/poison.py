@@ -193,6 +193,7 @@ class Poison:
         names = {array.number: (array.name, "does not declare") for array in hidden}
         names |= {array.number: (array.name, "declares to write only") for array in blank}
         for result in results:
+            # Elements that the run did not write keep the number of the result itself.
             for number in _numbers_in([result.array]):
                 if number in names and number not in known and number != result.number:
                     name, how = names[number]

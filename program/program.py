@@ -234,6 +234,7 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
     yield f"program of {program.network}: rank {rank} of {target.size}, {kind}"
     for way, segments in (("forward", program.forward), ("backward", program.backward)):
         for segment in segments:
+            # Segments such as "conv1 (sum)" belong to layer conv1.
             if layers is None or segment.name.partition(" (")[0] in layers:
                 for operation in (*segment.before, *segment.operations, *segment.after):
                     yield f"{'again' if segment.again else way:8} {operation.layer:20} {_text(program, operation)}"
@@ -263,6 +264,7 @@ def _text(program: Program, operation: Operation) -> str:
 
 def name_of(operation: Run) -> str:
     """Return the name of the kernel of an operation, and of the method that it runs."""
+    # Layers bind the settings of a kernel by `partial`: the name is that of the function.
     make = getattr(operation.kernel.make, "func", operation.kernel.make)
     return getattr(make, "__name__", str(make)).strip("_") + (f".{operation.method}" if operation.method else "")
 

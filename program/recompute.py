@@ -150,7 +150,9 @@ class Recomputation:
         return operation.layer in self._chosen or operation.kernel.make is copying
 
     def _repeatable(self, buffer: Buffer, candidates: set[Buffer]) -> bool:
-        """Return whether the writers of a buffer read only kept or recomputed buffers, and write only the latter."""
+        """Return whether a buffer can be computed again: its writers write only buffers in `candidates`, and read no
+        buffer that the backward pass changes; copies for readers read only candidates.
+        """
         for at in self.makers[buffer]:
             operation = self.operations[at]
             copies = isinstance(operation, Transfer) or operation.layer not in self._chosen

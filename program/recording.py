@@ -83,6 +83,7 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
     for at, item in enumerate(items):
         if item.pair is not None:
             positions.setdefault(item.pair, []).append(at)
+    # Start and finish in this pass, in this order.
     whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in positions.items()}
     separate = {pair for pair, ends in positions.items() if not whole[pair] or not all(items[at].held for at in ends)}
     separate |= set(known)
@@ -107,4 +108,5 @@ def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
         if not runs or runs[-1][0] != graph:
             runs.append((graph, []))
         runs[-1][1].append(item)
+    # A graph of one call would save nothing.
     return [Section(tuple(numbers), graph and len(numbers) > 1) for graph, numbers in runs]

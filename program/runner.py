@@ -194,6 +194,7 @@ class Runner:
     def item(self, segment: Segment, operation: Operation, call: Call) -> Item:
         """Return the call of an operation, with its properties for graphs (:class:`Item`). Local."""
         travels = _travels(operation)
+        # A run starts its fork, which a `ForkEnd` finishes.
         starts = isinstance(operation, Run) or (isinstance(operation, Transfer | Total) and operation.end == "start")
         return Item(
             call, segment.name, self._held(operation), self._pairs.get(travels), starts, operation.when, segment.again
@@ -217,8 +218,9 @@ class Runner:
         if isinstance(operation, Transfer):
             return getattr(self._instances[operation.exchange], operation.end)
         if isinstance(operation, Release):
-            return _nothing
+            return _nothing  # it matters only for the placement in the arena
         assert isinstance(operation, Total)
+        # None on a rank that is in no group of the sum.
         total = self._instances[operation.sum]
         return _nothing if total is None else getattr(total, operation.end)
 

@@ -88,6 +88,7 @@ class Move:
 
     def sent(self, ranks: int) -> ExchangeTraffic:
         """Return the traffic of every rank of ``0 .. ranks - 1``."""
+        # Per rank, the number of target boxes that intersect its box is a product over the axes, as are the elements.
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
         elements = outer([o.sum(axis=1) for o in self._overlaps])
         # What stays on a rank is no message.
@@ -113,6 +114,7 @@ class Move:
             if len(own) > 1 or len(others) > 1:
                 cut.append((axis, len(others), crossing(own, others)))
             else:
+                # One part before and after: the axis multiplies the size of all messages.
                 nbytes *= sum(elements for _, elements in crossing(own, others)[0])
         return nbytes, tuple(cut)
 
@@ -125,7 +127,7 @@ class Move:
         return nbytes, patterns(self.source.grid, cut, ranks if nbytes else ())
 
     def messages(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the messages of some ranks: position of the sender in `ranks`, receiver, and size [B], one each."""
+        """Return the messages of some ranks, as arrays: position of the sender in `ranks`, receiver, and size [B]."""
         nbytes, pattern = self.pattern(tuple(ranks))
         return pattern.senders, pattern.peers, pattern.units * nbytes
 
@@ -220,6 +222,7 @@ class Crossing(dict[int, list[tuple[int, int]]]):
         near = range(len(self._target))
         if self._bounds is not None:
             starts, stops = self._bounds
+            # From the first interval that ends after `start` to the last that begins before `stop`.
             near = range(bisect_right(stops, start), bisect_left(starts, stop))
         common = ((k, min(self._target[k][1], stop) - max(self._target[k][0], start)) for k in near)
         self[i] = [(k, n) for k, n in common if n > 0]
