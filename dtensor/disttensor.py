@@ -59,6 +59,7 @@ class DistTensor:
         self.margin = tuple(margin) if margin is not None else ((0, 0),) * len(layout.shape)
         if len(self.margin) != len(layout.shape) or any(min(m) < 0 for m in self.margin):
             raise ValueError(f"margin: expected one pair of widths >= 0 per axis of {layout.shape}, got {self.margin}")
+        # `map` keeps empty intervals empty: a rank without elements has no margins.
         grow = [_Grow(*widths) for widths in self.margin]
         self.held = layout.boxes.map(*grow).clipped(layout.shape)
         self.local = np.zeros(self.held[comm.rank].shape, dtype)
@@ -181,6 +182,7 @@ class Halo:
     def add_back(self) -> None:
         """Run the adjoint of the fill. Collective; the first call builds it."""
         if self._back is None:
+            # In place: the target already holds the values of the owned box, to which the margins of others are added.
             owned, held = self._ends
             self._back = Exchange(self._comm, held, owned, combine="sum")
         self._back.run()

@@ -102,6 +102,7 @@ def intersecting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
         return
     parts_of = [_common_parts(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
     for parts in itertools.product(*parts_of):
+        # Ranks are numbered row-major over the parts.
         rank = 0
         for axis, (part, _) in zip(blocks.axes, parts):
             rank = rank * len(axis) + part
@@ -131,6 +132,7 @@ def _first(axis: Intervals) -> Intervals:
     covered: list[Interval] = []  # union of the intervals so far, in order; intervals that touch are joined
     firsts = []
     for a, b in axis:
+        # The first covered interval that ends at `a` or after it: earlier ones neither overlap nor touch this one.
         first = last = bisect.bisect_left(covered, a, key=lambda interval: interval[1])
         rest, at = list[Interval](), a
         while last < len(covered) and covered[last][0] <= b:

@@ -70,8 +70,8 @@ class Lowered:
         Adds the operations that finish the output if other layers may compute in between. It is called before the first
         layer that reads the output.
     finish_backward
-        Adds the operations that finish the gradients of the inputs, as `finish` does. It is called after `backward`, if
-        there was a call of `backward`.
+        Adds the operations that finish the gradients of the inputs, as `finish` does. It is called later than
+        `backward`, which is not called if the output has no gradient.
     loss
         View of the value of a loss, float64 ``(1,)``.
     terms
@@ -128,7 +128,7 @@ class Context:
         Whether the parameters are not trained. If so, `grads` are scratch, and kernels that only compute gradients of
         parameters (those timed as ``"backward_filter"``) are left out.
     overlaps_halo
-        Whether to compute while halos travel: as set in `options`, or if messages cross a network.
+        Whether to compute while halos travel: as set in `options`; with ``"auto"``, if messages cross a network.
     looks
         Whether the host may read results within a step and branch on them; with a device, it would have to wait.
     """

@@ -280,6 +280,7 @@ class Value:
         if not self.contributions:
             return
         if len(self.contributions) == 1:
+            # The only contribution is the gradient itself, also if it is a shared array.
             self.gradient = self._home or Region(self.contributions[0], self.held_gradient[self.rank])
             return
         summands = list(self.contributions)
