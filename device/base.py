@@ -295,7 +295,7 @@ class Device(ABC):
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
 
     def drop_graphs(self) -> None:
-        """Free all captured graphs, even if they are still referenced. Does not wait."""
+        """Drop all captured graphs, even if they are referenced. Does not wait, and does not free their memory."""
         return None
 
     def use(self) -> None:

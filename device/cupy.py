@@ -120,7 +120,7 @@ def arrived(cupy: Any, event: Any) -> bool:
 
 
 class _StreamEvent:
-    """An event on a stream, with a timestamp if it records the time."""
+    """An event on a stream; with a timestamp if `timed`."""
 
     def __init__(self, cupy: Any, stream: Any, timed: bool) -> None:
         self._cupy = cupy
@@ -341,7 +341,7 @@ class CupyDevice(Device):
     def stay_current(self) -> None:
         """Make `compute` the current stream of this thread, permanently.
 
-        ``Stream.use()`` does not last: at the end of any ``with stream:`` (also inside CuPy), the current stream
+        ``Stream.use()`` does not last: at the end of any ``with stream:`` (even inside CuPy), the current stream
         becomes that of the enclosing ``with``, or else the null stream. So this enters a ``with`` that never ends.
         """
         if not self._is_current():

@@ -47,7 +47,10 @@ __all__ = [
 
 
 class _Activation(ElementwiseLayer):
-    """An elementwise function with the name `function` in the kernel backend. Communication: none."""
+    """An elementwise function with the name `function` in the kernel backend.
+
+    Communication: none, or the halo of a margin if the output is wide.
+    """
 
     widens = True
 
@@ -310,7 +313,7 @@ def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Cal
 def _clamp_gradient(
     limits: tuple[float, float], environment: Any, y: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:
-    """Return the kernel ``dx = dy where low < y < high``, else 0. It uses y, so that the input need not be kept."""
+    """Return the kernel ``dx = dy where low < y < high``, else 0. It reads `y`: the input need not be kept."""
     # Compare with the limits in the dtype of y: 16 bits round a limit, and an output at the limit is not inside.
     low, high = (float(np.asarray(limit, y.dtype)) for limit in limits)
 
@@ -336,11 +339,11 @@ class _Function(ElementwiseLayer):
     by_output = False
 
     def values(self, x: Any, y: Any) -> None:
-        """Compute the function of `x` into `y`."""
+        """Write the function of `x` to `y`."""
         raise TypeError(f"{self.kind} must override values()")
 
     def slopes(self, z: Any, out: Any) -> None:
-        """Compute the derivative into `out`, from the input `z` or, with `by_output`, from the output."""
+        """Write the derivative to `out`; `z` is the input or, with `by_output`, the output."""
         raise TypeError(f"{self.kind} must override slopes()")
 
     def lower(self, context: Context) -> Lowered:
@@ -554,8 +557,8 @@ def _softmax_gradient(
 ) -> Callable[[], None]:
     """Return the kernel ``dx = y * (d - sum_c d * y)`` with ``d = dy - center``; the result is the same for any center.
 
-    The center is the `dy` of the largest y (the mean, if there are several). If this y is close to 1, the sum contains
-    only small y, and is accurate.
+    The center is the `dy` of the largest `y` (the mean, if there are several). If this `y` is close to 1, the sum
+    contains only small `y`, and is accurate.
     """
 
     def run() -> None:
@@ -653,7 +656,7 @@ _KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FU
 
 
 def activated(layer: Layer, activation: str | Layer | None, by_input: bool | None) -> str | None:
-    """Return the kind of the activation that the kernels of `layer` compute, or None; any other one becomes
+    """Return the kind of the activation if the kernels of `layer` compute it; otherwise None, and it becomes
     `layer.followed_by`.
 
     Parameters

@@ -316,8 +316,8 @@ class _Heads:
 class _Lowering:
     """Common part of both lowerings of attention: arrays for every head of which the output block has channels.
 
-    If the boundaries of a block of channels lie within heads, these heads are computed by both ranks, and each keeps
-    its channels. In backward, each begins with the gradient of its channels, and zero for the others.
+    If the boundaries of a block of channels lie within heads, every rank that has channels of such a head computes it,
+    and keeps its channels. In backward, a rank begins with the gradient of its channels, and zero for the others.
     """
 
     def __init__(self, layer: Attention, context: Context) -> None:
@@ -543,7 +543,7 @@ class _ReturnedSum:
         self._arriving = received, exchange
 
     def finish(self) -> None:
-        """Finish the last return, and add it to the sum."""
+        """Finish the last return, if one is under way, and add it to the sum."""
         if self._arriving is None:
             return
         received, exchange = self._arriving

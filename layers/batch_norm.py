@@ -44,7 +44,7 @@ STATISTICS = ("global", "sample", "local")
 class BatchNorm(Layer):
     """Batch normalization (Ioffe and Szegedy 2015) over samples and space, per channel.
 
-    ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in training
+    ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in training,
     and the running statistics in evaluation. Inputs may also be ``(N, C)``. A second input, of the shape of the first,
     is added before the activation: the shortcut of a residual block (He et al. 2016, Figure 2), in the same kernels.
 
@@ -75,11 +75,11 @@ class BatchNorm(Layer):
     ranks, and complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
-    ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not that
-    of global statistics, one more sum of that size over the latter for the running statistics; no layer waits for it
-    before `backward`. If ``E[x^2] - E[x]^2`` would cancel more digits than the dtype allows (``mean^2 / var`` above
-    4096 in float64, above 5e8 in float32), one more sum forward, of squares about the mean; on a device in float64
-    always, in float32 never.
+    ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is smaller than
+    that of global statistics, one more sum of that size, over the latter, for the running statistics; no layer waits
+    for it before `backward`. If ``E[x^2] - E[x]^2`` would cancel more digits than the dtype allows (``mean^2 / var``
+    above 4096 in float64, above 5e8 in float32), one more sum forward, of squares about the mean; on a device in
+    float64 always, in float32 never.
 
     In training a batch must be full (`mode.valid`): a shorter batch is rejected.
     """
@@ -309,7 +309,7 @@ class _Numbers:
 
 
 class _BatchNormKernel:
-    """The backend's kernels, which run before and after sums over ranks, and running statistics of several groups."""
+    """The backend's kernels before and after sums over ranks, and the running statistics if these average groups."""
 
     def __init__(self, numbers: _Numbers, environment: Any, **arrays: Any) -> None:
         self.n, self.layer, self.mode, self.name = numbers, numbers.layer, environment.mode, environment.name
@@ -464,7 +464,7 @@ class _BatchNormKernel:
     @reads("x", "dy", "gamma", "beta", "mean", "var", "sums")
     @writes("dx", "sums", "means")
     def backward_rest(self) -> None:
-        """Compute the gradient from the sums that another kernel has computed."""
+        """Compute the gradient of the input from the sums that another kernel has computed."""
         _BatchNormKernel.backward_data(self)
 
     def close(self) -> None:
@@ -476,7 +476,8 @@ class _BatchNormKernel:
 
 
 class _SumNormKernel(_BatchNormKernel):
-    """Kernel with a second input and an activation, whose input does not follow from x alone: backward reads y.
+    """Kernel with a second input and an activation. The activation's input does not follow from `x` alone, so backward
+    reads `y`.
     """
 
     @reads("y", "x", "dy", "gamma", "beta", "mean", "var")

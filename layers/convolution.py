@@ -1,4 +1,4 @@
-"""Convolution and transposed convolution, cut along samples and space; halo exchanges overlap with computation."""
+"""Convolution and transposed convolution, cut along samples and space; halo exchanges can overlap with computation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Conv(Layer):
         Number of groups: input and output channels are divided into groups that do not mix.
     activation
         None; a name (``"relu"``, ``"silu"``, ...) or a layer. The kernel computes an activation whose gradient follows
-        from its output (relu, leaky_relu, elu, sigmoid, tanh, hard_sigmoid); any other is a layer after it.
+        from its output (relu, leaky_relu, elu, sigmoid, tanh, hard_sigmoid); any other is a layer after this one.
     weight_norm
         Whether the weights are ``g[k] * w[k] / |w[k]|`` with directions `w` and lengths `g` ``(K,)``, as in torch's
         ``weight_norm`` (Salimans and Kingma 2016). The channels of such a layer cannot be cut.
@@ -61,8 +61,8 @@ class Conv(Layer):
     channels are cut too (see :mod:`halograd.layers.lowering`), a rank holds the block of its filters and input
     channels.
     Forward: halo of `x`, one kernel (with ``halo = "overlap"`` one more for each strip at the edges of the block); `x`
-    and its halo are kept for the filter gradient. Backward: the filter gradient
-    runs while the halo of `dy` travels; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
+    and its halo are kept for the filter gradient. Backward: the filter gradient runs while the halo of `dy` travels;
+    then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
     Communication per process: the halos of `x` and `dy`; the sum of the filter gradients over all ranks.
     """
 
@@ -314,7 +314,7 @@ def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -
     """Return a function that returns the kernel's geometry for the output box `y` and the input box `x`.
 
     The padding of a side is the part of the window of `y` outside `x`: the real padding at the ends of the array, none
-    where `x` has its halo. At the far side it may be negative (`x` is larger than needed).
+    where `x` has its halo. At the end of an axis it may be negative (`x` is larger than needed).
     """
     return partial(_local_geometry, windows, x, y, groups)
 

@@ -296,8 +296,8 @@ class RowGather:
     Parameters
     ----------
     array
-        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, followed by zeros. `put` and
-        `finish` write it.
+        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, followed by zeros. `put` writes
+        the rows of this rank, the gather those of the others.
     gather
         All-gather of the flat array.
     own
@@ -307,8 +307,8 @@ class RowGather:
 
     Notes
     -----
-    Communication per process: one message of ``rows * features * itemsize`` bytes, counted under
-    ``"replicated_dense"``; a rank receives ``size - 1`` times as much.
+    Communication per process: it contributes ``rows * features * itemsize`` bytes, counted under
+    ``"replicated_dense"``, and receives ``ranks - 1`` times as much.
     """
 
     def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:

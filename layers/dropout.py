@@ -65,7 +65,7 @@ class Dropout(ElementwiseLayer):
 
 
 class _SharedDropout(ElementwiseLayer):
-    """Dropout of groups of elements with one random number each: a mask with one element per group, and a product."""
+    """Dropout of groups of elements, with one random number per group: the product with a mask that is broadcast."""
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)

@@ -33,7 +33,7 @@ class Embedding(ElementwiseLayer):
     std
         Standard deviation of the initial values, which are normal; 0: zeros.
     trained
-        False: the array is a constant (a buffer in torch), given by :meth:`initialized`.
+        Whether the array is a parameter. False: it is a constant (a buffer in torch), given by :meth:`initialized`.
 
     Notes
     -----
@@ -252,7 +252,7 @@ def _deviation(what: str, std: float) -> float:
 @reads("w")
 @writes("y")
 def _begin(first: int, environment: Any, w: Any, y: Any) -> Callable[[], None]:
-    """Return the kernel that writes the rows ``first, first + 1, ...`` of w to the rows of y."""
+    """Return the kernel that writes the rows ``first, first + 1, ...`` of `w` to the rows of `y`."""
     rows = w[first : first + y.shape[1]] if y.size else w[:0]
 
     def run() -> None:
@@ -265,7 +265,7 @@ def _begin(first: int, environment: Any, w: Any, y: Any) -> Callable[[], None]:
 @reads("dy")
 @writes("sums", "dw")
 def _sum_rows(first: int, environment: Any, dy: Any, sums: Any, dw: Any) -> Callable[[], None]:
-    """Return the kernel that sums the rows of dy over samples into the rows of dw from `first` on; others are 0."""
+    """Return the kernel that writes the sums of the rows of `dy` over samples to `dw` from `first` on, else 0."""
     # The gradient covers the whole parameter; this rank adds only the tokens that its block holds.
     rows = dw[first : first + dy.shape[1]] if dy.size else dw[:0]
 

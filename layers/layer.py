@@ -1,7 +1,7 @@
 """Layers and the graph that they build.
 
-A :class:`Layer` is a description. It describes global shapes and the input box that an output box needs, and contains
-neither ranks nor arrays. A call on nodes extends a graph::
+A :class:`Layer` is a description of global shapes and of the input box that an output box needs. Ranks and their arrays
+are not part of it. A call on nodes extends a graph::
 
     x = Input((512, 512, 18), name="x")
     y = Conv(32, 3, padding=1)(x)
@@ -266,7 +266,7 @@ class Layer(TargetReader):
 
     @property
     def kind(self) -> str:
-        """Name of the kind of layer, for output."""
+        """Name of the kind of layer, for messages and listings."""
         return type(self).__name__
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
@@ -286,7 +286,7 @@ class Layer(TargetReader):
         return {}
 
     def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        """Return the arrays that checkpoints store but training does not update by gradients (running statistics)."""
+        """Return, by name, arrays that checkpoints store but gradients do not update, such as running statistics."""
         return {}
 
     def flops(self, *shapes: Shape) -> int:

@@ -1,4 +1,4 @@
-"""Base classes of all losses, which compute a scalar and the gradient of the prediction."""
+"""Base classes of all losses, which compute a scalar and its gradient with respect to the prediction."""
 
 from __future__ import annotations
 
@@ -694,7 +694,7 @@ class WindowLoss(LocalLoss):
         return (*packed, self._weigh_windows(count))
 
     def _weigh_windows(self, count: int) -> Any:
-        """Return the weights of the windows of the first samples: that of the middle, 0 if any element has weight 0."""
+        """Return the weights of the windows of `count` samples: that of the middle, 0 if any element has weight 0."""
         weights = self.weights[:count]
         for axis, (taps, n) in enumerate(zip(self.taps, self.fits), 1):
             shape = (*weights.shape[:axis], n, *weights.shape[axis + 1 :])

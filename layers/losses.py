@@ -85,8 +85,8 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     Parameters
     ----------
     pos_weight
-        Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]``, the numbers of
-        positions of the training samples with target 0 and 1. A run counts them before it begins
+        Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]``, with the
+        numbers `n` of positions of the training samples whose target is 0 and 1. A run counts them before it begins
         (:meth:`Network.balance`), and predictions must have one channel.
     normalization
         Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
@@ -375,7 +375,7 @@ class CRPS(Loss):
 
     References
     ----------
-    Ferro, "Fair scores for ensemble forecasts", 2014; Lang et al., "AIFS-CRPS", 2024, Section 2, for shares of both.
+    Ferro, "Fair scores for ensemble forecasts", 2014; Lang et al., "AIFS-CRPS", 2024, Section 2, for the weighted mean.
     """
 
     takes_weights = True
@@ -472,7 +472,7 @@ class SoftmaxCrossEntropy(Loss):
         without class weights and `ignore_index`. With weights of the positions as a third input, ``w[t]`` is
         multiplied by the weight of the position.
     label_smoothing
-        Share of the target that is spread over all classes, in [0, 1).
+        Fraction of the target that is spread over all classes, in [0, 1).
     ignore_index
         Target value of the positions that have no loss and no weight.
 

@@ -81,7 +81,7 @@ def makers(name: str) -> tuple[Callable[..., Network], ...]:
 
 
 def _table(name: str) -> type[schema.Table]:
-    """Return the options of a model, with types and ranges from the annotations of the functions that build it."""
+    """Return the schema of a model's options, with types and ranges from the annotations of :func:`makers`."""
     return schema.table_of(*makers(name))
 
 

@@ -75,7 +75,7 @@ def googlenet(
 
     Notes
     -----
-    Pooling of stride 2 rounds the size up; for multiples of 32, which it pads at the end, it is the same as in Caffe.
+    Pooling of stride 2 rounds the size up. If the resolution is a multiple of 32, it pads at the end only, as in Caffe.
     """
     y: Node = Input((resolution, resolution, channels), name="x")
     y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)
@@ -162,7 +162,7 @@ def inception_v3(
         Whether one more classifier, after the last 17 x 17 module, adds to the training loss, with weight 0.4; this
         needs at least 17 x 17 positions in that module, a resolution of at least 299.
     label_smoothing
-        Share of the target that is spread over all classes (0.1 in the paper).
+        Fraction of the target that is spread over all classes (0.1 in the paper).
     statistics
         Statistics of batch norm: "global", "sample" or "local".
     class_weights

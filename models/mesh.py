@@ -39,7 +39,8 @@ def mesh(
     """Make the mesh-tangling network, which predicts the cells, or the patches of cells, that need relaxation.
 
     Every block begins with a convolution of stride 2 (the first of all with a 5 x 5 kernel), so with six blocks there
-    is one prediction per 64 x 64 patch, compared with the mask reduced to that grid (:mod:`halograd.data.targets`).
+    is one prediction per 64 x 64 patch. The loss compares it with the mask reduced to that grid
+    (:mod:`halograd.data.targets`).
     With `decoder`, an upsampling path with skip connections predicts every cell.
 
     Parameters

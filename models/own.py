@@ -104,7 +104,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
     Raises
     ------
     UserError
-        See :func:`halograd.user_code.load`.
+        See :func:`halograd.user_code.load`; also if the location is that of an object of a script.
     """
     location, _, name = where.rpartition(":")
     if location == SCRIPT:

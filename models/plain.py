@@ -111,7 +111,7 @@ def alexnet(
 
 
 def _pooled(y: Node, label: int, normalized: bool) -> Node:
-    """Add overlapping pooling, if `normalized` after local response normalization."""
+    """Add overlapping pooling, preceded by local response normalization if `normalized`."""
     if normalized:
         # The paper's alpha is 1e-4; the layer divides by the size, 5, and the paper does not.
         y = LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0, name=f"norm{label}")(y)

@@ -61,7 +61,7 @@ def swin(
     patch
         Edge of the patches of the embedding; divides the resolution.
     hidden_factor
-        Channels within the perceptrons, as a multiple of the stage's.
+        Channels within the perceptrons, as a multiple of the stage's channels.
     classes, channels, resolution
         Classes of the head; channels and edge of the samples.
     random_depth
