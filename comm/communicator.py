@@ -167,7 +167,7 @@ class Communicator:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the messages of all open channels and reductions on this rank [B].
+        """Host memory of the messages of all open channels and reductions on this rank [B].
 
         This includes memory inside the MPI library: a sum by an MPI collective needs as much as its buffer.
         """
@@ -181,7 +181,7 @@ class Communicator:
         return sum(item.device_bytes for item in self._open if not item.closed)
 
     def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
-        """Choose the transport of device arrays, here and in all communicators split from this one, and return it.
+        """Choose the transport of device arrays for this communicator and all split from it; return the choice.
         Collective.
 
         Call it before any device array travels. `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without
@@ -236,7 +236,7 @@ class Communicator:
         method: str = "allreduce",
         codec: Codec = UNCHANGED,
     ) -> Reduction:
-        """Return an in-place sum of `buffer` over all ranks. Collective over this communicator.
+        """Return a reduction, which sums `buffer` in place over all ranks. Collective over this communicator.
 
         Parameters
         ----------

@@ -11,7 +11,7 @@ __all__ = ["Counters", "Instruments", "Meter", "Recorder", "Traffic"]
 
 @dataclass
 class Traffic:
-    """Messages and bytes [B] that this process has sent."""
+    """Numbers of messages and of bytes [B] that this process has sent."""
 
     messages: int = 0
     bytes: int = 0

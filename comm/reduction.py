@@ -97,15 +97,15 @@ class Coding(Protocol):
     """Protocol of the copies and additions of one reduction, on the buffers of its messages."""
 
     def deposit(self, pairs: Pairs) -> Stage:
-        """Copy summands, or parts of them, to where peers read or receive them."""
+        """Return the stage that copies summands, or parts of them, to where peers read or receive them."""
         ...
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
-        """Add up `summands` into `total`, in their order."""
+        """Return the stage that adds up `summands` into `total`, in their order."""
         ...
 
     def copy_back(self, pairs: Pairs) -> Stage:
-        """Copy received data to the buffer."""
+        """Return the stage that copies received data to the buffer."""
         ...
 
 
@@ -224,9 +224,7 @@ class Reduction:
 
     @property
     def summed(self) -> bool:
-        """Whether only this rank's last copies of the last started sum may be left, so that `finish` does not wait for
-        other ranks.
-        """
+        """Whether the last started sum has arrived: `finish` does not wait for other ranks, and copies at most."""
         return self._plan.operation is None or self._plan.operation.arrived
 
     def start(self) -> None:

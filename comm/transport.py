@@ -123,7 +123,7 @@ class Auto(Transport):
 @TRANSPORTS.register
 @dataclass(frozen=True)
 class Mpi(Transport):
-    """Transport by one persistent MPI message per peer."""
+    """Transport by MPI alone: one persistent message per peer, and collectives."""
 
     name: ClassVar[str] = "mpi"
     shares: ClassVar[bool] = False

@@ -94,7 +94,9 @@ class DeviceLinks:
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
     def choose(self, comm: Ranks, device: Device, requested: str, timeout: float | None = None) -> Choice:
-        """Choose the transport, prepare the shared objects, and return the choice. Collective over `comm`, the root.
+        """Choose the transport, prepare the shared objects, and return the choice.
+
+        Collective over `comm`, the root communicator.
 
         Raises
         ------

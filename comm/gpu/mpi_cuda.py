@@ -55,7 +55,8 @@ class Computed(Stage):
 
 
 class Added(Stage):
-    """Stage that is over when the communication stream has finished its work, so that MPI can send the result."""
+    """Stage that enqueues the additions `work`, and is over when the device has done them: MPI can then send the sums.
+    """
 
     def __init__(self, passage: Passage, work: Stage) -> None:
         self._passage, self._work = passage, work

@@ -38,7 +38,7 @@ NO_COLOR = -1
 
 
 def load_nccl() -> Any:
-    """Return the module ``cupy.cuda.nccl``, with the wheel nvidia-nccl-cu13 or a library of the system.
+    """Return the module ``cupy.cuda.nccl``, which loads NCCL from the wheel nvidia-nccl-cu13 or from the system.
 
     Raises
     ------
@@ -203,7 +203,7 @@ class NcclLink:
 
 @contextmanager
 def aborting(nccl: Any, device: Any) -> Iterator[None]:
-    """Group the aborts of a device's communicators made in the body; separate aborts would wait for each other."""
+    """Free the device's graphs, and group the aborts in the body; separate aborts would wait for each other."""
     device.drop_graphs()  # otherwise NCCL would wait for the graphs
     grouped = nccl.get_version() >= 22200
     if grouped:

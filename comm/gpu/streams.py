@@ -197,7 +197,7 @@ class StreamMeter(Meter):
 
     @property
     def timed(self) -> bool:
-        """Whether there is an active recorder of times."""
+        """Whether times are recorded now: there is a recorder, it is not paused, and times have an origin."""
         recorder = self._instruments.recorder
         return recorder is not None and self._spans.ready and not getattr(recorder, "paused", False)
 

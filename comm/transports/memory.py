@@ -85,7 +85,7 @@ class Chunk:
         return self._segments[rank]
 
     def sync(self) -> None:
-        """Insert a memory fence between the reads and writes of this rank and its next message. Local."""
+        """Insert a memory fence: reads and writes of this rank before the call precede those after it. Local."""
         self._window.Sync()
 
     def free(self) -> None:
@@ -174,7 +174,7 @@ class Arena:
         return [SharedBlock(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
     def close(self) -> None:
-        """Free all windows. Idempotent. Collective over the node."""
+        """Free all windows and the communicator of the node. Idempotent. Collective over the node."""
         for chunk in reversed(self._chunks):
             chunk.free()
         self._chunks.clear()

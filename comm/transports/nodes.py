@@ -98,7 +98,7 @@ class Attempt(Stage):
             return True
 
     def raise_fault(self) -> None:
-        """Raise the kept exception once."""
+        """Raise the kept exception, if there is one, and forget it."""
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault

@@ -80,7 +80,7 @@ class NodeMemory:
             self._arena = self._stage = None
 
     def _open(self) -> Arena:
-        """Return the arena. The first call creates it (collective), because many communicators only reduce."""
+        """Return the arena. The first call creates it (collective): a communicator without host arrays needs none."""
         if self._arena is None:
             comm = self.context.mpi
             self.context.agree(contexts.shortage())
@@ -99,8 +99,9 @@ class NodeMemory:
         timestamps: dict[int, Timestamps],
         seconds: dict[int, float],
     ) -> Signal:
-        """Return a signal that every rank awaits. With an emulated network it arrives after the travel time of the
-        data.
+        """Return a signal that all ranks with a counter in `flags` raise, and that this rank awaits.
+
+        With an emulated network it arrives after the travel time of the data.
 
         Parameters
         ----------
@@ -289,7 +290,7 @@ class _CommonStage:
         self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
-        """Return the pieces of an all-reduce: consecutive parts of the buffer, each with one block per rank."""
+        """Return the pieces of an all-reduce: consecutive parts of the buffer, each with one share per rank."""
         step, ranks = STAGE_BYTES // itemsize, self.block.ranks
         pieces = []
         for i in range(0, flat.size, step):

@@ -1,4 +1,4 @@
-"""Copies, sums and fills of lists of strided boxes, one launch per list."""
+"""Copies, sums and fills of lists of strided boxes, a whole list in few launches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Boxes:
     launcher: Launcher
 
     def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        """Return a kernel that copies every source view to its target view; no target overlaps a source or a target.
+        """Return a kernel that copies every source view to its target view.
 
-        Elements are converted where the dtypes of a pair differ. Pairs of the same two dtypes share one launch.
+        No target may overlap a source or another target. Elements are converted where the dtypes of a pair differ.
+        Pairs of the same two dtypes share one launch.
         """
         groups: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
         for source, target in _checked("copy", pairs):

@@ -206,7 +206,7 @@ def _number(value: Any) -> Any:
 
 
 def is_float(array: Any) -> bool:
-    """Return whether a per-channel vector is float32; else it has the dtype of the data."""
+    """Return whether a per-channel vector is float32; else it is None or has the dtype of the data."""
     return array is not None and dtype_name(array) == "float32"
 
 

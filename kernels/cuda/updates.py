@@ -150,7 +150,7 @@ class CudaUpdates(Updates):
 
     # ------------------------------------------------------------------ norms and scales
     def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
-        """Build a sum of squares: one launch per array for partial sums, and one that adds them."""
+        """Build a sum of squares: a launch per run of adjacent arrays for partial sums, and one that adds those."""
         joined = _joined(terms)
         if not joined:
             return Kernel(lambda: out.fill(0), "empty")

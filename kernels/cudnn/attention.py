@@ -94,7 +94,7 @@ class SharedMemory:
         return buffer
 
     def give(self, nbytes: int) -> None:
-        """Free the buffer if no other kernel uses it."""
+        """Return a buffer that was taken; it is freed if no other kernel uses it."""
         buffer, users = self._buffers.pop(nbytes, (None, 0))
         if users > 1:
             self._buffers[nbytes] = buffer, users - 1
@@ -376,7 +376,7 @@ class _Group:
 
 
 class _AttentionCall:
-    """One kernel of attention: groups of tiles, and the steps before and after cuDNN's.
+    """One kernel of attention: groups of tiles, and the kernels that run before and after those of cuDNN.
 
     Attributes
     ----------

@@ -231,12 +231,12 @@ class Frontend:
 
     # ------------------------------------------------------------------ names in the frontend
     def data_type(self, dtype: str) -> Any:
-        """Return the frontend's name of an element type."""
+        """Return the frontend's constant for an element type."""
         names = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF", "bfloat16": "BFLOAT16"}
         return getattr(self.module.data_type, names[dtype])
 
     def notes(self, names: tuple[str, ...]) -> list[Any]:
-        """Return the numerical notes by name. A note that this version lacks is left out, as no engine can have it."""
+        """Return the numerical notes of these names. One that this version lacks is left out: no engine can have it."""
         known = self.module.numerical_note
         return [getattr(known, name) for name in names if hasattr(known, name)]
 

@@ -246,7 +246,7 @@ class GraphKey(ABC):
 
 @dataclass(frozen=True)
 class PlanKey(GraphKey):
-    """Key of a convolution.
+    """Key of the plan of a convolution.
 
     Addresses are not part of the key: all are divisible by 16, or aligned copies are used.
 

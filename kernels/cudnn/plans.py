@@ -280,7 +280,7 @@ class Plans:
         return CudnnPlan(key, built, candidates, lambda: self._propose(key))
 
     def _kept(self, key: GraphKey) -> CudnnPlan | None:
-        """Return the plan stored on disk, or None if there is none or this library rejects it."""
+        """Return the plan stored on disk; None if there is none, or if this library cannot build it."""
         entry = self._store.get(key.text)
         if entry is None:
             return None

@@ -46,7 +46,7 @@ def packed(*dims: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionKey(GraphKey):
-    """Key of the graph of an attention.
+    """Key of the plan of an attention.
 
     Parameters
     ----------

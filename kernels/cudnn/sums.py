@@ -36,7 +36,7 @@ FIRST, SECOND, NORMED, MEAN, VAR, EPS, GAMMA, BETA = range(5, 13)
 
 @dataclass(frozen=True)
 class SumsKey(GraphKey):
-    """Key of a convolution with sums.
+    """Key of the plan of a convolution with sums.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class SumsKey(GraphKey):
 
     @property
     def uids(self) -> tuple[int, ...]:
-        """Identifiers of the tensors of the graph, in order."""
+        """Numbers of the tensors of the graph."""
         if self.direction == FORWARD_SUMS:
             return (X, W, Y, BIAS, FIRST, SECOND) if self.bias else (X, W, Y, FIRST, SECOND)
         norm = (NORMED, MEAN, VAR, EPS, GAMMA, BETA) if self.relu else (NORMED, MEAN, VAR, EPS)
