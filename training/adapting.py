@@ -9,7 +9,7 @@ settings that the user did not set follow from the files and the ranks:
 - ``training.batch``: at most the number of samples;
 - ``strategy``: of the cuts that the ranks, the batch and the samples allow, the one most similar to that of the run.
 
-Predictions depend neither on the cut nor on the batch. Other settings are checked where they are used.
+Up to rounding, predictions depend neither on the cut nor on the batch. Other settings are checked where they are used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def adapted(
     config
         Configuration of a trained run, with the data to read.
     overrides
-        ``section.key=value`` strings that it contains; these settings are not changed.
+        ``section.key=value`` strings that `config` contains already; these settings are not changed.
     ranks
         Number of ranks.
     labelled
@@ -84,6 +84,7 @@ def adapted(
     looked = look(config, network, _further_times(config, labelled))
     if looked.layout is not None and free("data.layout"):
         change("data", {"layout": looked.layout})
+    # If so, the network keeps its size, whatever the extents of the samples are.
     crops = cuts_windows(config.data, labelled)
     extents = looked.extents
     if slide is not None:
@@ -171,7 +172,7 @@ def grid_of(network: Network) -> str:
 
 
 def _changed(config: Config, section: str, values: dict[str, Any], without: Collection[str] = ()) -> Config:
-    """Return the configuration with changed values in a section, and without some of its keys."""
+    """Return the configuration with the `values` in a section, and without the keys `without` of that section."""
     tables = config.model_dump(mode="json", exclude_unset=True)
     kept = {key: value for key, value in tables.get(section, {}).items() if key not in without}
     return check_config({**tables, section: {**kept, **values}})
@@ -197,8 +198,8 @@ def _further_times(config: Config, labelled: bool) -> int:
 
 
 def _look(config: Config, network: Network, further: int) -> _Looked:
-    """Count the samples of the first input in the files, and read its extents and layout from the first file that has
-    samples. Local.
+    """Count the samples of the first input in the files, until they fill a batch, and read its extents and layout from
+    the first file that has samples. Local.
 
     A file has `further` more rows than samples; gaps in its times are not searched for.
     """

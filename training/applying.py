@@ -1,4 +1,4 @@
-"""Predictions of a trained network on data without labels, written by blocks.
+"""Predictions of a trained network, written by blocks; labels of the data are not read.
 
 ::
 
@@ -22,8 +22,8 @@ Files whose samples differ in size become a folder with a file for each file of 
     OUT/site2/x.h5      files of several folders keep their folders
     OUT/sources.json    by file of OUT: its source, the number of samples, and a mark of the job
 
-Files of one size are computed one after another by one executor. A job that was interrupted continues: files of the
-same job are complete, and the one in progress is continued.
+Files of one size are computed one after another by one executor. A repeated call continues an interrupted job: it keeps
+the complete files of that job, and continues the one that was in progress.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
 
 
 def _attributes(description: Mapping[str, Any], spec: MetricSpec, what: str, channels: int) -> dict[str, Any]:
-    """Return the attributes of a target that apply to its prediction; for logits and probabilities, only names."""
+    """Return the attributes of a target that apply to its prediction; for logits and probabilities of classes, only
+    names and descriptions.
+    """
     if spec.classes is not None and what != "classes":
         description = {key: description[key] for key in ("long_name", "description") if key in description}
     # Predicted classes have one channel, whatever the channels of the target are.
@@ -225,7 +227,8 @@ def write_outputs(
     report: Report,
     flips: Sequence[str] = (),
 ) -> int:
-    """Compute and write all samples of the session's data; return the number that this job computed. Collective.
+    """Compute and write the predictions for the session's data; return the number of samples that this job computed.
+    Collective.
 
     Parameters
     ----------
@@ -362,7 +365,7 @@ def _finish(session: Session, outputs: Sequence[Output], out: Path, folder: Path
 
 
 def _clean(folder: Path, used: bool) -> None:
-    """Remove parts of other jobs, partial files of killed ranks, and parts of this job that are not `used`. Local."""
+    """Remove parts of other jobs, partial files of killed ranks and, unless `used`, the parts of this job. Local."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             path.unlink()
@@ -412,7 +415,7 @@ def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
 
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
-    """Write the attributes of the file and of its datasets, for readers."""
+    """Write attributes, coordinates and the sources of the samples into a file of predictions, for readers."""
     # A data set of the user may have no attributes.
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         if name not in _OWN:
@@ -446,7 +449,7 @@ TABLE = "sources.json"
 
 
 def _table(out: Path) -> dict[str, Any] | None:
-    """Return the table of a folder; None if no job has written it."""
+    """Return the table of the files in a folder of results; None if no job has written one."""
     try:
         table = json.loads((out / TABLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -482,7 +485,7 @@ def write_each(
     flips: Sequence[str] = (),
     steps: int = 0,
 ) -> int:
-    """Compute and write the samples of all files; return the number that this job computed. Collective.
+    """Compute and write the predictions for all files; return the number of samples that this job computed. Collective.
 
     Arguments as for :func:`halograd.training.applying.outputs_of` and `write_outputs`.
 

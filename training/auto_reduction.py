@@ -42,7 +42,7 @@ class ChunkSearch:
     done
         Whether the search is complete, and `chunk` is its result.
     times
-        Time of the interval of each size [s].
+        Time that was observed for each size [s].
 
     Notes
     -----
@@ -52,8 +52,8 @@ class ChunkSearch:
     References
     ----------
     Le et al. 2018, Algorithm 1. As in the paper, the time of an interval that only ends the search is not used. That
-    the search ends at `layers` is new: a chunk of more than all layers is the same as chunks of one
-    layer, by the paper's rule for layers that fill no chunk.
+    the search ends at `layers` is new: a chunk of more than all layers is the same as chunks of one layer, by the
+    paper's rule for layers that fill no chunk.
     """
 
     layers: int
@@ -97,7 +97,7 @@ class ChunkSearch:
 
 @dataclass(frozen=True)
 class Trial:
-    """Scheme that was tried for an interval of training, with the time of its steps [s]."""
+    """Scheme that was tried for an interval of training, and the time of a step with it [s]."""
 
     scheme: Scheme
     seconds: float
@@ -293,7 +293,7 @@ class AutoReduction:
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the current step, or of the next one."""
+        """Scheme of the current step or, between steps, of the next one."""
         return self.tuner.scheme
 
     def before_step(self) -> None:

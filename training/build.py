@@ -202,10 +202,10 @@ def make_strategy(
     trainable: bool = True,
     suit: Callable[[Strategy], Strategy] = lambda strategy: strategy,
 ) -> Strategy:
-    """Build the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
+    """Build the strategy of ``[strategy]`` for `size` ranks; a plan must fit `network` and `batch`, if they are given.
 
-    Which outputs are kept, with ``recompute = "block"``, is chosen only if the strategy is `trainable`. `suit` returns
-    a cut of all layers with other cuts of small layers (:mod:`halograd.training.small`).
+    Only with `trainable`, the outputs to keep for ``recompute = "block"`` are chosen. `suit` takes a strategy with one
+    cut for all layers, and returns it with other cuts of small layers (:mod:`halograd.training.small`).
 
     Raises
     ------
@@ -259,6 +259,7 @@ def make_strategy(
     if config.recompute_halo != "keep":
         options["recompute_halo"] = config.recompute_halo
     strategy = suit(Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes)))
+    # After `suit`: the best outputs to keep depend on the cuts.
     if config.recompute == "block" and trainable and network is not None and batch is not None:
         return keep_few(network, strategy, Target(batch, size))
     return strategy
@@ -297,7 +298,7 @@ def fitting_cuts(network: Network, size: int, batch: int, target: Mapping[str, i
     Parameters
     ----------
     batch
-        Samples per step, the largest number of parts along samples.
+        Number of samples of a pass, and so the largest number of parts along samples.
     target
         Parts per axis; missing axes have one.
     """
@@ -396,6 +397,7 @@ def needs_of(
     blocks = parameter_blocks(network, strategy, size)
     target = Target(batch, size, comm.rank, as_dtype(dtype), trainable, rounds=_rounds(config))
     slots = state_slots(config) if trainable else 0
+    # Buffers for batches: one is in use while the others are read ahead.
     program, ahead = program_of(network, strategy, target, blocks, config.training.accumulate), config.data.prefetch + 1
     return memory_of(program, blocks, slots, ahead=ahead, workspace=workspace)
 
@@ -448,13 +450,13 @@ def fit_memory(
 ) -> Strategy:
     """Return the strategy that recomputes no more than a rank's memory requires, for ``recompute = "auto"``.
 
-    Collective; the same result on all ranks. The limit is the memory of the device, or the share of a rank in that of
+    Collective; the same result on all ranks. The limit is the memory of the device, or a rank's share of the memory of
     its node; ``strategy.memory`` may be less.
 
     Raises
     ------
     UserError
-        No choice fits.
+        If no choice fits.
     """
     limit = rank_memory(comm, device)
     if config.strategy.memory is not None:
@@ -477,6 +479,7 @@ def fit_memory(
         over = max(needed(smaller)) - limit  # another rank may need the most now
         if over <= 0:
             return smaller
+        # Smaller by at least 1 B each time, so the search ends.
         capacity -= over
     # The needs of that rank, with the smallest arena in place of the largest.
     least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())

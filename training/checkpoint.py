@@ -352,7 +352,7 @@ class CheckpointReader:
         return self.progress
 
     def arrays(self, network: Network, averaged: bool = False) -> dict[str, np.ndarray]:
-        """Return whole parameters and states of a network, by name. Local, for a reader without ranks.
+        """Return whole parameters and states of a network, by name. Local, for a reader without `comm`.
 
         With `averaged`, parameters are their moving averages if the checkpoint has them. The network may be for larger
         or smaller samples. The arrays are views that are valid until the reader is closed.
@@ -420,6 +420,7 @@ class CheckpointReader:
             scratch = np.empty(0 if self._reads else max(map(math.prod, shapes.values()), default=0), dtype)
             for path, shape in shapes.items():
                 flat = arrays[path].reshape(-1) if self._reads else scratch[: math.prod(shape)]
+                # Rank 0 of the node's communicator is the reader: the first rank of the node.
                 for start in range(0, flat.nbytes, PART):
                     node.mpi.Bcast(flat.view(np.uint8)[start : start + PART])
                 yield flat.reshape(shape)

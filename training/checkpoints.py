@@ -122,7 +122,7 @@ class CheckpointFolder:
         return None, faults
 
     def _candidates(self) -> list[Path]:
-        """List the files, newest first, starting with the one that ``latest.h5`` names."""
+        """List the files, newest first, starting with the one that ``latest.h5`` names, if it names one."""
         files, newest = self._files()[::-1], self._named("latest")
         # Files after the one that latest.h5 names are those of a run that was set back to an earlier step.
         return [f for f in files if newest is None or f.name <= newest.name] or files
@@ -136,7 +136,7 @@ class CheckpointFolder:
         return f", set aside as {aside.name}"
 
     def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
-        """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove the oldest.
+        """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove those beyond `keep`.
 
         A failure after the checkpoint is complete is reported once, and the action is tried again with the next
         checkpoint.
@@ -166,7 +166,9 @@ class CheckpointFolder:
                 self._warn("removed", path, error, "it stays, and is ignored; the next checkpoint tries again")
 
     def _write_name(self, name: str, target: str) -> None:
-        """Write the name of a checkpoint into ``latest.h5`` or ``best.h5``; after a failure no wrong name may stay."""
+        """Write the name `target` of a checkpoint into ``latest.h5`` or ``best.h5``; after a failure, remove that file,
+        which may have a wrong name.
+        """
         path = self.path / f"{name}.h5"
         try:
             with replacing(path) as partial:

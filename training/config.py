@@ -553,6 +553,7 @@ def _set(tables: dict[str, Any], override: str) -> None:
     value = parse_option("--set", key, text)
     if path == ["strategy"] and value == "auto":
         value = {"auto": True}
+    # A key without a dot is a whole table.
     if len(path) < 2 and not isinstance(value, Mapping):
         raise UserError(f"--set: expected section.key=value, got {shown(override)}")
     where: Any = tables

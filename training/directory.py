@@ -85,7 +85,7 @@ class Owner:
     Attributes
     ----------
     key
-        Random number, different for every run.
+        Random string, different for every run.
     place
         Scope of process IDs: boot of the kernel, and namespace.
     started

@@ -163,6 +163,7 @@ class Evaluation:
             if count and box.size:
                 # The host counts, so that the counts are the same for every device.
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
+                # Valid samples come first in a batch.
                 arrays = (to_host(view(array)[:count]) for array in pair.views)
                 prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
                 if pair.nodes[1] in self._statistics:
@@ -177,7 +178,7 @@ class Evaluation:
     def finish(self) -> dict[str, float | None]:
         """Compute the mean loss per sample and the scores, the same on all ranks. None: undefined.
 
-        The second and later predictions prefix their scores with their name: ``"mask iou"``.
+        Scores of the second and later predictions have the name of their prediction first: ``"mask iou"``.
         """
         loss = self._loss.result()
         for reduction in self._reductions:
@@ -259,6 +260,7 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
             weights = None
             if spec.weights is not None:
                 weight_value = step.inputs[spec.weights]
+                # Only the weights of this rank's block of the prediction.
                 weights = weight_value.brought(operand_blocks(weight_value.layout.shape, values[0].layout.boxes))
             name = outputs.get(prediction, nodes[0])
             # Names must differ in a file of predictions; the first pair is written without its name.
@@ -289,6 +291,7 @@ class MeanLoss:
 
     def __init__(self, executor: Executor) -> None:
         self.follow(executor)
+        # If so, the loss is undefined when no batch has a weight.
         self._only_divided = 0 < len(self._divided) == len(executor.program.terms)
         #: By divided term: this rank's part times the samples of a batch, and times the divisor.
         self._own = np.zeros((len(self._divided), 2))
@@ -313,6 +316,7 @@ class MeanLoss:
         self._samples += samples
         for k, arrays in enumerate(self._divided):
             value, divisor = (float(self._to_host(array)[0]) for array in arrays)
+            # `value` is this rank's numerator over the divisor of all ranks, so ``value * divisor`` is the numerator.
             self._own[k] += value * samples, value * divisor
             self._divisors[k] += divisor
 
@@ -337,9 +341,10 @@ def evaluate_parts(
     evaluation: Evaluation,
     interrupted: Callable[[], bool] | None = None,
 ) -> dict[str, Any] | None:
-    """Compute loss and scores of batches, each of a session of the same network. Collective.
+    """Compute loss and scores of the batches of several sessions of the same network. Collective.
 
-    `interrupted` is called after every batch, and is the same on all ranks. Returns None if it returns True.
+    `interrupted` is called after every batch, and must return the same on all ranks. Returns None as soon as
+    `interrupted` returns True.
     """
     evaluation.begin()
     for session, batches in parts:

@@ -73,7 +73,7 @@ class Executor:
     batch
         Global number of samples per pass.
     strategy
-        Cuts of the layers; by default samples only.
+        Cuts of the layers; by default only samples are cut.
     dtype
         Dtype of activations and their gradients: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``; with
         the last two, parameters, their gradients and statistics are float32.
@@ -316,6 +316,7 @@ class Executor:
 
     def _on_gradients(self, operations: Iterable[Operation], layer: str) -> list[Item]:
         reducer = self.reducer
+        # No graph holds them: whether an update is due differs between passes.
         return [Item(reducer.call(o), layer, held=False, on_gradients=True) for o in operations] if reducer else []
 
     def _calls(self, items: Iterable[Item], phase: str, kind: str) -> list[Call]:
@@ -540,6 +541,7 @@ class Executor:
     def _close_reducer(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
+            # Otherwise another executor of the same parameters would call `finish` of this closed reducer.
             if self.store.reducer is self.reducer:
                 self.store.reducer = None
         for check in self.checks.values():

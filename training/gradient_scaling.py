@@ -135,7 +135,7 @@ class LossScale:
 
 
 class OverflowCheck:
-    """Check whether a summed gradient is infinite or NaN. Collective over `comm`.
+    """Check of the summed gradients for infinity and NaN. Collective over `comm`.
 
     Parameters
     ----------

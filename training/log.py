@@ -140,6 +140,7 @@ class RunLog:
         new = self.path.open("ab+", buffering=0)
         # A file that has lines already is continued: it may be a copy of the log.
         if os.fstat(new.fileno()).st_size == 0:
+            # The descriptor still reads the lines of the removed file.
             file.seek(0)
             self._waiting[:0] = file.readall()
         if not self._lost:
@@ -374,7 +375,7 @@ _TAGS = {
 
 
 def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a log line by tag; empty for lines that are not plotted.
+    """Return the numbers of a log line by TensorBoard's tag; empty for lines that are not plotted.
 
     >>> scalars_of({"event": "validation", "epoch": 0, "step": 9, "loss": 0.5, "iou": None})
     {'validation/loss': 0.5}
@@ -427,6 +428,7 @@ class TensorBoard:
         self._file = path.open("xb", buffering=0)
         # The first record of a file has the version of the format.
         self._write(wall_time=now, file_version="brain.Event:2")
+        # Lets TensorBoard drop what earlier files have from this step on: the resumed run writes it again.
         if step:
             self._write(wall_time=now, step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -547,6 +549,7 @@ class _Both:
             self._copy.write(text)
         return self._stream.write(text)
 
+    # `flush`, `fileno`, `encoding`, ...: those of the stream.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

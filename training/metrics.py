@@ -99,7 +99,7 @@ class Metric(ABC):
         Parameters
         ----------
         prediction, target
-            Blocks ``(N, *spatial, C)`` of NumPy arrays; do not modify them.
+            Blocks of the prediction and of the target, NumPy arrays ``(N, *spatial, C)``; do not modify them.
         weights
             Weights of the elements (:func:`counted`), if the loss has weights.
         """
@@ -127,7 +127,8 @@ METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")
 
 
 def checked_metric(make: Any, name: str, spec: MetricSpec, shape: tuple[int, ...]) -> Metric:
-    """Create and check the metric of a comparison of the prediction `name`. Local; every rank calls it.
+    """Create, by calling `make`, and check the metric of a comparison of the prediction `name`. Local; every rank calls
+    it.
 
     Raises
     ------
@@ -213,6 +214,7 @@ class Confusion(Metric):
             mask = (truth if self.threshold is None else target) != self.ignored
         if weights is not None:
             own = counted(weights, prediction.shape)
+            # If a channel is a class, `truth` has no axis of channels.
             mask &= own if truth.ndim == prediction.ndim else own[..., 0]
         guess, truth = guess[mask], truth[mask]
         # One number per pair of classes: their histogram is the confusion.
@@ -328,7 +330,7 @@ class Errors(Metric):
     Attributes
     ----------
     counts
-        ``(3,)`` float64: elements, sum of absolute differences, sum of squares.
+        ``(3,)`` float64: number of elements, sum of absolute differences, sum of their squares.
     """
 
     name: ClassVar[str] = "errors"
@@ -372,7 +374,8 @@ class Ensemble(Errors):
     members
         Number of members, as in :class:`halograd.layers.MetricSpec`.
     counts
-        ``(5,)`` float64: elements of the target, sum of absolute differences, of squares, of variances, of scores.
+        ``(5,)`` float64: number of elements of the target; sums of absolute differences of the mean, of their squares,
+        of variances and of CRPS.
     """
 
     name: ClassVar[str] = ""
@@ -392,6 +395,7 @@ class Ensemble(Errors):
         variance = np.square(x - mean[:, None]).sum(axis=1) / (self.members - 1)
         # Each pair of members once, one member against all earlier ones: no array of M x M.
         pairs = sum(np.abs(x[:, :k] - x[:, k : k + 1]).sum(axis=1) for k in range(1, self.members))
+        # Fair CRPS: mean |x - t| - sum over pairs |x_i - x_j| / (M (M - 1)).
         score = np.abs(x - t[:, None]).mean(axis=1) - pairs / (self.members * (self.members - 1))
         difference = mean - t
         terms = np.abs(difference), np.square(difference), variance, score
@@ -548,7 +552,8 @@ class Calibration:
     Attributes
     ----------
     counts
-        ``(BINS, 3)`` int64: positions, the sum of their probabilities in units of ``2^-24``, true positions.
+        ``(BINS, 3)`` int64: number of positions, sum of their probabilities in units of ``2^-24``, number of true
+        positions.
 
     References
     ----------

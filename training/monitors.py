@@ -186,7 +186,7 @@ class SamplePredictions:
     Attributes
     ----------
     samples
-        Numbers of the samples in the data set, in the order of the arrays.
+        Indices of the samples in the data set, in the order of the arrays.
     outputs
         Outputs of the network by name (logits of classes).
     inputs
@@ -209,8 +209,8 @@ class Callback:
     Attributes
     ----------
     samples
-        Numbers of the samples in the data set whose predictions :meth:`on_predictions` gets; by default none. All ranks
-        set the same.
+        Indices, in the data set, of the samples whose predictions :meth:`on_predictions` gets; by default none. All
+        ranks set the same.
     every
         Number of epochs from one call of :meth:`on_predictions` to the next; it is also called after the last epoch.
     """

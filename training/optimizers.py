@@ -1,7 +1,7 @@
 """Optimizers: they update the parameters of a bucket in place from its summed gradients.
 
 An optimizer is a class with a name and settings, which are its table of the configuration; :data:`OPTIMIZERS` has them
-by name. It has one kernel of the backend per bucket, on arrays that all exist before the first step: a kernel that the
+by name. It has kernels of the backend for each bucket, on arrays that all exist before the first step: kernels that the
 backend has for it, or its rule in operations on arrays. Checkpoints name its state by ``layer/parameter``, independent
 of the buckets.
 """
@@ -323,7 +323,9 @@ class Optimizer:
         return starts, sizes
 
     def _owned_ranges(self) -> list[tuple[int, int, int]] | None:
-        """Return flat, start and stop of the ranges that this rank updates if buckets are sharded; else None."""
+        """Return index of the flat, start and stop of each range that this rank updates if buckets are sharded; else
+        None.
+        """
         if not self.store.scheme.kind.shards:
             return None
         owns = [(b, self.store.owned(b)) for b in self.store.buckets]
@@ -605,7 +607,7 @@ def groups_of(factors: Mapping[str, float], network: Network) -> dict[str, str]:
 
 
 def within(ranges: Sequence[tuple[int, int, bool]], own: slice) -> list[tuple[int, int, bool]]:
-    """Clip ranges to a part of the bucket, relative to the start of the part.
+    """Clip ranges to the part `own` of a bucket, relative to the start of the part.
 
     >>> within([(0, 10, True), (10, 20, False)], slice(5, 15))
     [(0, 5, True), (5, 10, False)]

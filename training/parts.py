@@ -203,6 +203,7 @@ class PartFile:
             raise DamagedFile("its progress is of another job or rank")
         if status.st_size != record.size:
             raise DamagedFile(f"expected {record.size} bytes, got {status.st_size}")
+        # More batches than the samples of this job fill, rounded up, are those of other data.
         if len(record.offsets) != len(self._arrays) or record.batches * self._batch >= self._count + self._batch:
             raise DamagedFile("its progress does not fit the job")
         self._offsets, self._size = record.offsets, record.size

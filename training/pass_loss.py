@@ -37,7 +37,7 @@ class FetchedNumber:
         self._copied = self._device.mark()
 
     def read(self) -> float:
-        """Return the last fetched number. Waits for its copy, which is already complete one step later."""
+        """Return the last fetched number. Waits for its copy, which is usually complete one step later."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None
@@ -111,6 +111,7 @@ class PassLoss:
         self._part = part
         self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
         self._sum = np.zeros(1 + VOTES)
+        # A view: loss and votes are one message.
         self._votes_summed = self._sum[1:]
         self._reduction = comm.reduction(self._sum, kind="loss")
         self._under_way = False

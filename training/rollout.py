@@ -79,7 +79,7 @@ class _Input:
     name, source
         Name of the input, and index of the output that replaces it.
     channels
-        Channels of one time point in the output, in the order of the input.
+        Indices of the input's channels among those of one time point of the output.
     exchange, received
         Exchange of the output's blocks to this rank's box of the input, and the array that it fills.
     box
@@ -89,7 +89,7 @@ class _Input:
     state
         Values of all time points of the input, in the units of the data, ``(N, *spatial, history * C)``.
     absent
-        Elements that are absent at the last time point.
+        Mask of the elements that are absent at the last time point.
     """
 
     name: str

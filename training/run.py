@@ -459,7 +459,9 @@ class TrainingRun:
         return bool(self._held_out) and (ended if not every else last or self.optimizer.step % every == 0)
 
     def _parts_of(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the parts of a batch; before them, what they have to count (`Executor.counted`)."""
+        """Yield the parts of a batch; if a loss is divided by its weights, before that the parts with only the inputs
+        to count (`Executor.counted`).
+        """
         executor = self.session.executor
         if executor.counted:
             yield from (replace(part, only=executor.counted) for part in batch.parts(executor.parts))

@@ -153,6 +153,7 @@ class Samples:
             reductions = fit_together(data, windows.fields, network)
             _leave_out_padding(windows, network, reductions)
             if labelled and hasattr(dataset, "weighted"):
+                # A rule that cannot skip absent cells reads them all, also where the weight is 0: they must be valid.
                 skipped = {name for name, reduction in reductions.items() if not reduction.skips}
                 weighted = weighted_targets(network)
                 dataset.weighted = {name: weighted[name] for name in weighted if name not in skipped}

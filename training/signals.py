@@ -6,7 +6,7 @@ passes them to all ranks, or to some. No rank acts alone: ranks share signals th
 
 The command line records signals from its first line on (:func:`note_stop_signals`). It ignores them as soon as its exit
 code is known (:func:`ignore_stop_signals`), so that a signal never changes the exit code. This module is
-imported before all others, and imports none of them.
+imported before all other modules of the library, and imports none of them.
 """
 
 from __future__ import annotations

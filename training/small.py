@@ -39,7 +39,7 @@ def suited(config: Config, comm: Communicator, network: Network, strategy: Strat
     Raises
     ------
     UserError
-        The strategy does not fit the network.
+        If the strategy does not fit the network.
     """
     table = config.strategy
     space = (table.depth, table.height, table.width)

@@ -38,7 +38,8 @@ def _nothing() -> None:
 
 @dataclass
 class Flat:
-    """All parameters that the same ranks share, in the order in which backward finishes their gradients.
+    """Parameters that the same ranks share, in the order in which backward finishes their gradients: a group of
+    :attr:`ParameterStore.flats`.
 
     Attributes
     ----------
@@ -184,7 +185,8 @@ class ParameterStore:
     untrained
         Names of parameters that the loss does not depend on (`Network.trained`): no bucket holds them.
     buckets
-        In the order in which backward finishes them (`layers/reduction_chunks.py`); changed by :meth:`rechunk` only.
+        Buckets, in the order in which backward finishes them (`layers/reduction_chunks.py`); changed by
+        :meth:`rechunk` only.
     """
 
     network: Network
@@ -289,6 +291,7 @@ class ParameterStore:
         whole[self.owned(bucket)] = shard
         with closing(group.reduction(whole, kind="gather", method="all_gather")) as gather:
             gather.run()
+        # Every rank of the group has gathered the array; only the first one returns it.
         return whole[:0] if group.rank else whole
 
     def rechunk(self, scheme: Scheme) -> None:

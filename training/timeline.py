@@ -104,6 +104,7 @@ class Timeline:
         """Record a span from `t0` to `t1` (`time.perf_counter` [s])."""
         if self.paused or (self._alone and category in ("communication", "wait")):
             return
+        # The prefetch thread records too, and `+=` is not atomic.
         with self._lock:
             phase = self.phases.setdefault((name, category), Phase())
             phase.count += 1

@@ -65,7 +65,7 @@ def evaluate(
     samples
         ``"validation"`` (the held-out samples), ``"training"`` or ``"all"``.
     predictions
-        HDF5 file to which rank 0 writes predictions, targets and sample numbers.
+        HDF5 file to which rank 0 writes predictions, targets and the indices of the samples.
     comm, planner
         As for :func:`halograd.training.train`.
     details

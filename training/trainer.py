@@ -28,7 +28,7 @@ __all__ = ["Diverged", "Trainer"]
 
 
 class Diverged(UserError):
-    """Error: the loss or a parameter is no longer finite. Raised on all ranks."""
+    """Error: a loss, gradient, parameter or running statistic is no longer finite. Raised on all ranks."""
 
 
 class Trainer:

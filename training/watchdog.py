@@ -254,7 +254,8 @@ class Watchdog:
     stall_minutes
         Maximum time without progress [min]; 0: no limit.
     log
-        ``log.jsonl`` of the run, to which a line ``"failed"`` or ``"interrupted"`` is appended when the job is ended.
+        Path of ``log.jsonl`` of the run, to which a line ``"failed"`` or ``"interrupted"`` is appended when the job is
+        ended.
     newest
         Function that returns the newest checkpoint, for the message on how to continue.
     """
@@ -352,14 +353,16 @@ class Watchdog:
         return Position(*here, heartbeat.step, heartbeat.phase, heartbeat.location, waiting, ranks, line, since)
 
     def _arm(self, seconds: float) -> None:
-        """Let this process end after `seconds` [s], with all stacks in its file."""
+        """Set the timer that ends this process after `seconds` [s], with all stacks in its file; no-op for a while
+        after SIGTSTP.
+        """
         with self._arming:
             if time.monotonic() >= self._quiet_until:
                 faulthandler.dump_traceback_later(seconds, exit=True, file=self._file.descriptor)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Cancel the timer (SIGTSTP: Ctrl-Z, or Slurm, which stops a job two seconds later); else it would end the job
-        when it continues. A single process stops.
+        """Cancel the timer (SIGTSTP: Ctrl-Z, or Slurm, which stops a job two seconds later); otherwise the timer would
+        end the job when the job continues. A single process stops.
         """
         with self._arming:
             self._quiet_until = time.monotonic() + SUSPENDING
