@@ -96,7 +96,7 @@ class Chunks:
         return max(1.0, again) * touched / used
 
     def better(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return a chunk shape for which these ranges of every sample need few chunks."""
+        """Return a chunk shape, of at most 256 KiB, for which these ranges of every sample need few chunks."""
         shape = [1, *(high - low for low, high in ranges)]
         # Halving the longest axis keeps chunks compact, so that few overlap a box.
         while math.prod(shape) * self.itemsize > _LARGEST and max(shape) > 1:

@@ -186,6 +186,7 @@ class _JoinedVariables:
     def _join(self, other: Surroundings, part: Hdf5Dataset, file: StoredFile) -> None:
         for name in other.variables.keys() - self.variables.keys() - self.faults.keys():
             self.faults[name] = f"{self._parts[0].path} has none"
+        # Only names of dimensions on which all files agree.
         self.dimensions = dict(self.dimensions.items() & other.dimensions.items())
         for name in list(self.variables):
             if name not in self.variables:
@@ -205,7 +206,7 @@ class _JoinedVariables:
                 self._compare(name, file)
 
     def _compare(self, name: str, file: StoredFile) -> None:
-        """Append the values of the next file for a variable along samples; compare the values of others."""
+        """Append the values of a variable along samples from `file`, the next one; compare those of other variables."""
         value = self.read(name, len(self._paths[name]) - 1, file)
         if value is None:
             return
@@ -354,8 +355,9 @@ class _CoordinateWriter:
                     self._file[name].attrs[key] = _base(value)
 
     def _fill(self, dataset: h5py.Dataset, name: str) -> None:
-        """Write the values of all files, one after the other."""
+        """Write the values of a variable to `dataset`, one file after the other."""
         joined = self._joined
+        # A variable that differs between files has a new first axis, that of the samples.
         at = 0 if joined.is_per_sample(name) else joined.variables[name].axes.index(SAMPLE)
         for number, samples in enumerate(joined.ranges):
             values = joined.read(name, number)
@@ -691,6 +693,7 @@ def _labels_of(dataset: h5py.Dataset) -> list[str]:
 
 def _number(dataset: h5py.Dataset) -> Any:
     """Return the number in a scalar dataset; 0 for strings, arrays and numbers stored in other files."""
+    # The attributes make a grid mapping: its number is copied only if it is a plain scalar in this file.
     if dataset.shape != () or dataset.is_virtual or dataset.external or dataset.dtype.kind not in "iuf":
         return np.int32(0)
     return dataset[()]

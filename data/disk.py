@@ -277,6 +277,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         The path cannot be written.
     """
     final = Path(path)
+    # The name that `replacing` uses: it may be too long where `final` is not.
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
         with _new_folder(final.parent, keep=False):

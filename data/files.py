@@ -107,7 +107,7 @@ def _is_plain_folder(path: str, kind: str | None) -> bool:
 
 
 def _in_folder(folder: str, kind: str | None) -> tuple[list[str], str]:
-    """Return the files of a format in a folder; without any, also a string that describes the expected ones."""
+    """Return the files of a format in a folder, and a description of the expected files if there are none, else ""."""
     # Hidden files, as macOS adds them to archives (._a.nii), are not samples; patterns do not match them either.
     paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     formats = [kind] if kind else list(FORMATS.names)
@@ -127,7 +127,7 @@ def check_same_fields(paths: Sequence[Path], structures: Sequence[Structure], se
     Raises
     ------
     DataError
-        Shapes, factors or channels differ from the first file; the message names the file.
+        Shapes, factors or channels differ from those of the first file; the message names the file.
     """
     first = structures[0].fields
     reference = next(iter(first))

@@ -100,7 +100,7 @@ class _ZarrArray(StoredArray):
     __hash__ = None  # type: ignore[assignment]
 
     def chunks(self, rows: int) -> Chunks | None:
-        """Return the chunks; each is decoded as a whole (chunks, not the shards that they lie in)."""
+        """Return the chunks, which are decoded as a whole, unlike the shards that contain them; None for a scalar."""
         if not self.ndim:
             return None
         return Chunks(tuple(self._stored.chunks), self.shape, min(rows, self.ndim - 1), self.dtype.itemsize, _REMEDY)
@@ -139,7 +139,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _decoded(text: str) -> Any:
-    """Return the fill value that xarray writes in Zarr 3 for floats, the bytes of a float64 in base64; else the text.
+    """Return the fill value that xarray writes in Zarr 3 for floats, the bytes of a float64 in base64; else `text`.
 
     >>> _decoded("AAAAAAAA+H8="), _decoded("none")
     (nan, 'none')

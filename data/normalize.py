@@ -220,8 +220,8 @@ def channel_statistics(
 ) -> ChannelStatistics:
     """Compute mean and standard deviation per channel of one input or target over these samples.
 
-    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, beginning with sample `rank`,
-    then one array of 3 C numbers is summed. The result depends on the number of ranks by rounding only (1e-12): the
+    Collective over the ranks that `allreduce` joins: each reads every `size`-th of the samples, from position `rank`
+    on, then one array of 3 C numbers is summed. The result depends on the number of ranks by rounding only (1e-12): the
     float64 sums are over values shifted by an estimate of the mean, the same on all ranks, so that nothing cancels.
     Elements of a target that have the weight 0 are left out.
 
@@ -355,7 +355,7 @@ class KeptStatistics:
     """File of statistics in the folder of the first data file, named by a hash of all that they depend on. Local.
 
     The hash is that of names, sizes and times of change of all data files, the fields of the data set, and `about`. No
-    file is written for data sets without files, or with folders (Zarr).
+    file is written for data sets without files, or with a part that consists of folders only (Zarr).
 
     Parameters
     ----------

@@ -146,6 +146,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     DataError
         An attribute violates the conventions: a factor per channel, a string, NaN, a factor of 0.
     """
+    # All but `_Unsigned`, which is a string.
     numbers_by_name = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
     numbers_by_name = {name: numbers for name, numbers in numbers_by_name.items() if numbers.size}
     scale = _number(numbers_by_name, "scale_factor", 1.0, where)

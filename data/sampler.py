@@ -49,7 +49,7 @@ class Batch:
     valid : int
         Number of samples that count; the others repeat the last one to fill the batch.
     epoch, position : int
-        Position of this batch in the sequence.
+        Epoch of this batch, and its position in the epoch.
     augmented : bool
         Whether its samples are augmented, if the data set has rules for it.
     only : collection of str or None
@@ -290,6 +290,7 @@ class Sampler:
 
     def left(self, epochs: int) -> int:
         """Return the number of batches until `epochs` epochs are complete; 0 if they are."""
+        # The whole epochs after this one, and the rest of this one.
         return (epochs - self.epoch - 1) * len(self) + self._in_epoch - self.position if self.epoch < epochs else 0
 
     def order(self, epoch: int) -> NDArray[np.int64]:

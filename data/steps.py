@@ -41,7 +41,7 @@ def simulations(dataset: Any) -> NDArray[np.int64]:
     """
     files = getattr(dataset, "file_of", np.zeros(len(dataset), np.int64))
     groups = np.zeros(len(dataset), np.int64) if dataset.groups is None else dataset.groups
-    # `reshape`: in NumPy 2.0 the inverse along an axis has two axes.
+    # A number per pair of file and group. `reshape`: in NumPy 2.0 the inverse along an axis has two axes.
     numbers = np.unique(np.stack([files, groups], 1), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     times = [getattr(getattr(part, "structure", None), "times", None) for part in getattr(dataset, "parts", [])]
     breaks = np.zeros(len(dataset), np.int64)

@@ -175,6 +175,7 @@ def examine(
             chunks = None if static else dataset.chunks(rows)
             fields[name] = Field(source, own, shape, names, name in targets, attributes, packing, chunks, static)
         together, times = groups(file, path, len(first)), _times_of(file, first)
+        # Last, because finding the arrays has recorded the files that hold their data.
         check_files(path, file.files)
     return Structure(fields, len(first), together, file.files, plain_attributes(file.attrs), *times)
 

@@ -187,7 +187,7 @@ def _look_at_input(
         look = look_at(dataset, name, usable=usable)
         constant, where = look.constant, _looked_at(look.samples, len(usable))
     else:
-        # Any element has the value of a constant channel.
+        # Any element has the value of a constant channel. With one cell in all, every channel seems constant.
         values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
         where = "in all training samples, to 7 digits, and 0 after normalization"
@@ -242,7 +242,7 @@ def _named(constant: dict[int, float], names: Sequence[str]) -> str:
 def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:
     """Return samples with NaN, infinity or targets out of range, each with its first invalid value as a string. Local.
 
-    The function reads all `samples`.
+    The function reads all `samples`. Elements of weight 0 may have any value.
 
     Parameters
     ----------

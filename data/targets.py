@@ -188,6 +188,7 @@ class LabelMap:
         if not len(self._from):
             return
         # One pass with the old labels: a map that exchanges two labels must not apply the second rule to the first.
+        # Values above all labels get the index of the last label, which they do not equal.
         at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
 
@@ -226,6 +227,7 @@ def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[st
 
 def _center(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
     """Return the value of the cell in the middle of the patch (the lower one of two)."""
+    # From the last axis on, because `take` removes the axis and renumbers those after it.
     for axis in sorted(axes, reverse=True):
         cells = np.take(cells, (cells.shape[axis] - 1) // 2, axis=axis)
     return cells

@@ -156,7 +156,7 @@ class Quads:
 
     @cached_property
     def triangle(self) -> tuple[list[Array], Array]:
-        """Squared side lengths (01, 12, 20) and twice the area of the collapsed cells."""
+        """For the collapsed cells: squared lengths of the sides (01, 12, 20), and twice the area."""
         x = [a[self.collapsed] for a in self.x]
         y = [a[self.collapsed] for a in self.y]
         sides = [(x[(k + 1) % 3] - x[k]) ** 2 + (y[(k + 1) % 3] - y[k]) ** 2 for k in range(3)]

@@ -134,6 +134,7 @@ class SampleWindows:
         # Units per axis: the greatest number of equal parts into which all grids can be cut. An axis of extent 1 (of
         # weights) does not count.
         divisors = [reduce(math.gcd, [n for n in axis if n > 1] or [1]) for axis in zip(*shapes.values())]
+        # Elements per unit; 0 along axes on which a field has one element for all units.
         self._steps = {
             name: tuple(n // unit if n > 1 else 0 for n, unit in zip(shape, divisors)) for name, shape in shapes.items()
         }
@@ -597,6 +598,7 @@ def _of_sample(
 ) -> Positions:
     shape = sample_shape(dataset, name, index)
     count = int(np.prod(shape[:-1]))
+    # All positions stay in memory during a run: 4 B each where that suffices.
     dtype = np.uint32 if count <= 2**32 else np.int64
     # A position has a random number of its own, and those with the smallest numbers are kept: the same for all blocks.
     draws = {label: np.random.default_rng([seed, _FOREGROUND, index, label]) for label in classes}
