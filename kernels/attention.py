@@ -11,8 +11,8 @@ Along one axis, a rule names the keys of a query::
                               . 1 2 3 . . .    query 2
                               . . . . 4 5 6    query 6
 
-A :class:`TileGroup` covers the tiles of one shape: queries that read the same keys, for heads of queries that have one
-head of keys each. Its arrays have the axes ::
+A :class:`TileGroup` covers the tiles of one shape: queries that read the same keys up to a mask, for heads of queries
+that have one head of keys each. Its arrays have the axes ::
 
     (samples, *tiles of each axis, heads,  *positions of a tile, channels of a head)
      ---------------- lead -------------   ----- tile --------
@@ -127,7 +127,7 @@ class AttentionGeometry:
 
     @property
     def bias_extents(self) -> tuple[int, ...]:
-        """Extents of a table of biases along the spatial axes: of relative positions."""
+        """Extents of a table of biases of relative positions, along the spatial axes."""
         return tuple(reach.bias_extent for reach in self.reaches)
 
     def head_groups(self) -> list[HeadGroup]:
@@ -213,7 +213,7 @@ class Attentions(Base):
         """Build the gradients of :meth:`attention_forward` from its results `y` and `lse` for all keys.
 
         `dk` and `dv` are overwritten. `dq` and `dbias` are overwritten, or with ``geometry.merge`` increased. `dbias`
-        is None or has the shape of `bias`; it is 0 for the heads of other ranks.
+        is None or has the shape of `bias`; for the heads of other ranks it is 0, or with merge stays as it is.
         """
         arrays = AttentionArrays(q, k, v, bias, y, lse, dy, dq, dk, dv, dbias)
         self._check_attention("attention_backward", arrays, geometry)
@@ -320,7 +320,9 @@ class Reach(ABC):
 
     @abstractmethod
     def keys_of(self, start: int, stop: int) -> Interval:
-        """Return the interval of the keys that the queries ``[start, stop)`` read; ``(0, 0)`` without queries."""
+        """Return the interval from the first to the last key that the queries ``[start, stop)`` read; without queries
+        ``(0, 0)``.
+        """
 
     @abstractmethod
     def allowed(self, queries: Any, keys: Any) -> np.ndarray:
@@ -491,7 +493,7 @@ class TileRun:
     count, step
         Number of tiles, and the distance of each from the one before it.
     allowed
-        The keys that a query of a tile reads, bool ``(queries, keys)``; None: all of the tile.
+        Which keys of a tile each of its queries reads, bool ``(queries, keys)``; None: all keys of the tile.
     """
 
     queries: range
@@ -679,7 +681,7 @@ class TileGroup:
 def tile_groups(samples: int, geometry: AttentionGeometry, biased: bool) -> tuple[list[TileGroup], bool]:
     """Return the tile groups of an attention, and whether they cover all local queries.
 
-    Axes on which all queries read all keys are joined to one if there is no bias.
+    If all queries read all keys, and there is no bias, all axes are joined to one.
     """
     g = geometry
     reaches, queries, keys = g.reaches, g.queries, g.keys

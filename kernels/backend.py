@@ -39,9 +39,9 @@ class BackendOptions:
     autotune
         Whether a backend that has several algorithms chooses by measurement when a kernel is built.
     precision
-        How float32 is computed: ``"strict"``, or on a GPU ``"tf32"``.
+        Precision of float32 products: ``"strict"``, or on a GPU ``"tf32"``.
     deterministic
-        Whether two runs must agree in every bit. Kernels on the CPU always do.
+        Whether two runs must agree in every bit. Runs on a CPU always do.
     device
         Index of the GPU among those visible.
     """
@@ -53,7 +53,7 @@ class BackendOptions:
     device: int = 0
 
     def refuse_precision(self, name: str) -> None:
-        """Raise KernelError unless the precision is strict; for a backend `name` that has no other."""
+        """Raise KernelError unless the precision is strict; for a backend `name` that has no other precision."""
         if self.precision != "strict":
             raise KernelError(
                 f"expected precision strict for the backend {name}, got {self.precision!r}; choose the backend cudnn "

@@ -84,9 +84,9 @@ def get_backend(
     autotune
         Whether a backend that has several algorithms chooses by measurement when a kernel is built.
     precision
-        How float32 is computed: ``"strict"``, or on a GPU ``"tf32"``.
+        Precision of float32 products: ``"strict"``, or on a GPU ``"tf32"``.
     deterministic
-        Whether two runs must agree in every bit. Kernels on the CPU always do.
+        Whether two runs must agree in every bit. Runs on a CPU always do.
     device
         Index of the GPU among those visible; ignored on a CPU.
 

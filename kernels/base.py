@@ -103,12 +103,12 @@ class Base(ABC):
         """
         if activation is None:
             return kernel
-        # In place, so without a gradient: it might read the input.
+        # In place, so without a gradient: the gradient might read the input.
         return chain(kernel, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
     def added(self, kernel: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
-        """Return `kernel`, which writes `y`, followed by ``y = f(y + residual)``. In one run of the result, `kernel`
-        may run twice.
+        """Return `kernel`, which writes `y`, followed by ``y = f(y + residual)``. In one run of the returned kernel,
+        `kernel` may run twice.
         """
         return chain(kernel, self.add([y, residual], y, activation))
 

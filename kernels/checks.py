@@ -184,6 +184,7 @@ def check_residual(a: BatchNormArrays) -> None:
             f"batch_norm: expected an activation whose derivative follows from its output with a residual, got "
             f"{a.activation.kind}; apply it after the batch norm"
         )
+    # The residual's gradient is f' * dy: without an activation `dy` itself, without a backward pass nothing.
     needed = a.residual is not None and a.activation is not None and a.dx is not None
     if needed != (a.dresidual is not None):
         raise KernelError(
@@ -207,7 +208,7 @@ def check_scalars(what: str, **arrays: Any) -> None:
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:
-    """Check the shapes of a dense layer: x (N, F), w (K, F), b (K,), y (N, K), or those of their gradients."""
+    """Check shapes and strides of a dense layer, x (N, F), w (K, F), b (K,), y (N, K), or of their gradients."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         if len(a.shape) != 2:
             raise KernelError(

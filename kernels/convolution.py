@@ -14,7 +14,7 @@ __all__ = ["Convolutions"]
 
 
 class Convolutions(Base):
-    """Factories of convolutions and dense products, and of their adjoints."""
+    """Factories of convolutions, dense layers and bias, and of their adjoints."""
 
     def padded_channels(self, channels: int, dtype: Any) -> int:
         """Return the number of channels that the input of a convolution should have in memory.
@@ -46,10 +46,13 @@ class Convolutions(Base):
         return self._conv_forward(x, w, b, y, geometry, activation)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        """Build ``dx`` from ``dy``, the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads become 0."""
+        """Build ``dx`` from ``dy``, the adjoint of :meth:`conv_forward` in `x`. Rows of `dx` that no output reads
+        become 0.
+        """
         self._check_conv_dtypes("conv_backward_data", dx, dy, w, None)
         if any_empty(dy, dx):
             return filled(0, dx)
+        # Only inputs are padded in memory, not their gradients.
         checks.check_conv("conv_backward_data", dx, w, None, dy, geometry)
         return self._conv_backward_data(dy, w, dx, geometry)
 
@@ -58,6 +61,7 @@ class Convolutions(Base):
         """
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if any_empty(x, dy):
+            # Other ranks have inputs: this one contributes zeros to the sum of the gradients.
             return self._filter_without_input(dy, dw, db)
         checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._stored_channels(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)

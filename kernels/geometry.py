@@ -3,8 +3,8 @@
 Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
 :class:`Resampling` gives the inputs that an output reads on one axis, and their weights. Positions are exact: they are
 rational numbers, so no position depends on rounding or on the cut of an axis. With a ratio of p inputs per q outputs,
-output ``o + q`` reads inputs at a distance of p from those of output o, with the same weights: a block of outputs is a
-few strided *runs*, each one multiply-add of strided views::
+output ``o + q`` reads inputs at a distance of p from those of output o, with the same weights, except at the ends: a
+block of outputs is a few strided *runs*, each one multiply-add of strided views::
 
     scale 2, linear        outputs   0    1  2   3  4   5  6   7
                            inputs    0   0 1 0 1 1 2 1 2 2 3 ...

@@ -1,4 +1,4 @@
-"""Guard bytes: memory before and after arrays that no kernel may change. They detect writes outside of arrays.
+"""Guard bytes: memory before and after arrays, which no kernel may change. They detect writes outside of arrays.
 
 While ``with GUARDS:`` is open, :func:`halograd.kernels.memory.aligned_empty` surrounds every array with guard bytes.
 :meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built while guards are open checks

@@ -158,7 +158,9 @@ class Losses(Base):
             raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {dtype}; convert them")
 
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
-        """Return the kernel on packed arrays; strided arrays are copied at each call."""
+        """Return the kernel that `make` builds on packed arrays; strided arrays are copied at each call. Without
+        elements, the loss is 0.
+        """
         if not arrays.x.size or not arrays.target.size:
             # A rank without elements takes part in the sum over ranks, so it has a loss: 0.
             return _EmptyLoss(lambda: arrays.loss.fill(0), "empty")

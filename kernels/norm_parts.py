@@ -257,7 +257,7 @@ class GroupNormKernels:
         self._group(self.a.sums)
 
     def _group(self, sums: Any) -> None:
-        """Sum the per-channel sums over each group."""
+        """Write the sums of the per-channel `sums` over each group to the totals."""
         np.sum(sums.reshape(self._grouped), axis=-1, out=self.a.totals)
 
     @reads("totals")

@@ -62,6 +62,7 @@ class Pointwise(Base):
         """
         self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
         if any_empty(x, y):
+            # Outputs without input read padding only.
             return pool_without_input(float("-inf"), y, dx)
         checks.check_pool("max_pool", x, y, dy, dx, geometry)
         return self._max_pool(x, y, dy, dx, geometry)
@@ -127,9 +128,11 @@ class Pointwise(Base):
         checks.check_packed("resize", x=x, y=y, dy=dy, dx=dx)
         checks.check_same_shape("resize", x=x, dx=dx)
         checks.check_same_shape("resize", y=y, dy=dy)
+        # The CUDA kernel has three axes; all backends refuse more.
         if len(axes) != len(x.shape) - 2 or len(axes) > 3:
             raise KernelError(f"resize: expected one of at most 3 spatial axes each, got {len(axes)} of {x.shape}")
         for axis, inputs, outputs in zip(axes, x.shape[1:-1], y.shape[1:-1]):
+            # Kernels compute positions in the arrays from `axis` alone and check none of them.
             first, last = axis.input_range()
             if axis.stop - axis.start != outputs or first < 0 or last > inputs:
                 raise KernelError(
@@ -147,6 +150,7 @@ class Pointwise(Base):
         self._check_dtypes("dropout", x=x, y=y, dy=dy, dx=dx)
         checks.check_packed("dropout", x=x, y=y, dy=dy, dx=dx)
         checks.check_same_shape("dropout", x=x, y=y, dy=dy, dx=dx)
+        # Before the return for empty blocks, so that all ranks raise the same error.
         if not 0 <= mask.rate < 1:
             raise KernelError(f"dropout: expected a rate in [0, 1), got {mask.rate}; pass the share to drop")
         if not len(mask.shape) == len(mask.start) == len(x.shape):

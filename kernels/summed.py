@@ -127,8 +127,9 @@ class SummedConvolutions(Convolutions, Norms):
         """Build `conv_backward_data` with the gradient of a norm's output, ``norm.dy``, as its result, and the sums of
         the norm's gradient.
 
-        Writes `sums`, `dgamma` and `dbeta` as ``backward_sums()`` does, and ``norm.dy``: the gradient before or after
-        it is multiplied by the derivative of a ReLU. ``backward_data()`` of a norm with `summed` may multiply again.
+        The kernel writes `sums`, `dgamma` and `dbeta` as ``backward_sums()`` does, and ``norm.dy``: the gradient before
+        or after it is multiplied by the derivative of a ReLU. ``backward_data()`` of a norm with `summed` may multiply
+        again.
         """
         convolution = self.conv_backward_data(dy, w, norm.dy, geometry)
         # Kernels that apply an activation themselves write no intermediate result to dx.

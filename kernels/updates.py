@@ -107,7 +107,7 @@ class UpdatePiece:
     def gradient(self, scale: Any, weight_decay: float = 0.0) -> Any:
         """Return ``scale * g``, plus ``weight_decay * p`` where there is decay.
 
-        The result is in ``scratch[0]``, or `g` itself where it does not differ: do not write to it.
+        The result is in ``scratch[0]``, or may be `g` itself: do not write to it.
         """
         g = self.g
         if is_low(g.dtype):
@@ -128,12 +128,13 @@ Rule = Callable[[UpdatePiece, StepNumbers], None]
 
 
 class Updates(Base):
-    """Kernels for summed gradients. They run without a wait between device and host.
+    """Factories of parameter updates, gradient norms and loss scaling. The kernels run without a wait between device
+    and host.
 
     Attributes
     ----------
     reads_rounded
-        Whether updates read gradients in 16 bits in addition to others (`UpdateArrays.rounded`).
+        Whether updates read gradients in 16 bits (`UpdateArrays.rounded`) in addition to `UpdateArrays.g`.
     """
 
     reads_rounded: ClassVar[bool] = False
@@ -166,7 +167,8 @@ class Updates(Base):
         return self._adam(arrays, betas, epsilon, weight_decay, decoupled) if self._is_update(arrays) else idle()
 
     def lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
-        """Build one step of LARS, with the norms of each parameter. Elements in no range of `decays` are not updated.
+        """Build one step of LARS, with the norms of each parameter and of its gradient. Elements in no range of
+        `decays` are not updated.
         """
         return self._lars(arrays, momentum, trust, weight_decay) if self._is_update(arrays) else idle()
 
@@ -198,7 +200,9 @@ class Updates(Base):
 
     # ------------------------------------------------------------------ norms and scales
     def sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
-        """Build ``out``, float64 ``(1,)``: the sum over terms (packed array, divisor) of sum of squares / divisor."""
+        """Build ``out``, float64 ``(1,)``: the sum over terms (packed array, divisor) of the array's sum of squares,
+        divided by the divisor.
+        """
         # The divisor is the number of ranks that add the same array to a sum over ranks.
         arrays = [array for array, _ in terms]
         checks.check_packed("sum_of_squares", **{f"array {i}": a for i, a in enumerate(arrays)})
@@ -206,8 +210,8 @@ class Updates(Base):
         return self._sum_of_squares([(array, divisor) for array, divisor in terms if array.size], out)
 
     def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
-        """Build ``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; all float64
-        ``(1,)``.
+        """Build ``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; arrays are
+        float64 ``(1,)``.
 
         `inverse` is the inverse of a loss scale, or None. The factor equals that of torch.nn.utils.clip_grad_norm_.
         """

@@ -56,8 +56,8 @@ class TileOperations:
     scratch_bytes = 0
 
     def bind(self, scratch: Any) -> None:
-        """Take `scratch`, a view of scratch memory of `scratch_bytes`. It is called before operations, and again after
-        the memory has grown.
+        """Take `scratch`, a view of scratch memory of `scratch_bytes`. This method is called before operations, and
+        again after the memory has grown.
         """
 
     def begin(self) -> None:
@@ -289,7 +289,7 @@ class _Share(ABC):
         return out.reshape(*extents_of(lead), span_of(rows), span_of(columns))
 
     def sum_rows(self, array: Any, out: Any) -> None:
-        """Write the sum of each row of a packed array ``(*lead, rows, count)`` to ``(*lead, rows, 1)``."""
+        """Write the sum of each row of a packed array ``(*lead, rows, count)`` to `out` ``(*lead, rows, 1)``."""
         count = array.shape[-1]
         ones = self._buffers.get(("ones", count))
         if ones is None:
@@ -457,7 +457,8 @@ class _Backward(_Share):
     def _begin(self, tiles: _Tiles, lead: Box, rows: Box) -> tuple[Any, Any, Any, Any]:
         """Return ``scale * q``, `dy`, the sum of ``dy * y`` over the channels of each query, and `lse`.
 
-        The lse of a query without keys becomes inf, so that its probabilities are 0.
+        The last two have one number per row of the scores, or with `tiles.by_key` per column. The lse of a query
+        without keys becomes inf, so that its probabilities are 0.
         """
         box, ndim, shape = lead + rows, len(rows), (*extents_of(lead), span_of(rows))
         y, dy = self.buffer("y", tiles.of["y"][box].shape), self.buffer("dy", tiles.of["dy"][box].shape)
@@ -568,7 +569,9 @@ class _Pass:
         return [(piece, slice(0, heads)) if axis == 0 else (slice(0, samples), piece) for piece in pieces]
 
     def kernel(self, impl: str, together: Callable[[Sequence[Callable[[], None]]], None]) -> Kernel:
-        """Return the kernel; `together` is a function that calls several functions, and returns after all have."""
+        """Return the kernel; `together` is a function that calls several functions, and returns after all of them have
+        returned.
+        """
 
         def bind() -> Callable[[], None]:
             bias = self.a.bias

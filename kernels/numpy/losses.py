@@ -100,7 +100,8 @@ class _MeanSquaredError(_Elementwise):
 
 
 class _BinaryCrossEntropy(_Elementwise):
-    """The loss ``(1 - t) * softplus(x) + p * t * softplus(-x)``, with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``.
+    """The loss ``(1 - t) * softplus(x) + p * t * softplus(-x)``, with the weight p of positive targets, and
+    ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``.
 
     It neither overflows nor cancels for any `x`, as no term is negative; nor does the gradient ``(1 - t) * sigmoid(x) -
     p * t * sigmoid(-x)`` for targets 0 and 1.

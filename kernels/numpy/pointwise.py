@@ -68,7 +68,7 @@ class NumpyPointwise(NumpyWindows):
         return ScratchKernel(bind, scratch, buffers * size, f"numpy:{kind}")
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-        """Build a sum of arrays; `y` may be one or several of them."""
+        """Build ``y = f(sum of xs)``; `y` may be one or several of `xs`."""
         terms = [x for x in xs if not same_elements(x, y)]
         times = len(xs) - len(terms)  # number of terms that are `y` itself
 

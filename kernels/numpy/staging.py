@@ -56,7 +56,9 @@ class StandInBuffers:
         return sum(int(buffer.nbytes) for buffer in self._buffers)
 
     def take(self, nbytes: int, used: list[Any]) -> Any:
-        """Return the smallest buffer of at least `nbytes` [B] that is not in `used`, and add it there."""
+        """Return the smallest buffer of at least `nbytes` [B] that is not in `used`, or else a new one, and add it to
+        `used`.
+        """
         free = [b for b in self._buffers if b.nbytes >= nbytes and not any(b is other for other in used)]
         buffer = min(free, key=lambda b: b.nbytes, default=None)
         if buffer is None:

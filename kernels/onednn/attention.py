@@ -78,8 +78,8 @@ class OnednnTileOperations(TileOperations):
             super().softmax_gradient(gradient, subtracted, p)
 
     def _reorder(self, source: Any, target: Any, *operations: tuple[Any, ...]) -> bool:
-        """Copy between views, with generated code: NumPy calls a loop for each row of channels, which are few. Return
-        False if oneDNN cannot.
+        """Copy between views, or with `operations` add, by generated code: NumPy calls a loop for each row of channels,
+        which are few. Return False if oneDNN cannot.
         """
 
         def make() -> Callable[..., None]:
@@ -154,7 +154,7 @@ class OnednnTileOperations(TileOperations):
     def _primitive(self, descriptor: int, arguments: dict[int, int], most: int = 0) -> Callable[..., None]:
         """Return a function that runs a primitive on arrays, in the order of its arguments.
 
-        It has a scratchpad of at most `most` [B].
+        It has a scratchpad of at most `most` [B]. Raises ReferenceOnly if the primitive needs more.
         """
         pad = self._list.required(descriptor, c.SCRATCHPAD)
         if pad:

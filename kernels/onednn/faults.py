@@ -64,7 +64,7 @@ class Fault:
     ----------
     impl, where, what, seen
         The implementation, the cases in which it is refused, its wrong behavior, and the versions of oneDNN that showed
-        this behavior: for messages and `halograd doctor`. The implementation is refused in all versions.
+        this behavior: for messages and `halograd doctor`. In these cases it is refused in all versions.
     applies
         Function that returns whether a candidate is one of these cases.
     """

@@ -24,8 +24,8 @@ l = a - h,
 
     density = exp(-h^2 / 2) exp(-l (l + 2 h) / 2)        tail = density t (c[0] + c[1] u + c[2] u^2 + ...)
 
-and ``Phi = tail`` below 0, else ``1 - tail``. Each line is one primitive with fused operations, on pieces whose
-intermediate results stay in the cache.
+and ``Phi = tail`` below 0, else ``1 - tail``. Each formula takes a few primitives with fused operations, on pieces
+whose intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -261,7 +261,9 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], unfu
 
 
 def _watched(fast: Kernel, invalid: Invalid, failed: Callable[[], bool], exact: Callable[[], Any]) -> Kernel:
-    """Return a kernel that runs `fast` and then, if `failed` returns True, the kernel that `exact` builds."""
+    """Return a kernel that clears the flag, runs `fast` and then, if `failed` returns True, the kernel that `exact`
+    builds.
+    """
     return chain(Kernel(invalid.clear, fast.impl), fallback(fast, failed, deferred(exact)))
 
 

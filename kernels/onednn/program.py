@@ -168,7 +168,7 @@ class PrimitiveList:
         return memory
 
     def part(self, whole: OnednnMemory, desc: int, start: int) -> OnednnMemory:
-        """Return the memory of `whole` from byte `start` on."""
+        """Return the memory of `whole` from byte `start` on, as the descriptor `desc` describes it."""
         if whole.array is not None:
             pointer = whole.array.__array_interface__["data"][0] + start
             return OnednnMemory(
@@ -268,7 +268,7 @@ class PrimitiveList:
     def binary(
         self, algorithm: int, left: OnednnMemory, right: OnednnMemory, out: OnednnMemory, *operations: tuple[Any, ...]
     ) -> None:
-        """Add a step with a function of two arrays and fused operations.
+        """Add a step that computes `out`, a function of two arrays, followed by fused operations.
 
         The operations are those of :meth:`attributes`, with the memory in place of its descriptor.
         """
@@ -318,7 +318,7 @@ class PrimitiveList:
         result: OnednnMemory,
         margin: int = 0,
     ) -> None:
-        """Add a primitive that writes `result`, through a temporary if it requires another format."""
+        """Add a primitive that writes `result`, through a temporary if the primitive requires another format."""
         desc = self.required(descriptor, output)
         direct = self.abi.desc_equal(desc, result.desc)
         target = result if direct else self.temporary(desc)

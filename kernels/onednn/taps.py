@@ -134,10 +134,10 @@ def preferred(x: Any, dy: Any, geometry: Geometry, instruction_set: str) -> bool
     shapes and instruction set alone, so all ranks and a resumed run compute the same bits.
 
     - Narrow vectors: oneDNN's gradient of packed images has a third to three quarters of the speed of the forward
-      convolution, and a sixth on large images. Products by taps have its speed.
+      convolution, and a sixth on large images. Products by taps reach the speed of the forward convolution.
     - Wide vectors: with stride 1 oneDNN's gradient is as fast while the caches hold images and weights.
-    - 1 x 1 kernels are one product in both. oneDNN's is slower with many weights, and with fewer filters than a vector
-      has elements.
+    - 1 x 1 kernels are one product in both algorithms. oneDNN's is slower with many weights, and with fewer filters
+      than a vector has elements.
     - Layers of few channels would be products of few columns.
     """
     limits = _LIMITS_NARROW if instruction_set in _NARROW else _LIMITS_WIDE
