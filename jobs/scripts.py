@@ -192,6 +192,7 @@ def _plan_then_train(job: Job) -> str:
     planning = replace(job, name=f"{job.name}-plan", resources=alone)
     # Replaces the whole table [strategy], whose other keys are for making a plan.
     trained = replace(job, overrides=[*job.overrides, f"strategy={to_toml({'file': f'{job.run}/plan.json'})}"])
+    # The template's here-documents end each script with a line feed.
     others = {"profile_script": _profile(job).rstrip("\n"), "train_script": _train(trained).rstrip("\n")}
     return _fill("plan-then-train", planning, _directives(planning, signal=False), plan=command, **others)
 

@@ -46,7 +46,7 @@ class LayerRecord:
     ranks
         Number of ranks that take part.
     forward, backward
-        Times of the kernels, including boundary strips.
+        Times of the kernels, boundary strips included, and of the executor's overhead.
     again
         Time of operations of the forward pass that the backward pass repeats, with their messages.
     halo, halo_exposed

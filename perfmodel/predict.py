@@ -9,7 +9,8 @@ promising by additive costs first, as long as a step becomes faster; and a short
 * the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets;
 * strategies that do not fit, but are faster than all that do, with outputs computed again in the backward pass
-(`halograd.program.keeping`).
+(`halograd.program.keeping`);
+* the fastest of them with wide values (`widening.py`).
 
 The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
 strategies simulated under the larger limits do not depend on the smallest limit, so a plan is found again if its own
@@ -225,6 +226,7 @@ class StrategySearch:
         """
         failure = self.chooser.look(self)
         best = None
+        # Else the limit is out of reach, and only the leanest strategy is looked for.
         if self.limit >= self._lower_bound and not self._hopeless:
             best = self._recomputed(self.plan_candidates.fastest(self.limit))
             if widens:
@@ -336,6 +338,7 @@ class StrategySearch:
         # Without a limit, every strategy fits.
         assert best is not None
         level = float(best.memory_bytes)
+        # The fastest strategy does not fit: does the leanest choice of the planner come near the limit?
         if level > self.limit:
             leanest = self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
             least: float = min(variant.memory_bytes for variant in self.plan_candidates.variants(leanest))

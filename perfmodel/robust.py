@@ -228,6 +228,7 @@ def plan_robust(
         table.add_variants()
         table.widen()
         table.descend()
+        # Again, because the descents may have found better cuts.
         table.widen()
         chosen = table.choose()
         plan = first.result(table.plan_candidate(chosen), began)

@@ -222,6 +222,7 @@ def _held(sums: Sequence[Sum], rank: int, per_node: int) -> int:
     """Return the memory of sums that are planned together on a rank, in addition to their arrays [B]."""
     by_groups = dict[Groups, list[Sum]]()
     for operation in sums:
+        # A rank in no group, or in a group of one, takes no part in a sum.
         if operation.groups.color(rank) is not None and operation.groups.members_each > 1:
             by_groups.setdefault(operation.groups, []).append(operation)
     total = 0

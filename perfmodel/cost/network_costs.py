@@ -87,6 +87,7 @@ class Grids:
         """Return starts and stops of a rank's box, ``[candidates, axes]``; a rank without a part has an empty box."""
         left = np.full(len(self.parts), rank, np.int64)
         at = np.empty_like(self.parts)
+        # The last axis varies fastest in the order of the ranks.
         for axis in range(self.parts.shape[1] - 1, -1, -1):
             left, at[:, axis] = np.divmod(left, self.parts[:, axis])
         sizes = np.array(self.shape, np.int64)
@@ -103,6 +104,7 @@ class Grids:
         count = np.repeat((stop > start).all(axis=1, keepdims=True).astype(np.int64), len(self.parts), axis=1)
         for axis, (size, (cuts, which)) in enumerate(zip(self.shape, self._cuts)):
             base, more = np.divmod(size, cuts)
+            # A box overlaps all blocks from that of its first to that of its last element.
             first, last = (_block(position[:, axis, None], base, more) for position in (start, stop - 1))
             count *= (last - first + 1)[:, which]
         return count
@@ -184,6 +186,7 @@ def _one_way(
     near_messages, near_bytes = messages, nbytes
     if ranks > width:
         near_messages, near_bytes = np.zeros_like(messages), np.zeros_like(nbytes)
+        # Messages to the other ranks of the node take the link within it.
         first = rank // width * width
         for peer in range(first, min(first + width, ranks)):
             if peer != rank:
@@ -438,6 +441,7 @@ class _Maker:
                     known[parts] = self._row(plain, parts)
                 rows.append(known[parts])
             self._priced[key] = []
+            # From rows by candidate and machine to tables by machine.
             for own in zip(*rows):
                 times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in own)))
                 self._priced[key].append(_Priced(times, sums, memory, tuple(r[3] for r in own)))
@@ -483,6 +487,7 @@ class _Maker:
         total = parameters * (2 + slots) + step.output.layout.boxes.fullest * self.itemsize
         for value in step.inputs:
             for boxes, *_ in value.gathered:
+                # The maker of a value counts its owned boxes; inputs of the network have no maker.
                 if value.read or boxes != value.layout.boxes:
                     total += boxes.fullest * value.dtype.itemsize
         return float(total)
@@ -498,6 +503,7 @@ class _Maker:
         edges: list[dict[tuple[int, int], Floats]] = [{} for _ in self.pricings]
         memory: dict[tuple[int, int], Floats] = {}
         for v, node in enumerate(nodes):
+            # Once per value: a layer that reads it several times gets one copy.
             for source in dict.fromkeys(node.inputs):
                 u = index_of.get(source)
                 if isinstance(source, Input):

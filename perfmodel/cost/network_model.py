@@ -349,6 +349,7 @@ class NetworkModel:
         senders, peers, units, count = pattern.senders, pattern.peers, pattern.units, len(ranks)
         levels = self.levels(ranks[senders], peers)
         outside, first = levels > 0, np.flatnonzero(ranks % self.machine.devices_per_node == 0)
+        # By `per_node`: ranks of one node may have emulated links between them.
         far = units[peers // self.per_node != ranks[senders] // self.per_node]
         alpha = self._alpha[levels]
         return _Load(

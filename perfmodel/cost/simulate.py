@@ -169,7 +169,7 @@ class Simulation:
     def _program(self, rank: int) -> Program:
         """Return the program of one rank, with the dense layers that the scheme replicates.
 
-        The latest programs of the rank whose traffic is counted are cached, because its memory is counted before.
+        The latest programs of the rank whose traffic is counted are cached, because its memory is counted, too.
         """
         exposed = tuple(exposed_layers(self.strategy, self.network, self.batch))
         programs: dict[object, Program] = self.pricing.known.setdefault("programs", {})

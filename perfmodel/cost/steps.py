@@ -105,7 +105,7 @@ class _Known:
         return Alone(_separated(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
-        """Return the cost of the layer.
+        """Return the cost of the layer, and what its backward pass adds for other layers (:class:`_Passes`).
 
         `gathered` holds the boxes of its inputs that other layers gather before its backward pass; None: the layer has
         no backward pass.
@@ -120,7 +120,7 @@ class _Known:
 
 
 class _Passes(NamedTuple):
-    """Cost of a layer; number of gradients that it computes per distinct input; all gathered boxes."""
+    """Cost of a layer; number of gradients that it computes per distinct input; all boxes gathered from its inputs."""
 
     cost: LayerCost
     contributions: list[int]

@@ -225,6 +225,7 @@ class _Player:
         All time of repeated operations, whose `own` is ``"again"``, belongs to this term.
         """
         self._again = own == "again"
+        # Segments that only add up gradients are not among the steps, and have no overhead.
         if name in self._steps or self._again:
             self._spend(operations[0].layer if self._again else name, own, self.pricing.overhead)
         for operation in operations:

@@ -140,6 +140,7 @@ class _Solver:
     def solve(self) -> Selection | None:
         """Return the fastest choice found that fits; None if none is allowed and fits."""
         problem, clusters = self.problem, self.clusters
+        # Every choice has an infinite time.
         if math.isinf(self.bound):
             return None
         fastest = self._keep(clusters.decide(self.messages))
@@ -203,6 +204,7 @@ class _Solver:
         span = sum(float(table.max() - table.min()) for table in tables)
         least = abs(self.bound)
         scale = max(self.seconds - self.bound, 0.01 * least) if math.isfinite(self.seconds) else least
+        # At the multiplier `scale / span`, the largest saving of memory is worth a time of `scale`.
         for exponent in range(-10, 11):
             yield 4.0**exponent * scale / max(span, 1.0)
 

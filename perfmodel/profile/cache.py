@@ -161,6 +161,7 @@ class Conditions:
     @cached_property
     def text(self) -> str:
         """The conditions as one line of JSON."""
+        # Sorted, so that moving a field does not invalidate stored times.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
