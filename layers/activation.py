@@ -218,6 +218,7 @@ class Affine(ElementwiseLayer):
         return shapes[0]
 
     def flops(self, *shapes: Shape) -> int:
+        # A factor of 1 and a shift of 0 cost nothing.
         return ((self.factor != 1) + (self.shift != 0)) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Lowered:
@@ -473,6 +474,7 @@ class _ChannelSoftmax(Layer):
     inputs_taken = 1
 
     def flops(self, *shapes: Shape) -> int:
+        # Per element: subtract the largest, exp, add up, divide.
         return 4 * math.prod(shapes[0])
 
 
@@ -656,7 +658,7 @@ _KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FU
 
 
 def activated(layer: Layer, activation: str | Layer | None, by_input: bool | None) -> str | None:
-    """Return the kind of the activation if the kernels of `layer` compute it; otherwise None, and it becomes
+    """Return the kind of the activation if the kernels of `layer` compute it; otherwise None, and an activation becomes
     `layer.followed_by`.
 
     Parameters

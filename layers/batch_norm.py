@@ -340,6 +340,7 @@ class _BatchNormKernel:
         for name, array in blocks.items():
             if array is not None and not array.size:  # an empty block has its channels
                 blocks[name] = array.reshape(*[0] * (array.ndim - 1), len(self.mean))
+        # Evaluation, and outputs that are computed again, have no backward pass.
         if training is None:
             blocks |= {"dy": None, "dx": None, "dresidual": None}
         blocks |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}

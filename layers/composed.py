@@ -148,6 +148,7 @@ class PatchEmbedding:
     """
 
     def __init__(self, patch: int | Sequence[int], channels: int, name: str | None = None, **options: Any) -> None:
+        # The stride is the kernel, so windows are the patches.
         self.layer = Conv(channels, patch, patch, name=name, **options)
 
     def __call__(self, node: Node) -> Node:

@@ -348,6 +348,7 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
         start, stop = rest.ranges[axis]
         first, last = start, stop
         size, (a, b) = shape[axis], owned.ranges[axis]
+        # From both ends inwards, past the outputs whose windows read rows that other ranks own.
         while first < stop and max(0, w.input_range(first, first + 1)[0]) < a:
             first += 1
         while last > first and min(size, w.input_range(last - 1, last)[1]) > b:

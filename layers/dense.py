@@ -174,6 +174,7 @@ def lower_replicated(context: Context) -> Lowered:
 
     kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
     for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
+        # Other ranks hold no weights, and take no part in the gather.
         count = ranks * rows if context.rank < ranks else 0
         # Kept, because a gather may still write it when the pass is over, and rows of padding stay 0.
         array = context.keep((count, length), context.dtype, "replicated gradient")
@@ -181,6 +182,7 @@ def lower_replicated(context: Context) -> Lowered:
         sizes, label = [ranks * own(length)], f"{context.name} {what}"
         whole = array.reshape(array.size)
         kernel.sums[f"{name}_gather"] = Sum(holders, whole, sizes, "replicated_dense", label, "all_gather")
+    # The time includes the copy of this rank's rows, which are sent; in backward that of its errors.
     context.run(kernel, "forward", timing=context.timing("forward", copied=own(features)))
 
     def backward() -> None:

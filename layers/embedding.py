@@ -216,6 +216,7 @@ def _waves(period: float, environment: Any, x: Any, y: Any, phase: Any, waves: A
 
     def run() -> None:
         if y.size:
+            # In the wide dtype: 16 bits would round large phases by a large part of a period.
             np.multiply(x, rates, out=phase)
             np.copyto(y[:, :half], np.cos(phase, out=waves), casting="same_kind")
             np.copyto(y[:, half:], np.sin(phase, out=waves), casting="same_kind")

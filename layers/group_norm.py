@@ -199,6 +199,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     context.run(kernel, "normalize", timing=context.timing("forward"))
 
     def backward() -> None:
+        # The kernels write this gradient even if no layer needs it.
         dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
         kernel.add(dy=context.dy, dx=dx)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})

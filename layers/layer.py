@@ -62,6 +62,7 @@ class Passes:
     def inputs(self, backward: bool, sizes: Sequence[int]) -> float:
         """Return the memory traffic for inputs of these sizes, in the unit of the sizes."""
         first = (self.data if backward else self.forward)[0]
+        # `others` is (forward, backward): the bool is its index.
         return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
@@ -401,6 +402,7 @@ class Layer(TargetReader):
         """
         if not self.widens:
             return None
+        # Pointwise: the gradient of a box depends on that of the same box of the output.
         return x.boxes if self.stencil is None else self.gradient_blocks(x, output)
 
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:

@@ -157,6 +157,7 @@ class Loss(Layer):
 
     def __call__(self, *inputs: Node) -> LossNode:
         self._refuse_others(inputs)
+        # check() gets prediction and target only, and local() gets `weights` only if the call has them.
         check_methods(self, len(inputs), {"check": 2}, ["weights"] if self.takes_weights and len(inputs) > 2 else ())
         # Blocks of other types compute by kernels, and never call local().
         kernels = self.block_type() not in (LocalLoss, WindowLoss) and is_ours(type(self).block_type)
@@ -560,6 +561,7 @@ class LossOfKernel(LossBlock):
     @reads("prediction", "target", "weights", "divisor")
     @writes("value", "dx")
     def forward(self) -> None:
+        # In every pass, because both depend on the number of valid samples.
         self.kernel.set(self.count, self.scale())
         self.kernel()
 

@@ -423,9 +423,11 @@ class CRPS(Loss):
                 np.copyto(member, predictions[part, at])
             np.copyto(t, targets[part], casting="unsafe")
             if factors is not None:
+                # As in `_Pointwise`: values of weight 0 may be NaN.
                 none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
                 np.copyto(x, 0, where=none)
                 np.copyto(t, 0, where=none)
+            # The mean over members of |x[m] - t|, and its gradient.
             loss.fill(0)
             for member, own in zip(x, slope):
                 np.subtract(member, t, out=difference)
@@ -544,6 +546,7 @@ class SoftmaxCrossEntropy(Loss):
         return balanced(self._counts) if i == 1 else ()
 
     def divides(self, weighted: bool) -> bool:
+        # Even without weights of positions: class weights and ignored targets give the sum of weights.
         return self.normalization == "weights"
 
     def block_type(self) -> type[LossBlock]:
