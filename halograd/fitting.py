@@ -236,6 +236,7 @@ def _samples_of(name: str, samples: Any, shape: tuple[int, ...]) -> np.ndarray:
             f"apply(): data: {name!r}: expected an array without masked elements, got some; fill them first"
         )
     array = np.asarray(samples)
+    # Booleans, integers and floating-point numbers; neither complex numbers nor strings or objects.
     if array.dtype.kind not in "biuf":
         raise UserError(f"apply(): data: {name!r}: expected an array of real numbers, got one of {array.dtype}")
     # One sample. An array of one axis for inputs of shape (1,) has a number for each of N samples.

@@ -228,6 +228,7 @@ class Chosen:
         self.registry, self.default = registry, default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        # The class is known only when a table is read, so there is no schema of its fields here.
         return core_schema.no_info_plain_validator_function(self._settings)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:

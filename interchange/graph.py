@@ -633,7 +633,7 @@ class Origins:
 
     The new exporter of torch stores them. The old one does not, so a buffer that multiplies looks like a learned
     factor. If `buffers` is given, it decides for all arrays; else, in files of the old exporter, the last part of the
-    name decides, as torch's own modules use it.
+    name decides, as torch's own modules use it. In files of this library, every named array is a parameter.
     """
 
     def __init__(self, model: Any, buffers: Collection[str] | None) -> None:

@@ -393,7 +393,7 @@ def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
 
 
 def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Node, Order]) -> dict[int, Order]:
-    """Return the order of features by axis of a parameter; empty for axes where torch has the same order."""
+    """Return the order of features by axis of a parameter, without the axes where torch has the same order."""
     along = {}
     if isinstance(node.layer, Dense):
         along = {0: orders[node], 1: orders[node.inputs[0]]} if key == "w" else {0: orders[node]}

@@ -82,6 +82,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def run(**values: Any) -> Any:
+        # The fields of the groups are removed from `values`; the command takes what is left itself.
         groups_of_options = {
             name: kind(**{f.name: values.pop(f.name) for f in _fields(kind)}) for name, kind in groups.items()
         }
@@ -237,6 +238,7 @@ def _between(before: Sequence[int], after: Sequence[str], text: str) -> list[int
         )
     ratio, last = before[-1] // before[-2], int(after[0])
     ranks: list[int] = []
+    # Without `last` itself, which is the next number of the list.
     while [*before, *ranks][-1] * ratio < last:
         ranks.append([*before, *ranks][-1] * ratio)
     if (ranks or before)[-1] * ratio != last:

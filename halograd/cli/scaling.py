@@ -137,6 +137,7 @@ class Predictor:
         except UserError as error:
             # A series goes on: the plan may fit on more ranks.
             return Point(ranks, batch, None, fits=False, fault=str(error))
+        # The output names one source, that of the last prediction.
         self.source = plan.kernel_times
         rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.plan_request, plan)}
         return Point(ranks, batch, plan.prediction, plan.planner, baselines=rows)
@@ -206,6 +207,7 @@ class Series:
             row = [str(point.ranks), str(point.batch)]
             if p is None:
                 brief = point.fault.removeprefix("plan: ").partition(";")[0]  # without the remedies
+                # The columns from step to memory, and of the baselines, stay empty.
                 rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {brief}"])
                 continue
             row += [milliseconds(p.step_seconds), f"{p.samples_per_second:.4g}"]

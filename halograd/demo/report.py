@@ -126,6 +126,7 @@ def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
         density, now = (inputs[held_out, ..., names.index(n)] for n in ("Density", "scaledJacobian"))
     # In place, so that network and regression have the same inputs; density and quality were copied before.
     _statistics(files).apply(inputs)
+    # A function, because each Newton step is another pass over the data.
     model = fit(lambda: ((inputs[i], masks[i]) for i in training))
     # Thresholds are chosen on training samples: on held-out ones they would make the scores too good.
     cut, _ = best_threshold(model, lambda: ((inputs[i], masks[i]) for i in training))

@@ -245,7 +245,7 @@ class Masks:
         ``(n,)`` indices of the samples in the data set.
     truth, predicted
         ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is not a
-        class are left blank.
+        class are left blank in the truth, and with two classes in the predictions.
     classes
         Number of classes. With two, a prediction is drawn as hits, misses and false alarms; with more, as classes.
     title
