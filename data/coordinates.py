@@ -512,7 +512,7 @@ class Surroundings:
     sizes
         Extents of the samples of the file, by axis.
     scales
-        Names of the dimension scales of an axis; the first one names the dimension.
+        Names of the dimension scales, by axis; the first one of an axis names the dimension.
     dimensions
         Names of dimensions, by axis.
     variables, faults

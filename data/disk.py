@@ -154,7 +154,7 @@ def _warn_of_locks(path: Path, number: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a file error in lower case: the text of the system, else the error's message."""
+    """Return the reason of a file error in lower case: the description of the system, else the error's message."""
     return (getattr(error, "strerror", None) or one_line(error)).lower()
 
 

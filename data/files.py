@@ -65,7 +65,7 @@ def find_files(
 
 
 def natural(path: str) -> tuple[str, str]:
-    """Return the sort key of a file name: its text, with whole numbers in it compared by value. Local.
+    """Return the sort key of a file name, by which whole numbers in the name are compared by value. Local.
 
     >>> sorted(["s10.h5", "s2.h5", "s1.h5", "s.h5"], key=natural)
     ['s.h5', 's1.h5', 's2.h5', 's10.h5']

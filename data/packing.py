@@ -31,7 +31,7 @@ ATTRIBUTES = (
     *("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"),
     "_Unsigned",
 )
-"""Attributes of packed data: the numbers, and the text ``_Unsigned``."""
+"""Attributes of packed data: those that are numbers, and last ``_Unsigned``, which is a string."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ class Packing:
     missing : tuple of numbers
         Stored numbers without a value.
     low, high : number or None
-        Range of stored numbers with a value.
+        Smallest and largest stored number with a value; None: no limit.
     names : tuple of str
-        Names of its attributes with numbers, for messages; ignored in comparisons.
+        Names of the attributes with numbers from which it was made, for messages; ignored in comparisons.
     """
 
     dtype: str
@@ -256,7 +256,7 @@ def _limits(
 ) -> tuple[float | None, float | None]:
     """Return the smallest and the largest stored number with a value, or None where there is no limit.
 
-    Limits in the type of the factors, if that differs from the stored type, are limits of values.
+    Limits in the type of the factors, if the stored type is of another kind, are limits of values.
     """
     limits_by_side = {"low": -math.inf, "high": math.inf}
     types = [numbers_by_name[name].dtype for name in ("scale_factor", "add_offset") if name in numbers_by_name]

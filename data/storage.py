@@ -133,7 +133,7 @@ class Storage:
         ------
         DataError
             A loop of links or of virtual datasets; a source that is missing, too small, not a regular file, or outside
-            the folder without permission; a dataset of another type than numbers, or that was never written.
+            the folder without permission; a dataset of a type that is not permitted, or that was never written.
         """
         with ExitStack() as stack:
             member = self.follow(file, name, stack)
@@ -430,13 +430,16 @@ def _type_of(dataset: h5py.Dataset) -> str:
 
 
 def _numbered(pattern: str, block: int | None = None) -> str:
-    """Return the name of a source for a pattern: ``%b`` becomes the number of a block, and ``%%`` a percent sign."""
+    """Return the name of a source by a pattern: ``%%`` becomes a percent sign, and ``%b`` the number `block`, if given.
+    """
     number = "%b" if block is None else str(block)
     return "%".join(part.replace("%b", number) for part in pattern.split("%%"))
 
 
 def _candidates(own: str, name: str, variable: str) -> Iterator[str]:
-    """Yield the paths at which HDF5 looks for a file that another one names, in order; `variable` may add folders."""
+    """Yield, in order, the paths at which HDF5 looks for the file `name` that the file `own` names; the environment
+    variable `variable` may add folders.
+    """
     if os.path.isabs(name):
         yield name
         name = os.path.basename(name)

@@ -29,7 +29,7 @@ Border = Literal["reflect", "nearest", "wrap", "zero"]
 Interpolation = Literal["linear", "nearest", "weight"]
 
 Array = NDArray[np.float64]
-#: A map of one's own: positions in the window, an array per axis, to positions in the window.
+#: A user-defined map: positions in the window, an array per axis, to positions in the window.
 OwnMap = Callable[[Sequence[Array]], Sequence[Array]]
 Range = tuple[int, int]
 
@@ -140,7 +140,7 @@ class SmoothMap:
     displacement : optional
         Displacement before the linear map.
     own : optional
-        Map of one's own after the linear map.
+        User-defined map after the linear map.
     """
 
     extents: tuple[int, ...]
