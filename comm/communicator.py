@@ -103,6 +103,7 @@ class Communicator:
             fault = error
         # Before `Dup`: the other ranks would wait there for a rank with a fault.
         agree(mpi_comm, ranks, fault or contexts.shortage())
+        # A clone: messages of this library never match those of the program.
         own = contexts.hold(mpi_comm.Dup())
         self.transport = str(transport)
         self._set_up(own, chosen, Progress(), Instruments(), ranks, DeviceLinks())
@@ -357,7 +358,7 @@ class Communicator:
         try:
             yield
         except Exception as raised:
-            if is_agreed(raised, self.size):
+            if is_agreed(raised, self.size):  # all ranks raise it: none waits in an agreement
                 raise
             fault = raised
         self.agree(fault)

@@ -43,6 +43,7 @@ class Counters:
         traffic.bytes += nbytes
 
     def __getitem__(self, kind: str) -> Traffic:
+        # A copy, which later traffic does not change.
         return replace(self._traffic.get(kind, Traffic()))
 
     def snapshot(self) -> dict[str, Traffic]:
@@ -105,7 +106,7 @@ class Meter:
 
     def sent(self) -> None:
         """Count one exchange."""
-        if self.messages:
+        if self.messages:  # a rank that only receives gets no entry
             self._instruments.counters.add(self.kind, self.messages, self.nbytes)
 
     def waits(self) -> None:

@@ -91,6 +91,7 @@ class Guard:
         """
         assert self._request is not None
         deadline = time.monotonic() + seconds
+        # Not `Wait`: a rank that never leaves would block this one forever.
         while not self._request.Test():
             if time.monotonic() >= deadline:
                 return False
@@ -195,6 +196,7 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
+    # A hook that was there before, such as that of an IDE, still prints.
     _print, sys.excepthook = sys.excepthook, _on_exception
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _on_thread_exception
@@ -225,6 +227,7 @@ def _concerns(error: BaseException) -> bool:
     if MPI.Is_finalized() or _is_interactive():
         return False
     guards, agreed = _open_guards(), _is_agreed(error)
+    # A user's mistake is printed in one line, also if there is one rank.
     if isinstance(error, UserError):
         return bool(guards) or agreed
     return MPI.COMM_WORLD.size > 1 and (_of_several(guards) or agreed)
@@ -232,6 +235,7 @@ def _concerns(error: BaseException) -> bool:
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
     """Handle an exception that ends a thread; the main thread may wait for that thread forever."""
+    # SystemExit ends a thread only, without a message.
     if args.exc_type is SystemExit or _is_interactive() or not _of_several(_open_guards()):
         threading.__excepthook__(args)
         return

@@ -245,7 +245,7 @@ class Reduction:
         self._meter.sent()
         for meter in self._others:
             meter.sent()
-        if plan.operation is None:
+        if plan.operation is None:  # one rank, or an empty buffer
             return
         if plan.progress is not None:
             plan.progress.submit(plan.operation)
@@ -324,6 +324,7 @@ class Reduction:
             operation.wait()
         if plan.arrival is not None:
             return float(plan.arrival.arrived)
+        # Without the progress thread, nothing has observed the arrival.
         return operation.completed_at if plan.progress is not None else 0.0
 
     def _attempt(self, call: Callable[[], Any]) -> Any:

@@ -103,7 +103,7 @@ class Ring:
         first, last
             As in :class:`StagedOperation`.
         """
-        if self.queue is None:
+        if self.queue is None:  # no slot overlaps another one
             return StagedOperation(stages, first=first, last=last)
         slot = self._slots[number]
         all_stages = [*stages[:first], slot, *stages[first:]]

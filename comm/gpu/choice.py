@@ -126,6 +126,7 @@ class Nccl(Route):
         return _nccl_fault(facts)
 
     def connect(self, opened: Any, context: TransportContext) -> Any:
+        # Not at the top: configurations read this module without MPI.
         from .nccl import NcclTransport
 
         return NcclTransport(opened.comm_streams, context, opened.watchdog, opened.nccl, opened.spans)
@@ -172,6 +173,7 @@ class Choice:
     @property
     def name(self) -> str:
         """Name of the transport."""
+        # From `vars`: a user's class may inherit the name of one of ours.
         return vars(type(self.route)).get("name") or type(self.route).__name__
 
     @property
@@ -293,6 +295,7 @@ def _sharing(facts: Sequence[RankFacts]) -> Iterator[tuple[int, int]]:
     """Yield the pairs (first rank of a GPU, other rank that uses the same GPU or an instance of it)."""
     first: dict[tuple[int, str], int] = {}
     for rank, fact in enumerate(facts):
+        # A PCI address identifies a GPU on its node only.
         other = first.setdefault((fact.node, fact.gpu), rank)
         if other != rank:
             yield other, rank

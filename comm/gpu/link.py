@@ -126,7 +126,7 @@ class DeviceLinks:
                         "request one transport, for one kind of device, on all ranks"
                     )
                 )
-        if device.is_host:
+        if device.is_host:  # the choice is not kept: a later call with a device may still choose
             return Choice(MpiStaged(), "arrays are the host's")
         choice = _decide(comm, device, requested)
         if not choice.route.staged:
@@ -249,7 +249,7 @@ def _gathered(comm: Ranks, query: Callable[[], Any]) -> list[Any]:
     result, fault = None, None
     try:
         result = query()
-    except Exception as error:
+    except Exception as error:  # CuPy and CUDA have exceptions of their own
         fault = CommError(f"device transport: expected to learn what the device can do, got {error}")
     comm.agree(fault)
     return comm.mpi.allgather(result)

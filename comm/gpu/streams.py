@@ -60,6 +60,7 @@ class Cuda:
 
     def event(self) -> Any:
         """Return an event without timing."""
+        # CUDA waits for such events, and queries them, with the least overhead.
         return self.cupy.cuda.Event(disable_timing=True)
 
     def arrived(self, event: Any) -> bool:
@@ -69,6 +70,7 @@ class Cuda:
     def comm_stream(self) -> CommStream:
         """Return a stream of the highest priority."""
         self.device.use()
+        # Non-blocking: otherwise the default stream and this one would wait for each other.
         return CommStream(self, self.cupy.cuda.Stream(non_blocking=True, priority=HIGHEST))
 
 
@@ -272,6 +274,7 @@ class StreamCodec:
         return Work([] if call is None else [partial(self._on_comm_stream, call)])
 
     def _on_comm_stream(self, call: Callable[[], object]) -> None:
+        # Copies and sums are enqueued on the stream that is current.
         with self.comm_stream.stream:
             call()
 
@@ -286,9 +289,10 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
     at = next((i for i, summand in enumerate(summands) if summand is total), None)
     if at == 0:
         return device.sums([(total, other) for other in others])
-    if at is None:
+    if at is None:  # `total` begins as a copy of the first
         copy, sums = device.copies([(total, first)]), device.sums([(total, other) for other in others])
         return both(copy, sums)
+    # Added up in the first, to keep the order; `total` is read, as a summand, before it is overwritten.
     return both(device.sums([(first, other) for other in others]), device.copies([(total, first)]))
 
 

@@ -147,6 +147,7 @@ class DeviceWatchdog:
         with self._lock:
             monitored = tuple(self._monitored)
         if monitored:
+            # In a thread of its own, because an abort may never return.
             thread = threading.Thread(target=self._abort, args=(monitored,), name="halograd-nccl-abort", daemon=True)
             thread.start()
             thread.join(PATIENCE)

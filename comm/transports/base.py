@@ -97,6 +97,7 @@ def numbered(keys: Sequence[int]) -> tuple[int, ...]:
 
 def aligned(memory: np.ndarray) -> np.ndarray:
     """Return a view of the bytes ``(n,)`` (uint8) from the first cache line boundary on. Local."""
+    # Minus the address, modulo a cache line: the bytes up to the next boundary.
     return memory[-memory.ctypes.data % ALIGNMENT :]
 
 

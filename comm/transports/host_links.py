@@ -83,6 +83,7 @@ class HostLinks:
             return [MpiChannel(self._context, pattern, meter) for pattern, meter in zip(patterns, meters)]
         near = self.neighbors()
         beyond = [set(pattern.peers) - near for pattern in patterns]
+        # All ranks agree, because only some of them may have far peers.
         if not self._transport.messages:
             far = set().union(*beyond)
             fault = None
@@ -149,6 +150,7 @@ class HostLinks:
     def _make_node_group(self, memory: NodeMemory) -> NodeGroup:
         """Return the node group of this rank for hierarchical sums. Collective."""
         mpi, nodes = self._context.mpi, self._node_of
+        # All emulated nodes are on one machine: their first ranks share memory, and need no communicator.
         if self._network is not None:
             here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]
             heads = [nodes.index(node) for node in range(max(nodes) + 1)]
@@ -212,7 +214,7 @@ class MixedChannel(Channel):
     def _finish(self) -> float:
         for part in self._parts:
             part._finish()
-        return 0.0
+        return 0.0  # the near part does not know when its data arrived
 
     def _close(self) -> None:
         for part in self._parts:

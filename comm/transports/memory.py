@@ -224,6 +224,7 @@ class Flags:
         for counter in counters:
             if counter[0] < count:
                 return False
+        # Reads after the fence find what the ranks wrote before they raised their counters.
         self.sync()
         return True
 
@@ -256,6 +257,7 @@ class Signal(Stage):
         flags = self.flags
         self._count = flags.count = flags.count + 1
         if self._raises:
+            # What this rank has written must be visible before the count is.
             flags.sync()
             flags.own[0] = self._count
 

@@ -192,6 +192,7 @@ def _sent(buffers: _NodeBuffers, node_group: NodeGroup) -> Signal:
     all-reduce among them.
     """
     flags = buffers.block.flags
+    # Only the first ranks of emulated nodes await each other: they read the totals of all nodes in shared memory.
     if node_group.network is None or not (node_group.leads and node_group.emulated):
         return Signal(flags, (), raises=node_group.leads)
     seconds = node_group.network.collective(Method(), len(node_group.heads), buffers.result.nbytes)

@@ -152,6 +152,7 @@ class NodeMemory:
         }
         seconds = {local[peer]: self._seconds(peer, count * pattern.dtype.itemsize) for peer, count in
                    pattern.recvs.items()}  # fmt: skip
+        # A receive buffer is the send buffer of the peer.
         for view in (view for pair in recvs.values() for view in pair):
             view.flags.writeable = False
         arrival = self.signal(Flags(chunk, where, mine), timestamps, seconds)
@@ -170,12 +171,14 @@ class NodeMemory:
 
         The sum is not hierarchical.
         """
+        # Small sums, and an all-gather, whose deposits are together no longer than one buffer.
         if method.codec.identity and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
             return self._at_once(flat, method)
         return self._staged(flat, method)
 
     def _travel(self, block: SharedBlock, method: Method, nbytes: int) -> Signal:
         """Return the signal of a collective. Its timestamps are in the first two cache lines of the blocks."""
+        # On one emulated node nothing crosses the network.
         far = self.network is not None and max(self.node_of) > 0
         seconds = self.network.collective(method, block.ranks, nbytes) if self.network is not None and far else 0.0
         timestamps = {rank: _timestamps(block, rank) for rank in range(block.ranks)}

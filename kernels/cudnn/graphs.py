@@ -305,6 +305,7 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
     """Return the graph of a convolution, without plans. `where` is ``{"handle": ...}`` or ``{"device_property": ...}``.
     """
     io = frontend.data_type(key.dtype)
+    # Sums, and what one operation passes to the next, are float32 for every dtype of the arrays.
     sums = frontend.data_type("float32")
     graph = frontend.module.pygraph(io_data_type=io, intermediate_data_type=sums, compute_data_type=sums, **where)
 

@@ -105,6 +105,7 @@ class Runtime:
             If there is no device of this number.
         """
         cupy = _cupy()
+        # Before the frontend opens cuDNN, which finds these libraries only if they are loaded.
         _load_libraries()
         frontend = Frontend(load())
         _check_count(cupy)
