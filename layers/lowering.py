@@ -115,6 +115,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, f: FusedAct
     # Only the ranks that hold biases add them, so that each is added once.
     bias = context.params.get("b")
     bias = None if bias is None or not bias.size else bias
+    # A partial sum is over all filters of a part; this rank owns the output of only some of them.
     y = context.scratch(box.shape) if summed else context.y
     # Times are those of the largest block of any rank, for which the others wait.
     inputs = ((*context.timing("forward").inputs[0][:-1], int(read.extents[-1].max())),)
@@ -231,6 +232,7 @@ class _LocalKernel:
     def __init__(self, layer: LocalLayer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
         self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
         self.device = environment.kernels.device
+        # By name: inputs "x0", "x1", ..., their gradients "dx0", ..., parameters "param w", their gradients "grad w".
         self.inputs = [arrays[f"x{i}"] for i in range(sum(key[0] == "x" for key in arrays))]
         self.dxs = {int(key[2:]): array for key, array in arrays.items() if key.startswith("dx")}
         self.params = {key[6:]: array for key, array in arrays.items() if key.startswith("param ")}

@@ -314,6 +314,7 @@ class Concat(Layer):
         def own(i: int, view: View) -> View:
             """Return the part of this rank's output that comes from input `i`."""
             box, start = inputs[i].box, [0] * len(view.shape)
+            # Where this part of the input begins in the block of the output.
             start[axis] = firsts[i] + box.start[axis] - context.box.start[axis]
             return view.part(start, (*view.shape[:axis], box.shape[axis], *view.shape[axis + 1 :]))
 

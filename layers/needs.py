@@ -210,6 +210,7 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
     same = ndim == len(blocks.axes)
     axes: list[Intervals] = []
     for axis in range(ndim):
+        # Between arrays with different numbers of axes, only samples and channels correspond.
         at = axis if same else {0: 0, ndim - 1: len(blocks.axes) - 1}.get(axis)
         if at is None:
             axes.append((of(Box.of_ranges(whole)).ranges[axis],))

@@ -228,6 +228,7 @@ class Sphere:
         sign = np.asarray(self.sign, np.float64)
         if sign.ndim > 1 or not np.isin(sign, (-1, 1)).all():
             raise ValueError(f"Sphere: sign: expected 1 or -1, or one of them per channel, got {self.sign!r}")
+        # Hashable, because `Pad` looks up the layer of an axis by its mode.
         object.__setattr__(self, "sign", tuple(sign.tolist()) if sign.ndim else float(sign))
 
 

@@ -110,7 +110,7 @@ class Parameter:
         Axes that correspond to the output's and to the input's channels: if those are cut, a rank holds the block of
         its channels. None: there is no such axis.
     rounded
-        Whether the gradient has the 16-bit dtype of the activations (convolutions on a GPU), and not float32.
+        Whether the gradient may have the 16-bit dtype of the activations (convolutions on a GPU) instead of float32.
     """
 
     shape: tuple[int, ...]
@@ -155,6 +155,7 @@ class Parameter:
         if self.init in ("zeros", "ones") or not isinstance(self.init, str):
             return np.full(self.shape, {"zeros": 0.0, "ones": 1.0}.get(str(self.init), self.init), np.float64)
         # By name, so that a layer added elsewhere changes no other initial values.
+        # A checksum, because Python's hash of a string differs between processes.
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if self.init in ("he", "normal"):
             return rng.standard_normal(self.shape) * (self.std if self.init == "normal" else math.sqrt(2 / self.fan_in))

@@ -107,6 +107,7 @@ class _Resizing:
         outputs = {}
         for name, node in old.outputs.items():
             if node is loss:
+                # Targets have the extents of the sample; predictions are cut to them.
                 inputs = [n if m in of_targets else self._whole(m) for m in node.inputs for n in [self._nodes[m]]]
                 outputs[name] = type(node)(node.layer, inputs)
             else:
