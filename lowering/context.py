@@ -198,8 +198,8 @@ class Context:
     def clipped(self, i: int, slack: Sequence[int] | None = None, own: bool = False) -> Blocks:
         """Return `needed`, clipped to the array; with `own`, what the owned boxes of the output need.
 
-        `slack` is, per axis, the number of further elements that the box may include at its end (a stride skips them).
-        If the held box ends at most this much later, the whole held box is used without a copy.
+        `slack` is, per axis, the number of further elements that the box may include at its end (a stride skips them):
+        if the held box ends at most this much later, the box is extended to this end, which often saves a copy.
         """
         value = self.inputs[i]
         needed = self._needed_for(i, self.output.layout.boxes) if own else self.needed(i)
@@ -384,7 +384,7 @@ class Context:
         return self.gather_gradient(boxes, masked).run().view
 
     def gather(self, i: int, boxes: Blocks, fill: float | None = None, padded: bool = False) -> Gathered:
-        """Gather boxes of input `i`; boxes that were gathered before are not sent again.
+        """Return the gather of boxes of input `i`, to start and finish; boxes gathered before are not sent again.
 
         With `fill`, the boxes may reach outside the array, where they hold `fill`. With `padded`, the channels may be
         padded with zeros if the storage is that of the value itself.
@@ -404,7 +404,7 @@ class Context:
         return gathered
 
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
-        """Gather boxes of the output's gradient (the halo of `dy`).
+        """Return the gather of boxes of the output's gradient (the halo of `dy`), to start and finish.
 
         `masked` is a view of this rank's box of other values, which are gathered in place of `dy`: the gradient with
         respect to the input of a fused activation.
@@ -415,7 +415,8 @@ class Context:
         return _gathered(self, source, value.held_gradient, value.layout.boxes, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks, owned: Blocks | None = None) -> Returned:
-        """Return the array for the gradient of gathered boxes, which is summed on the owners.
+        """Return the array for the gradient of gathered boxes, with the exchange that sums the arrays of all ranks on
+        the owners.
 
         Adjoint of `gather`. `owned` are the boxes outside of which the gradient is zero; None: all.
         """
@@ -449,7 +450,7 @@ def _gathered(
     fill: float | None,
     padded: bool = False,
 ) -> Gathered:
-    """Gather a box into the storage itself if the box is a packed view of it; else into a copy."""
+    """Return the gather of a box: into the storage itself if the box is a packed view of it; else into a copy."""
     box = boxes[context.rank]
     view = region.part(box) if region.box.contains(box) else None
     # The same on all ranks: an exchange is collective, also for a rank that needs no data.

@@ -134,6 +134,7 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
         ends.setdefault(last, []).append(buffer)
     for at in sorted({*begins, *ends}):
         # Take before give: an operation may not write its results over arrays that it still reads.
+        # Large buffers first, because fewer gaps hold them.
         for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
             offsets[buffer] = free.take(aligned(buffer.nbytes))
         for buffer in ends.get(at, ()):

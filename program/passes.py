@@ -280,6 +280,7 @@ class _FusedSums:
         kernel_with_sums = replace(
             writer.kernel, make=make, views={**writer.kernel.views, **more}, fuse=None, summing=None
         )
+        # One run per kind of pass if only training needs sums; a kernel without methods runs as before.
         self._changed[writer] = [
             replace(writer, kernel=kernel_with_sums, method=method, when=when)
             for when, method in summing.methods.items()

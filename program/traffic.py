@@ -42,7 +42,7 @@ class ExchangeTraffic:
     Attributes
     ----------
     messages, bytes
-        Arrays of `P` integers: messages sent, and their size [B].
+        Arrays of `P` integers: number of messages sent, and their total size [B].
     """
 
     messages: np.ndarray
