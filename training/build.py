@@ -333,6 +333,7 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
         return ""
     counts = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
     named = config.model_fields_set
+    # One part on every axis leaves no option, so the number of parts along samples is named.
     cuts = [
         " ".join(f"--set strategy.{axis}={n}" for axis, n in parts.items() if n > 1 or axis in named)
         or "--set strategy.sample=1"
@@ -431,6 +432,7 @@ def check_memory(
     """
     nodes = _memory_by_node(config, comm, network, strategy, trainable, workspace or 0, others)
     for there_is, mine in nodes:
+        # The ranks of a node share its memory.
         total = sum(sum(needs.values()) for needs in mine)
         if total > there_is:
             uses = {use: sum(needs.get(use, 0) for needs in mine) for needs in mine for use in needs}
@@ -514,6 +516,7 @@ def _fitting_rule(
     # The strategy decides already what is computed again.
     if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
         return None
+    # The rule that costs less time comes first; "block" needs the least memory.
     for rule in ("pointwise", "block"):
         changed = replace(strategy, options={**strategy.options, "recompute": rule})
         if rule == "block":

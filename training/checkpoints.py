@@ -175,7 +175,7 @@ class CheckpointFolder:
                 partial.write_text(f"{target}\n", encoding="ascii")
             self._unnamed.pop(name, None)
         except OSError as error:
-            self._unnamed[name] = target
+            self._unnamed[name] = target  # the next checkpoint tries again
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self._warn("written", path, error, f"{target} is complete, and is found by its name")

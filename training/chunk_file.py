@@ -245,6 +245,7 @@ class VerifiedFile:
         try:
             self._file.seek(start)
             count = _read_all(self._file, data)
+        # A bad sector is reported as an I/O error: for readers the same as wrong bytes.
         except OSError as error:
             raise DamagedFile(f"its bytes {start} to {start + nbytes} cannot be read: {error.strerror}") from error
         self.bytes_read += count

@@ -104,6 +104,7 @@ class ModelConfig(Table):
         extra = self.model_extra or {}
         if sources[0] in ("torch", "onnx") and not isinstance(extra.get("loss"), str):
             raise ValueError(f'loss: expected a loss with {sources[0]}, "SoftmaxCrossEntropy" or another, got none')
+        # `extra` has at least `loss`, as checked above.
         if sources == ["onnx"] and len(extra) > 1:
             raise ValueError(f"{min(set(extra) - {'loss'})}: expected no option but loss with onnx, got one")
         return self
@@ -307,6 +308,7 @@ class StrategyConfig(Table):
         others = sorted(keys - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
         if self.auto and others:
             raise ValueError(f"auto: expected no {others[0]} with it, which the plan decides; remove one of them")
+        # Without a plan, `memory` is the limit of `recompute = "auto"`.
         planned = keys & _PLANNED - ({"memory"} if self.recompute == "auto" else set())
         if not self.auto and planned:
             key = min(planned)

@@ -349,6 +349,7 @@ def evaluate_parts(
     evaluation.begin()
     for session, batches in parts:
         evaluation.follow(session.executor)
+        # `feed` fills the inputs before it yields.
         for _ in session.feed(batches):
             session.executor.forward(training=False)
             evaluation.add()
@@ -425,7 +426,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
         names |= {f"{folder}prediction": pair.nodes[0], f"{folder}target": pair.nodes[1]}
     samples, arrays = gather_samples(session, batches, names)
     with session.comm.agreement():
-        if session.comm.rank:
+        if session.comm.rank:  # the other ranks only take part in the agreement
             return
         with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
             for key, array in arrays.items():

@@ -308,6 +308,7 @@ class Executor:
         if self.mode.parts == 1:
             return
         operations, read = operations_before(self.program, [o for o in self.program if is_weighing(o)])
+        # The runner has one call per operation, in the order of the program.
         bound = zip(self.program.forward, self.runner.forward, strict=True)
         calls = (pair for segment, own in bound for pair in zip(segment.operations, own, strict=True))
         self._counting = [call for operation, call in calls if operation in operations]
@@ -593,6 +594,7 @@ class Gather:
         self._targets: list[Any] = []
         exchanges: list[dict[str, Any]] = []
         for value, is_gradient in values:
+            # On the other ranks the box, and so the target, is empty.
             layout = Layout.on_rank(value.layout.shape, 0, executor.comm.size)
             self._targets.append(self._device.empty(layout.boxes[executor.comm.rank].shape, value.dtype))
             source = executor.runner.view(value.dy if is_gradient else value.view)

@@ -44,6 +44,7 @@ def name_of(network: Network, name: str) -> str:
         If nothing has this name; the message lists the known names.
     """
     nodes = list(network.names.values())
+    # A layer first: an output may have the name of another layer.
     if name in nodes:
         return name
     if name in network.outputs:

@@ -115,6 +115,7 @@ class RunLog:
                 follower(entry)
             self._waiting += f"{json.dumps(entry)}\n".encode()
             try:
+                # First, because the lines of a removed log precede the one that waits.
                 self._file = self._in_place(self._file)
                 self._write_waiting(self._file)
                 self._failing = False
@@ -175,6 +176,7 @@ class RunLog:
             self._bar = None
         if self._file is not None:
             try:
+                # `with` closes the file also if the last lines cannot be written.
                 with self._file as file:
                     self._write_waiting(file)
             except OSError as error:

@@ -513,6 +513,7 @@ class Weighted(Metric):
             whole = weights.reshape(n, *(1,) * (prediction.ndim - weights.ndim), *rest)
             w = np.broadcast_to(whole, prediction.shape).astype(np.float64).reshape(x.shape)
             x, t = np.where(w > 0, x, 0), np.where(w > 0, t, 0)
+        # In the order of `counts`; the 1 gives the sum of the weights.
         terms = 1, np.abs(x - t), np.square(x - t), x, t, x * x, t * t, x * t
         self.counts += np.stack([(w * term).sum(axis=0) for term in terms], axis=-1)
 

@@ -359,6 +359,7 @@ class Optimizer:
                     state = self.store.gather_shards(comm, bucket, state)
                 elif len(state) < bucket.params.size:
                     raise ValueError("named_state(): expected the communicator of the ranks that have the other shards")
+                # On all ranks but the first that holds the bucket, the gathered array is empty.
                 whole = len(state) == bucket.params.size
                 for name, where in bucket.slices.items():
                     named[key][name] = state[where].reshape(self.store.params[name].shape) if whole else state[:0]

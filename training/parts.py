@@ -181,6 +181,7 @@ class PartFile:
     def _progress(self) -> PartRecord | None:
         """Return the record of an earlier attempt; None if there was none."""
         try:
+            # `lstat`: a link may lead to a file of another job or program.
             if not stat.S_ISREG(os.lstat(self._record).st_mode):
                 raise DamagedFile("its progress is a link, a folder or a pipe")
         except FileNotFoundError:
@@ -259,6 +260,7 @@ class PartFile:
 
     def _sum(self, start: int, stop: int, checksum: int) -> int:
         """Continue a checksum with the bytes from `start` to `stop`."""
+        # In pieces, because a part may be larger than the memory.
         while start < stop:
             try:
                 data = os.pread(self._file, min(CHUNK, stop - start), start)

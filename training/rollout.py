@@ -66,6 +66,7 @@ def stepped(shape: Sequence[int], boxes: Blocks, name: str, steps: int, at_once:
     else:
         channels = shape[-1] // at_once
         parts = ((0, channels),)
+    # Axis 0 of the boxes is that of the samples, which `shape` does not have.
     axes = [boxes.axes[0], ((0, steps),), *boxes.axes[1:-1], parts]
     return (steps, *shape[:-1], channels), Blocks(axes, boxes.size)
 

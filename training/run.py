@@ -179,6 +179,7 @@ def _checkpoint_of(
 ) -> CheckpointReader | None:
     """Open and verify the checkpoint to continue from; None to start from the beginning. Collective."""
     if not resume:
+        # What rank 0 finds, so that all ranks raise the error or none does.
         if ranks.bcast(folder.latest) is not None:
             raise UserError(
                 f"output.directory: expected one without checkpoints, got those of another run in {folder.path}; "
@@ -640,6 +641,7 @@ class TrainingRun:
         names = {("output", name): node for name, node in nodes.items()} | {("input", n): n for n in network.inputs}
         for callback in due:
             with self._with_averages():
+                # A signal that has arrived is counted in the passes of the predictions, too.
                 self._vote()
                 batches = self.session.in_order(np.array(callback.samples, np.int64))
                 samples, arrays = gather_samples(self.session, batches, names)

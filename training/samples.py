@@ -381,6 +381,7 @@ def _multiples(network: Network) -> list[int]:
         If the extents of a prediction do not divide those of the input.
     """
     made_of = [node.shape[:-1] for name, node in network.inputs.items() if name not in network.targets]
+    # Inputs without spatial axes have no extents, and are passed over.
     own, loss = next(filter(None, made_of), ()), network.outputs["loss"]
     multiples = [1] * len(own)
     for output, node in network.outputs.items():
@@ -435,6 +436,7 @@ def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Map
     for name, field in windows.fields.items():
         if not (field.is_target and windows.pads(name)) or name in weights:
             continue
+        # Without an ignored class, the target needs weights that end with the sample: outside of it they are 0.
         ignored = ranges[name].ignored if name in ranges and name not in reductions else None
         if ignored is not None:
             windows.outside[name] = ignored
@@ -543,7 +545,7 @@ def _of_files(dataset: Dataset, name: str, default: Any) -> Any:
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the group of each sample if whole groups or files are held out; else None."""
-    if data.validation == 0:
+    if data.validation == 0:  # nothing is held out
         return None
     files = _of_files(dataset, "file_of", None)
     if data.split == "file":
@@ -641,6 +643,7 @@ def _balance(
         if name in known_counts:
             continue
         with comm.agreement():
+            # The ranks divide the samples, and add up their counts below.
             own = training[comm.rank :: comm.size]
             counts = count_classes(dataset, name, classes[name], own, reductions.get(name))
         comm.reduction(counts, kind="data").run()

@@ -147,7 +147,7 @@ class ParameterStore:
         Dtype of activations. Parameters and gradients have the same dtype, or float32 if activations have 16 bits: then
         there are copies of the parameters in 16 bits, written with every update.
     seed
-        Seed of the initial values, which depend on it and on the names only.
+        Seed of the initial values, which do not depend on the strategy.
     bucket_bytes
         Minimum size of a bucket, on the rank with its largest block [B].
     blocks
@@ -228,6 +228,7 @@ class ParameterStore:
             self.separate = replicated_layers(self._layers, self.scheme)
         self._flat_numbers: dict[str, int] = {}
         together = self._together()
+        # The loss does not depend on the other parameters, so they have no gradient layer.
         trained = {name for names in together for name in names}
         self.untrained = [name for name in specs if name not in trained]
         for names in filter(None, [*together, self.untrained]):
@@ -433,7 +434,7 @@ class ParameterStore:
     def _gather(self, comm: Communicator, name: str, array: Any) -> Any:
         assert self.blocks is not None
         blocks = self.blocks[name]
-        if blocks.whole:
+        if blocks.whole:  # every rank has the whole array
             return array
         target = Layout.on_rank(self.shapes[name], 0, comm.size).boxes
         result = device_of(array).empty(target[comm.rank].shape, array.dtype)

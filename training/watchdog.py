@@ -376,6 +376,7 @@ class Watchdog:
         ticked = time.monotonic()
         while not self._closing.wait(interval):
             now, state = time.monotonic(), self._state()
+            # In a longer gap this process did not run either: it was stopped, or the machine was suspended.
             idle += min(now - ticked, LONGEST)
             ticked = now
             if state != before:
@@ -422,6 +423,7 @@ class Watchdog:
     def interrupted(self) -> str | None:
         """Log an interrupt; return the line to print, or None if another rank prints it. Local, in any thread."""
         text = "interrupted before the first step"
+        # Before `follow`, the log may belong to an earlier job.
         if self._heartbeat is not None:
             text = f"interrupted at step {self._heartbeat.step + 1}"
             reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
