@@ -77,6 +77,7 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 def makers(name: str) -> tuple[Callable[..., Network], ...]:
     """Return the functions whose parameters are the options of model `name`; the first takes precedence."""
     model = MODELS[name]
+    # A model without a general one is its own, and must be listed once.
     return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
 
 

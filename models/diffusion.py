@@ -97,6 +97,7 @@ def diffusion_unet(
         for number in range(blocks + 1):
             y = Concat(name=f"join{level}.{number}")(y, skips.pop())
             y = block(y, level, f"decoder{level}.{number}")
+        # Upsampling as in Ho et al.: nearest neighbors, then a convolution.
         if level:
             y = Conv(y.shape[-1], 3, padding=1, name=f"up{level}")(Resize(2, name=f"resize{level}")(y))
     y = GroupNorm(groups, activation="silu", name="end_norm")(y)

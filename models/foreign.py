@@ -42,6 +42,7 @@ def _exported(where: str, options: Mapping[str, Any]) -> tuple[Any, Network]:
 
     try:
         module = load(where, "model.torch")(**options)
+    # It names the file or option, and the remedy.
     except UserError:
         raise
     except Exception as error:

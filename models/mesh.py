@@ -78,6 +78,7 @@ def mesh(
         for j in range(1, convs + 1):
             first = j == 1
             kernel = 5 if first and i == 1 else 3
+            # Not "same": for even extents and stride 2, it would pad the end by one more than the start.
             y = unit(y, filters, kernel, f"{i}_{j}", 2 if first else 1, kernel // 2, statistics=statistics)
         skips.append(y)
     if decoder:

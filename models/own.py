@@ -52,6 +52,7 @@ def build_own(where: str, settings: Mapping[str, Any]) -> Network:
         If there is no such function, an option is unknown or invalid, or the function raises an error or returns
         something else.
     """
+    # Networks that exist already take no options.
     if where in _MADE:
         return _MADE[where]
     if foreign_kind(where):

@@ -122,7 +122,7 @@ def _pooled(y: Node, label: int, normalized: bool) -> Node:
 Blocks = Annotated[
     Sequence[Annotated[Sequence[Filters], Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=16)
 ]
-#: Every block ends with a pooling.
+#: Configurations A and D of the paper's Table 1; every block ends with a pooling.
 VGG_A = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG_D = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 

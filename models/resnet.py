@@ -54,6 +54,7 @@ def resnet(
         ``prediction`` (logits) and ``loss``.
     """
     x = Input((resolution, resolution, channels), name="x")
+    # Extents / 2 here, and / 2 by the pooling.
     y = unit(x, width, 7, "1", 2, 3, statistics=statistics)
     y = MaxPool(3, 2, padding=1, name="pool1")(y)
     for stage, blocks in enumerate(depths, start=2):

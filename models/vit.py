@@ -78,6 +78,7 @@ def _block(x: Node, heads: int, hidden_width: int, dropout: float, label: str) -
     y = LayerNorm("channels", 1e-6, name=f"{label}.ln_1")(x)
     x = x + _dropped(MultiHeadAttention(heads, name=f"{label}.self_attention")(y), dropout, f"{label}.dropout")
     y = LayerNorm("channels", 1e-6, name=f"{label}.ln_2")(x)
+    # The perceptron acts on each token, as a convolution of kernel 1.
     y = Conv(hidden_width, 1, activation="gelu", name=f"{label}.mlp.0")(y)
     y = Conv(x.shape[-1], 1, name=f"{label}.mlp.3")(_dropped(y, dropout, f"{label}.mlp.2"))
     return x + _dropped(y, dropout, f"{label}.mlp.4")
