@@ -438,6 +438,7 @@ def rests_on(
     machine, times, training
         Machine, times and training of its prediction.
     """
+    # It records which layers the simulations below need times of.
     recorded = Recorded(times)
     pricing = Pricing(NetworkModel(machine), recorded, training.dtype)
     fixed = [baseline(name, network, plan.batch, plan.ranks) for name in BASELINES]

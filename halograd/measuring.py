@@ -101,6 +101,7 @@ class Measuring:
         )
         flush = passing_bytes(network, batch, ranks or comm.size, dtype)
         self.conditions = Conditions.here(kernels, self._oversubscription, autotune, flush)
+        # Only rank 0 reads and writes the times on disk, and decides what is measured.
         with comm.agreement():
             self.cache = TimeCache(self.path if comm.rank == 0 else None, EVERY)
 

@@ -123,6 +123,7 @@ class Registry(Generic[Kind]):
         if name in self._objects:
             entry = self._objects[name]
             return self._checked(entry if isinstance(entry, type) else type(entry), name, at)
+        # It has the form of a location, but names no file: it was made by another script.
         if name.startswith(f"{SCRIPT}:"):
             raise UserError(
                 f"{at}: {name.partition(':')[2]!r} was made by a script, and is known only there (halograd.fit); use it"

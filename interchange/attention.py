@@ -543,6 +543,7 @@ def _moved(node: Node, shift: Shape, known: dict[Node, Node | None]) -> Node | N
     if isinstance(node.layer, Roll):
         source = node.inputs[0]
         total = tuple((a + b) % n for a, b, n in zip(node.layer.shifts(source.shape), shift, source.shape))
+        # Shifts that cancel each other need no Roll.
         moved = Roll(total, node.layer.name)(source) if any(total) else source
     elif _is_of_positions(node):
         before = _moved(node.inputs[0], shift, known)

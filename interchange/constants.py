@@ -110,6 +110,7 @@ def with_tokens(build: Builder, op: OnnxNode) -> Activation:
     if constant is None or len(op.inputs) != 2 or op.inputs[1] in build.graph.constants:
         raise build.refused(op, expected, "another array")
     value, extents = build.value(op, 1), build.shape(op.inputs[1])
+    # The axis of positions in (N, L, C), or (N, C, L).
     position = 1 if value.last else 2
     axis = op.attributes["axis"] % len(extents)
     if len(extents) != 3 or value.spatial or axis != position or len(constant.shape) != 3 or constant.shape[0] != 1:

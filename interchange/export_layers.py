@@ -239,6 +239,7 @@ def _resize(w: OnnxWriter, node: Node) -> str:
     attributes: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
     if layer.align_corners:
         attributes["coordinate_transformation_mode"] = "align_corners"
+    # From sizes, ONNX takes outputs / size as the scale, which differs from the layer's if the outputs were rounded.
     exact = all(resampling.ratio * resampling.outputs == resampling.size for resampling in resamplings)
     if layer.align_corners or exact:
         sizes = w.numbers(f"{name}::sizes", [resampling.outputs for resampling in resamplings], np.int64)

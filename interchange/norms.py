@@ -47,6 +47,7 @@ def _with_affine(
     channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
     initial = [build.initial(constant, np.ravel, (channels,)) for constant in affine]
+    # Our norms have a factor and a summand, or neither.
     if len(affine) != 1:
         layer = make(bool(affine), activation)
         layer = layer.initialized(gamma=initial[0], beta=initial[1]) if affine else layer

@@ -187,4 +187,5 @@ def _to_channels(
             output = w.add("Mul", [size, w.add("Sign", [output], f"{title}::sign")], f"{title}::signed")
         else:
             output = w.add(kind, [output], f"{title}::made")
+    # All channels were transformed; the results of the chosen ones are taken.
     return w.add("Where", [w.numbers(f"{title}::mask", mask, bool), output, value], f"{title}::some")

@@ -232,6 +232,7 @@ class _Folding:
                     f"{self.path}: expected {len(dims) - 1} extents (*spatial, C) of input {value.name!r}, got "
                     f"{tuple(shape)}"
                 )
+            # (*spatial, C) -> (C, *spatial)
             dims[1:] = [shape[-1], *shape[:-1]]
         if not all(dims[1:]):
             raise UserError(
@@ -544,6 +545,7 @@ class _Folding:
                 f"{titled(self.path, op.name, op.kind, op.scope)}: expected extents from 1 to {_LONGEST}, got "
                 f"{y[1:]} of {x[1:]}; give inputs of other extents"
             )
+        # Of several inputs, that with the coarsest rows.
         before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
         self.strides |= dict.fromkeys(op.outputs, before * stride_of(op, x, y))
         constants = {i: self.constants[name] for i, name in enumerate(op.inputs) if name in self.constants}

@@ -450,6 +450,7 @@ def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
     """Recognize x / (k + alpha * mean of x * x over channels) ** beta; the mean is a pooling with one more axis."""
     power = graph.maker(op.inputs[1]) if op.kind == "Div" else None
     chain, numbers = [op], []
+    # Backwards from the quotient: power, sum, product.
     for kind in ("Pow", "Add", "Mul"):
         if power is None or power.kind != kind or graph.only_reader(power.outputs[0]) is not chain[-1]:
             return

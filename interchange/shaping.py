@@ -49,6 +49,7 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
             "hg.from_torch, or export with dynamo=False"
         )
     refusal = build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
+    # Flattened features have no axes to permute.
     if value.spatial:
         raise refusal
     node, source = build.axes(op.inputs[0])

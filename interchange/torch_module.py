@@ -167,6 +167,7 @@ def _call_of(module: Any, example_inputs: Any) -> _Call:
     except TypeError as error:
         raise UserError(f"from_torch(): example_inputs: expected arguments of forward(), got others: {error}") from None
     tensors: dict[str, Any] = {}
+    # ``*inputs`` of `forward` are bound as one tuple, ``**inputs`` as one mapping.
     for key, value in bound.arguments.items():
         if isinstance(value, Mapping):
             tensors |= value

@@ -367,6 +367,7 @@ class Explainer:
                     "" if own else self._reasons(p),
                 ]
             )
+        # Reasons have any length, so they follow after the aligned columns.
         reasons = ["because of [ms]", *(row.pop() for row in rows)]
         return [f"{line}  {reason}".rstrip() for line, reason in zip(table(heading, rows), reasons)]
 
