@@ -104,7 +104,7 @@ class Hdf5Dataset:
     share : int
         Memory for chunks of several samples [B], :meth:`Chunks.cache`; read when a file is opened.
     bytes_read : int
-        Bytes read from the file so far, as stored.
+        Size of the numbers read so far, without compression [B].
 
     Raises
     ------

@@ -114,8 +114,9 @@ def open_to_read(path: Path) -> h5py.File:
     Local.
 
     A lock keeps other processes from writing while we read. Many Lustre and NFS mounts have no locks, and return one of
-    several errors; HDF5 itself handles only one of these. The environment variable ``HDF5_USE_FILE_LOCKING``
-    (``FALSE``: no locks at all) takes precedence.
+    several errors; HDF5 itself handles only one of these. A file that this process has open already without a lock is
+    opened without one. The environment variable ``HDF5_USE_FILE_LOCKING`` (``FALSE``: no locks at all) takes
+    precedence.
 
     Raises
     ------
@@ -189,7 +190,7 @@ def atomic_path(
     path : path
         Final name. Its folder must exist, unless `parents`.
     needed : int
-        Size of the file to come [B]; an error is raised first if the disk has less.
+        Size of the file to come [B]; an error is raised before the block runs if the disk has less space.
     parents : bool
         Whether to create a missing folder, which is removed again if the block fails.
     remedy : str

@@ -308,7 +308,7 @@ class FileSet:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from all files so far, as stored."""
+        """Size of the numbers read from all files so far, without compression [B]."""
         return sum(part.bytes_read for part in self.parts)
 
     def close(self) -> None:

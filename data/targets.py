@@ -355,7 +355,8 @@ class Checked(Protocol):
 
 
 def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, values: NDArray[Any]) -> None:
-    """Apply the label map to a box that was read, and check its values. Local; modifies `values`.
+    """Apply the label map to a box that was read, and check its values, unless the field may have invalid ones. Local;
+    modifies `values`.
 
     Invalid targets of weight 0 are permitted. An invalid class index of weight 0 becomes 0, which integers can
     represent.

@@ -70,8 +70,8 @@ class SampleWindows:
     ----------
     dataset : Dataset
     extents : mapping of shapes, optional
-        Shapes ``(*spatial, C)`` of the network's inputs, by name: the first one with spatial axes gives the window. By
-        default, samples are read whole.
+        Shapes ``(*spatial, C)`` of the network's inputs, by name: that of the first field with spatial axes gives the
+        window. By default, samples are read whole.
     seed : int
     key : str
         Key of the configuration, for messages.
@@ -79,7 +79,7 @@ class SampleWindows:
     Attributes
     ----------
     fields : dict of Field
-        Fields of the data set with the extents of the window.
+        Fields of the data set, with the extents of the window unless samples are read whole.
     moved : list of str
         Names of the fields with spatial axes. A window has the same position in all of them, each on its own grid.
     foreground : Foreground or None
