@@ -53,7 +53,9 @@ class Base(ABC):
     @property
     @abstractmethod
     def held_bytes(self) -> int:
-        """Memory that open kernels hold in addition to their arguments: scratch and workspaces [B]."""
+        """Memory that open kernels hold in addition to their arguments: scratch memory and the workspaces of libraries,
+        without work arrays of NumPy's kernels [B].
+        """
 
     @abstractmethod
     def close(self) -> None:

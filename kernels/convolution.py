@@ -61,7 +61,7 @@ class Convolutions(Base):
         """
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if any_empty(x, dy):
-            # Other ranks have inputs: this one contributes zeros to the sum of the gradients.
+            # Written all the same: gradients are summed over the ranks, and others may have inputs.
             return self._filter_without_input(dy, dw, db)
         checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._stored_channels(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)

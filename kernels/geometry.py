@@ -365,7 +365,7 @@ class Geometry:
             raise KernelError(
                 f"expected {self.ndim} spatial extents for the kernel {self.kernel}, got {tuple(spatial)}"
             )
-        # Of a negative number the floor is at most -1: a window that does not fit once gives no output.
+        # The floor of a negative number is at most -1, so a window that does not fit once gives no output.
         return tuple(
             max(0, (n + lo + hi - e) // s + 1)
             for n, (lo, hi), e, s in zip(spatial, self.padding, self.extent, self.stride)

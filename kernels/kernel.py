@@ -335,8 +335,8 @@ class BatchNormArrays:
         float64 ``(2, C)``: sums over this process, and means over all processes. With arrays of 16 bits both may be
         float32, so that the kernel of a convolution can write the sums.
     local
-        False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
-        float64, or no less accurately than the local statistics) and may overwrite `y`; ``forward()`` takes `mean` and
+        False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (by two passes over blocks that are combined in
+        float64, or as accurately as the local statistics) and may overwrite `y`; ``forward()`` takes `mean` and
         `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes ``sums = [sum dy', sum
         dy' * xhat]`` with ``dy' = f' * dy`` (``dy`` without activation), and may overwrite `dx`; ``backward_data()``,
         called after it with unchanged `dx`, writes ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat *

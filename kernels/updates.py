@@ -32,7 +32,8 @@ class StepNumbers(NamedTuple):
     scale
         Factor on the gradients (of clipping, inverse of the loss scale).
     first, second
-        Two coefficients of the optimizer: Adam's divisors of the first moment, and of the root of the second moment.
+        Two coefficients of the optimizer; of Adam the divisors of the first moment, and of the root of the second
+        moment.
     weight
         Weight of new parameters in their average.
     """
@@ -57,16 +58,16 @@ class UpdateArrays:
     scalars
         float64 ``(5,)``, read when the kernel runs: the :class:`StepNumbers`.
     decays
-        Ranges ``(start, stop, decayed)`` that cover all elements: which elements have weight decay. For LARS, the
-        ranges of the parameters; elements outside of them are not updated.
+        Ranges ``(start, stop, decayed)`` that cover all elements; `decayed`: whether the elements of the range have
+        weight decay. For LARS, the ranges of the parameters; elements outside of them are not updated.
     copy
         A copy of the parameters in another dtype, written together with them; None: no copy.
     skip
         int32 ``(1,)``, read when the kernel runs: the update runs only if it is 0. None: it always runs.
     rounded, rounds
         Gradients in 16 bits at the same offsets, in the dtype of `copy`, and the ranges ``(start, stop)`` where these
-        are read instead of `g`: multiples of :data:`ALIGNMENT` (the last may end with the array). None: nowhere; only
-        backends with `reads_rounded` read them, and a rule on arrays overwrites `g` there.
+        are read instead of `g`: multiples of :data:`ALIGNMENT` (the last may end with the array). `rounded` None:
+        nowhere; only backends with `reads_rounded` read them, and a rule on arrays overwrites `g` there.
     """
 
     p: Any

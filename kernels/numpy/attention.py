@@ -129,14 +129,16 @@ class _Tiles:
         self.leads = boxes(part.lead, SCORES // (_largest(self.rows) * _largest(self.columns)), part.within(*share))
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the largest number of tiles, of queries and of keys that are computed at a time."""
+        """Return the largest numbers of tiles (of all samples and heads), of queries and of keys that are computed at a
+        time.
+        """
         return _largest(self.leads), _largest(self.rows), _largest(self.columns)
 
 
 class _Share(ABC):
     """Forward or backward pass over all tiles of some samples and heads, with named buffers in scratch memory.
 
-    Buffers are as large as the largest tile needs.
+    Buffers are as large as the largest tiles that are computed at a time need.
     """
 
     def __init__(self, whole: _Pass, share: Box, operations: TileOperations, begin: int) -> None:

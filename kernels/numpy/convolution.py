@@ -181,7 +181,7 @@ def _idle() -> None:
 class Margins:
     """Margins of a packed array ``(N, *spatial, C)``, in scratch memory.
 
-    Negative padding adds none, as its rows are not read.
+    Negative padding adds no margin: the rows that it drops are not read.
 
     Attributes
     ----------

@@ -54,10 +54,10 @@ __all__ = ["Finite", "activation", "add", "fuses", "gelu", "is_relu", "max_pool"
 
 
 class Finite:
-    """A check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
+    """A check that all elements of a packed array ``(N, *spatial, C)`` are finite, by sums or maxima over the array.
 
     One thread computes the scalar product of the array with itself in BLAS, or the largest bit patterns of an array of
-    16 bits; several threads compute sums in oneDNN.
+    16 bits; several threads compute sums in oneDNN if it has a fast reduction.
 
     Attributes
     ----------
@@ -219,7 +219,7 @@ def is_relu(activation: FusedActivation | None) -> bool:
 
 
 def fuses(activation: FusedActivation | None) -> bool:
-    """Return whether another primitive can fuse this activation."""
+    """Return whether another primitive can fuse this activation; True for None."""
     return activation is None or activation.kind == "relu" or activation.kind in _FORWARD
 
 
