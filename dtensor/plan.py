@@ -77,6 +77,7 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
 
 def has_peers(sources: Blocks, targets: Blocks, rank: int) -> bool:
     """Return whether a piece of :func:`plan_exchange` travels between `rank` and another rank."""
+    # With replicas, not every intersection is a message.
     if sources.overlapping:
         return any(piece.source != piece.target for piece in plan_exchange(sources, targets, rank))
     return _intersects_others(sources, targets[rank], rank) or _intersects_others(targets, sources[rank], rank)

@@ -127,7 +127,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Scheme.of(self.reduction))
-        # Shares become tuples, as those from a file, because strategies are compared.
+        # Shares become tuples, as those from a file, because strategies are compared. `validate` reports other types.
         if isinstance(self.parts, Mapping):
             object.__setattr__(self, "parts", _hashable(self.parts))
         if isinstance(self.layers, Mapping):
@@ -152,6 +152,7 @@ class Strategy:
     @cached_property
     def _cuts(self) -> dict[str, Mapping[str, Cut]]:
         """Cache of `cuts_of`."""
+        # A cached property, because the class is frozen.
         return {}
 
     def parts_of(self, layer: str) -> dict[str, int]:

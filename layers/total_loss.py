@@ -95,6 +95,7 @@ class TotalLoss(Loss):
         return any(term.layer.compares(k) for k, term in self._readers(i))
 
     def weighs(self, i: int) -> bool:
+        # An input that is also the target of a term is no array of weights.
         return all(term.layer.weighs(k) for k, term in self._readers(i))
 
     def weights_of(self, i: int, count: int) -> Sequence[int]:
@@ -121,6 +122,7 @@ class TotalLoss(Loss):
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         ranges = [term.layer.target_range(k, *self._of(term, shapes)) for k, term in self._readers(i)]
+        # A number must be valid for all terms.
         limits = [limit for limit in ranges if limit is not None]
         return (max(low for low, _ in limits), min(high for _, high in limits)) if limits else None
 

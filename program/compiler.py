@@ -168,6 +168,7 @@ class _Compiler:
         label = f"{name}->{','.join(f'{axis}={n}' for axis, n in cuts.items() if n != 1) or 'one rank'}"
         value = self._value(label, node.shape, cuts, source.dtype)
         value.trainable = source.trainable
+        # Readers with the same cut share one redistribution.
         self._values[node, key] = value
         step = Step(label, _MOVED, [source], value, {}, counts_of(cuts))
         self.program.steps.append(step)
@@ -189,6 +190,7 @@ class _Compiler:
     def choose_all_storage(self) -> None:
         """Choose the storage of all values and of their gradients."""
         inputs = self.program.inputs.values()
+        # Before the choice of storage, which depends on the number of channels in memory.
         for value in inputs:
             self._pad(value)
         self.choose_storage([*inputs, *(step.output for step in self.program.steps)])

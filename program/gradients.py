@@ -223,6 +223,7 @@ class _Placing:
             last = None if kind.waits else self._last(i)
             (self._end if last is None else self._after[last]).extend(self._starts(i, sums[i][0]))
         if kind.waits:
+            # All sums have started; they finish before the step goes on.
             self._end += [BucketTotal("", sums[i][0], "finish", i, when="step") for i in summed]
         for i in reversed(summed) if kind.shards else summed:
             # All shards are updated before the first layer, the last bucket first, and travel during forward.

@@ -344,6 +344,7 @@ def _undominated(seconds: _Floats, nbytes: _Floats, most: int) -> NDArray[np.int
     If there are more than `most`, some are chosen evenly, among them the fastest and that with the fewest bytes; if
     `most` is 1, only the latter.
     """
+    # By time, then by bytes: a state counts only if it keeps fewer bytes than all faster ones.
     order = np.lexsort((nbytes, seconds))
     least = np.minimum.accumulate(nbytes[order])
     better = np.append(True, least[1:] < least[:-1])

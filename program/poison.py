@@ -150,6 +150,7 @@ class Poison:
         }
         held = {name: _Held(name, v.buffer, self._array(v), self._number(v.buffer)) for name, v in views.items()}
         read, written = access.read(held), access.written(held)
+        # By buffer, because several arrays of a kernel may be views of one buffer.
         used = {held[name].buffer for name in (*read, *written)}
         hidden = [array for array in held.values() if array.buffer not in used]
         inputs = {held[name].buffer for name in read}

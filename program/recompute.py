@@ -133,6 +133,7 @@ class Recomputation:
     def _choose(self) -> set[Buffer]:
         """Return the buffers that are not kept for the backward pass."""
         buffers = {buffer for buffer, numbers in self.makers.items() if all(map(self._may_repeat, numbers))}
+        # Repeated operations would overwrite what the backward pass writes there.
         buffers -= self._changed_later
         # Each buffer that is kept may make others unrepeatable, so repeat this until there are no more.
         while refused := {buffer for buffer in buffers if not self._repeatable(buffer, buffers)}:

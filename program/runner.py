@@ -288,6 +288,7 @@ class Runner:
     def close(self) -> None:
         """Free kernels, channels and reductions. Local."""
         for item in self._instances.values():
+            # Many kernels are plain functions, which hold nothing.
             if hasattr(item, "close"):
                 item.close()
 

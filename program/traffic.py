@@ -124,6 +124,7 @@ class Move:
         Exchanges that differ only in axes that are not cut, such as channels, have the same pattern.
         """
         nbytes, cut = self._crossings
+        # If an axis that is not cut has nothing in common, no rank sends.
         return nbytes, patterns(self.source.grid, cut, ranks if nbytes else ())
 
     def messages(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
