@@ -5,6 +5,8 @@ together, before the backward pass of the layer after the run. While the backwar
 
     kept outputs of earlier layers | outputs of the run that are still needed | arrays of this layer's backward pass
 
+and, while the run is repeated, also outputs that only layers of the run read.
+
 An output that a layer after its run reads is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
 layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by dynamic
 programming over kept layers; a state is a pair of time and kept bytes that no other pair dominates. The estimate is
@@ -19,8 +21,9 @@ layer is repeated at most once, and other graphs are treated as chains of their 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,8 @@ STATES = 48
 CAPACITIES = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
 #: Ratio of consecutive estimates for which choices are compiled.
 RATIO = 0.995
+#: Largest number of other choices that are compiled if none of these fits.
+OTHERS = 8
 #: Part of the capacity by which the first of these estimates exceeds it, times the number of layers.
 MARGIN = 1.2
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
@@ -136,18 +141,32 @@ class Keeping:
             position = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
             for buffer in (b for o in segment.operations for b in o.buffers() if b in owners):
                 self._readers[owners[buffer]] = max(self._readers[owners[buffer]], position)
-        #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays.
-        self._alive, others = np.zeros((count, here)), np.zeros(len(operations) + 1)
+        #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays: during the
+        #: operation, and before it.
+        self._alive, others, between = np.zeros((count, here)), *np.zeros((2, len(operations) + 1))
         for buffer, intervals in spans.items():
             mine = owners.get(buffer) if buffer in repeats.read_later else None
             for start, stop in intervals:
                 if mine is None:
                     others[start] += aligned(buffer.nbytes)
+                    between[start + 1] += aligned(buffer.nbytes)
                     others[stop + 1] -= aligned(buffer.nbytes)
+                    between[stop + 1] -= aligned(buffer.nbytes)
                 else:
                     self._alive[mine, : max(0, stop + 1 - begin)] += aligned(buffer.nbytes)
         kept = sum(program.placement.kept.values())
-        self._others = np.cumsum(others)[begin : begin + here] + kept
+        self._others, self._between = np.cumsum([others, between], axis=1)[:, begin : begin + here] + kept
+        #: Bytes of each output during each operation of the forward pass when that is repeated: until the last one that
+        #: reads it, or to the end if the backward pass reads it; and the layer of each operation.
+        self._repeated = np.zeros((count, len(repeats.operations)))
+        self._repeats = np.zeros(len(repeats.operations), np.intp)
+        stops: dict[Buffer, int] = {}
+        for at, operation in enumerate(repeats.operations):
+            stops.update(dict.fromkeys(operation.buffers(), at + 1))
+            self._repeats[at] = number.get(operation.layer, 0)
+        for buffer, maker in owners.items():
+            stop = len(repeats.operations) if buffer in repeats.read_later else stops[buffer]
+            self._repeated[maker, repeats.makers[buffer][0] : stop] += aligned(buffer.nbytes)
 
         if seconds is None:
             weight = [COSTLY if step.layer.recomputation == "block" else 1.0 for step in self._steps]
@@ -172,6 +191,9 @@ class Keeping:
         layer, after, positions = np.arange(n), np.arange(n + 1), self._positions
         # total[i]: bytes of the outputs of layers 0 .. i - 1, per operation of the backward pass.
         total = np.vstack([np.zeros(len(positions)), np.cumsum(self._alive, axis=0)])
+        # First operation of the backward pass of each layer: of several assignments, the last one counts.
+        first = np.zeros(n, np.intp)
+        first[positions[::-1]] = np.arange(len(positions))[::-1]
         inside = layer[:, None] < after  # [output, kept layer after the run]
         read = (last[:, None] > after) & (held[:, None] > 0)  # by a layer after the run: these outputs are kept
         kept = _sums_from(held[:, None] * (inside & read))
@@ -187,6 +209,15 @@ class Keeping:
             rows += self._alive[row - 1] if row else 0.0  # the output that is kept before the run
             rows = np.where((positions >= row) & (positions <= after[row:, None]), rows, 0.0)
             self._need[row, row:] = rows.max(axis=1, initial=0.0)
+            when = since[: n + 1 - row]
+            if when.max() < 0:
+                continue
+            repeated = np.zeros(n + 1)
+            np.maximum.at(repeated, self._repeats + 1, self._repeated[row:].sum(axis=0))
+            # Up to each end, only operations of layers of the run are repeated.
+            repeated = np.maximum.accumulate(np.where(after > row, repeated, 0.0))[row:] + self._between[first[when]]
+            repeated += self._alive[row - 1, first[when]] if row else 0.0
+            self._need[row, row:] = np.maximum(self._need[row, row:], np.where(when >= 0, repeated, 0.0))
         self._extra, self._again = kept, again
         # Bytes of earlier outputs that are kept only because layers of the run read them.
         self._more = np.zeros((n + 1, n + 1))
@@ -209,13 +240,12 @@ class Keeping:
         # Bisection: with one state per layer, that of the fewest bytes, the search only decides whether a choice fits.
         while high - low > 1e-5 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
+            low, high = (low, middle) if any(self._search(middle, 1)) else (middle, high)
         return high
 
     def estimate(self, capacity: float) -> float:
         """Return the time [s] of recomputation by the fastest choice within `capacity` [B]; infinity if none fits."""
-        choice = self._search(capacity)
-        return math.inf if choice is None else choice[0]
+        return next((seconds for seconds, _ in self._search(capacity)), math.inf)
 
     def fewest(self) -> Strategy:
         """Return the strategy with the smallest arena that was found."""
@@ -229,28 +259,37 @@ class Keeping:
 
     def choice(self, capacity: float) -> Strategy | None:
         """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B], or None."""
-        chosen = self._search(capacity)
-        return None if chosen is None else self.strategy(chosen[1])
+        return next((self.strategy(again) for _, again in self._search(capacity)), None)
 
     def within(self, capacity: float) -> Strategy | None:
         """Return the strategy with the fastest choice found that fits an arena of `capacity` [B]; None if none fits.
 
-        The choices that are compiled do not depend on the capacity. So a choice is found again if its arena is the
-        capacity, and a larger capacity never gives a slower choice.
+        The choices that are compiled first do not depend on the capacity. So a choice is found again if its arena is
+        the capacity, and a larger capacity does not give a slower one of them. If none of them fits, some are compiled
+        that keep less than the fastest of the same estimate.
         """
-        before: frozenset[str] | None = None
-        limit = self._first_estimate(capacity)
+        limit, chosen = self._first_estimate(capacity), list[frozenset[str]]()
         while limit > self.least * RATIO:
-            choice = self._search(max(limit, self.least))
-            if choice is not None and choice[1] != before:
-                before = choice[1]
-                if before not in self._arenas:
-                    self._arenas[before] = self.arena(self.strategy(before))
-                if self._arenas[before] <= capacity:
-                    return self.strategy(before)
+            for _, again in islice(self._search(max(limit, self.least)), 1):
+                chosen.append(again)
+                if self._fits(again, capacity):
+                    return self.strategy(again)
             # No choice of this estimate fits when it is compiled: try a smaller estimate.
             limit *= RATIO
+        if chosen:
+            # An array has the same offset whenever it is computed, so that an arena may exceed its estimate: by an
+            # output that is kept, above all.
+            others = [again for _, again in self._search(max(capacity, self.least))]
+            for again in others[:: -(1 + len(others) // OTHERS)][::-1]:
+                if self._fits(again, capacity):
+                    return self.strategy(again)
         return None
+
+    def _fits(self, again: frozenset[str], capacity: float) -> bool:
+        """Return whether the arena of a choice, compiled at the first call, is at most `capacity` [B]."""
+        if again not in self._arenas:
+            self._arenas[again] = self.arena(self.strategy(again))
+        return self._arenas[again] <= capacity
 
     def may_fit(self, capacity: float) -> bool:
         """Return whether :meth:`within` tries any choice for an arena of `capacity` [B]."""
@@ -274,9 +313,10 @@ class Keeping:
                 layers[step.name] = {**layers.get(step.name, {}), "recompute": step.layer.recomputation}
         return replace(self._strategy, layers=layers)
 
-    def _search(self, capacity: float, most: int = STATES) -> tuple[float, frozenset[str]] | None:
-        """Return the time of recomputation [s] and the repeated layers of the fastest choice within a capacity [B], or
-        None.
+    def _search(self, capacity: float, most: int = STATES) -> Iterator[tuple[float, frozenset[str]]]:
+        """Yield the time of recomputation [s] and the repeated layers of choices within a capacity [B].
+
+        The fastest choice comes first, then slower ones that keep less.
 
         Row ``i + 1`` of the states stands for kept layer `i`, row 0 for the beginning. At most `most` states per row
         are used; with one, that with the fewest bytes.
@@ -301,19 +341,18 @@ class Keeping:
             count = len(chosen)
             seconds[after + 1, :count], nbytes[after + 1, :count] = time[chosen], kept[chosen]
             before[after + 1, :count] = at[chosen]
-        if not np.isfinite(seconds[n + 1, 0]):
-            return None
-        runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer after their run
-        # Back from the end, along the states from which the fastest one was reached.
-        while row:
-            after = row - 1
-            row, state = divmod(int(before[row, state]), most)
-            runs.update((i, after) for i in range(row, after) if self._last[i] <= after or not self._held[i])
-        # What a later run reads is kept.
-        for source, reader in self._reads:
-            if runs.get(source, n + 1) < reader and reader in runs:
-                del runs[source]
-        return float(seconds[n + 1, 0]), frozenset(self._steps[i].name for i in runs)
+        for last in np.flatnonzero(np.isfinite(seconds[n + 1])):
+            runs, row, state = dict[int, int](), n + 1, int(last)  # layers, with the kept layer after their run
+            # Back from the end, along the states from which this one was reached.
+            while row:
+                after = row - 1
+                row, state = divmod(int(before[row, state]), most)
+                runs.update((i, after) for i in range(row, after) if self._last[i] <= after or not self._held[i])
+            # What a later run reads is kept.
+            for source, reader in self._reads:
+                if runs.get(source, n + 1) < reader and reader in runs:
+                    del runs[source]
+            yield float(seconds[n + 1, last]), frozenset(self._steps[i].name for i in runs)
 
 
 def _sums_from(terms: _Floats) -> _Floats:

@@ -35,7 +35,9 @@ def again(found):
     return [name for name, options in found.strategy.layers.items() if options.get("recompute", "none") != "none"]
 
 
-@pytest.mark.parametrize("seed", [8, 17])
+# In 232 an output keeps its offset when it is computed again, so that the arena of the fastest choice exceeds its
+# estimate; in 296 an output that only layers of the run read decides.
+@pytest.mark.parametrize("seed", [8, 17, 232, 296])
 def test_on_chains_a_plan_is_the_optimum_of_all_choices(seed):
     found = list(compared(seed, chain(seed), LASSEN))
     assert found and all(one.excess < 1e-9 for one in found)
