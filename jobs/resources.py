@@ -273,6 +273,7 @@ class Software:
         """Name of the MPI wheel that the job uses; None without a wheel, or if the job has another Python, whose MPI is
         unknown.
         """
+        # The packages of another Python cannot be looked up from this one.
         if self.container is not None or self.interpreter != sys.executable:
             return None
         return next(filter(_installed, _WHEELS), None)

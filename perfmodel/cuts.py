@@ -363,6 +363,7 @@ class _Model(Baseline):
     name = "model"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        # Cut along output channels only.
         options = [p for p in _of_node(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
         return max(options, key=lambda p: p[4], default=_by_samples(samples))
 

@@ -104,6 +104,7 @@ class LayerWork:
             Options of the layer in the strategy, if it is cut over several ranks (which may sum its `statistics`);
             None: it is on one rank.
         """
+        # Python's integers: the key is JSON.
         shapes = tuple([tuple(map(int, shape)) for shape in inputs])
         local = layer if filters is None else layer.of_filters(filters)
         if outputs is not None:
@@ -111,6 +112,7 @@ class LayerWork:
             shapes = ((shapes[0][0], *sample), *shapes[1:])
         # 2 stands for any number of ranks: kernels depend only on whether statistics are summed over several.
         local, spread = local.of_statistics(1 if options is None else 2, options or {})
+        # Without a backward pass the gradient flag is False, so that equal work has one key.
         return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
 
     @cached_property

@@ -239,7 +239,7 @@ class Plan:
     alternatives
         Baselines, the best grid, and plans that were not chosen; some may have the plan's own cuts.
     limit
-        Memory limit of one rank [B].
+        Memory limit of one rank [B]; None: the memory of the machine's device.
     optimal
         Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
     planning_seconds

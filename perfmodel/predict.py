@@ -363,6 +363,7 @@ class StrategySearch:
         known = self.plan_candidates.find(strategy)
         if known is not None:
             return known
+        # A search on another machine has the same programs: only their prices are computed again.
         same = None if self.origin is None else self.origin.plan_candidates.find(strategy)
         arguments = (self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
         simulation = Simulation(*arguments) if same is None else same.simulation.on(self.pricing)

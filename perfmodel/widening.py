@@ -128,6 +128,7 @@ def _gains(
     plain: Sequence[LayerRecord], wide: Sequence[LayerRecord], links: Sequence[range], runs: Sequence[range]
 ) -> Iterator[tuple[float, range]]:
     """Yield the time that each run saves in its layers [s], with the run."""
+    # Sums over the first 0, 1, 2, ... layers: the gain of a run is the difference of two.
     saved = [0.0, *accumulate(a.seconds - b.seconds for a, b in zip(plain, wide, strict=True))]
     for run in runs:
         yield saved[links[run[-1]].stop] - saved[links[run[0]].start], run

@@ -175,6 +175,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead
     for step in program.steps:
         for key, spec in () if step.owner else step.parameters.items():
             name = f"{step.name}/{key}"
+            # Aligned, as in the flat arrays of the parameters and gradients (`halograd.training.store`).
             own = aligned(blocks[name].boxes[rank].size * itemsize)
             # If `low` is not 0, kernels read a copy of the parameters in 16 bits.
             memory["parameter"] += own + own * low // itemsize

@@ -13,7 +13,7 @@ __all__ = ["Kept", "kept_by_layers"]
 
 @dataclass
 class Kept:
-    """Arrays that a layer makes in the forward pass, and that operations of the backward pass read [B].
+    """Sizes of the arrays that a layer makes in the forward pass, and that operations of the backward pass read [B].
 
     Attributes
     ----------

@@ -362,7 +362,7 @@ def works_of(
     Parameters
     ----------
     machine
-        Target machine: if its messages cross a network, boundary strips are computed separately.
+        Machine whose roofline replaces the unknown kernel times.
     full
         Whether to include every legal cut, not only the preselected ones.
     """

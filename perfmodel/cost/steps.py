@@ -159,6 +159,7 @@ class _Steps:
         return PricedSteps(costs, backward, self._gathered)
 
     def _forward(self, step: Step) -> _Known:
+        # Boxes that earlier layers have gathered are not exchanged again, so the cost depends on them.
         before = self._gathered_of(step)
         key, known = _key(step, before, self._pricing), self._pricing.known
         if key not in known:

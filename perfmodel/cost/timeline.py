@@ -290,6 +290,7 @@ class _Player:
         exchange = operation.exchange
         # No end: with `pads`, the exchange was finished at its start.
         end = self._ends.pop(exchange, self.now)
+        # The exchange that ends with the least time to spare limits the delay that the pass can hide.
         self._slack = min(self._slack, max(0.0, self.now - end))
         waited = self._wait(end)
         self._spend(operation.layer, "halo_exposed" if exchange.kind == "halo" else exchange.kind, waited)

@@ -297,7 +297,7 @@ class NoneFits(UserError):
 
 
 class PlanSearch(Protocol):
-    """Protocol of the simulations for a plan; see :mod:`halograd.perfmodel.predict`."""
+    """Protocol of a search for a plan, with the methods that choosers call; see :mod:`halograd.perfmodel.predict`."""
 
     def explore(self, planner: Planner) -> NoneFits | None:
         """Simulate a planner's choices and improvements of them, the baselines, and strategies with one grid for all
@@ -349,6 +349,7 @@ class Planner(Chooser):
             If this planner does not support the problem.
         """
         start = time.perf_counter()
+        # Without layers there is one choice, the empty one.
         if not problem.names:
             return Selection((), 0.0, 0.0, optimal=True)
         choice = self._search(problem)
@@ -407,6 +408,7 @@ def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
     smaller = problem
     for _ in range(rounds):
         alive = _alive(smaller, keep)
+        # None: no choice is possible, which the planner finds and reports.
         if alive is None or all(a.all() for a in alive):
             break
         chosen = [np.flatnonzero(a) for a in alive]

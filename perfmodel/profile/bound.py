@@ -80,6 +80,7 @@ class BoundLayer:
             layout = Layout.blocks((size * batch, *shape), {"sample": size}, size)
             return Value(name, layout, dtype, 0, kept=True)
 
+        # Targets have no gradient, and may be class indices.
         values = []
         for i, shape in enumerate(shapes):
             is_target = layer.compares(i)
@@ -115,6 +116,7 @@ class BoundLayer:
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
         params, state = layer.parameters(*shapes), layer.state(*shapes)
         zeros, low, full = self.kernels.zeros, self._dtype, wide(self._dtype)
+        # Norms read exact parameters even if the computation has 16 bits; backends may round gradients to 16 bits.
         read, rounds = full if layer.exact_parameters else low, self.kernels.rounds_gradients
         arrays = {
             "params": {key: zeros(spec.shape, read) for key, spec in params.items()},

@@ -87,6 +87,7 @@ class LayerTimer:
                 twin.run()
             repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
             samples = self.comm.allgather_objects([self._once(bound, twin) for _ in range(repeats)])
+        # From [ranks, repetitions, passes] to the slowest rank of each repetition, by pass.
         return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
 
     def close(self) -> None:

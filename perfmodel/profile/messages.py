@@ -58,6 +58,7 @@ class Nodes:
         position = here.index(rank)
         if level == "node":
             return here[position ^ 1] if position ^ 1 < len(here) else None
+        # Nodes in the order of their first ranks, paired as the ranks of a node are.
         order = list(dict.fromkeys(self.nodes))
         partner_node = order.index(self.nodes[rank]) ^ 1
         if partner_node >= len(order):
@@ -160,6 +161,7 @@ class MessageTimer:
         """
         comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method, codec), _Spans()
         arrival, left = np.empty((self.rounds, len(sizes))), np.empty((self.rounds, len(sizes)))
+        # The recorded span of a sum ends at its arrival, which may be before `finish` is called.
         recorder, comm.instruments.recorder = comm.instruments.recorder, spans
         try:
             for k, i in itertools.product(range(self.rounds), range(len(sizes))):
