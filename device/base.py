@@ -55,6 +55,7 @@ _LOW = frozenset([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])  # dtype.
 
 def as_dtype(name: Any) -> np.dtype:
     """Return the dtype of this name; ``bfloat16`` is that of ml_dtypes."""
+    # NumPy has no bfloat16 of its own.
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
@@ -388,6 +389,7 @@ class HostDevice(Device):
 HOST = HostDevice()
 
 
+#: Open devices, without the host, whose arrays have the type of NumPy. The device opened last comes first.
 _devices: list[Device] = []
 
 

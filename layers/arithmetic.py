@@ -15,6 +15,7 @@ __all__: list[str] = []
 
 class _OfNodes(NodeOperators):
     def add(self, first: Node, second: Node) -> Node:
+        # Add refuses what is no node.
         if not isinstance(second, Node) or first.shape == second.shape:
             return Add()(first, second)
         return BroadcastAdd()(first, second)
@@ -34,5 +35,6 @@ class _OfLosses(LossArithmetic):
         return weighted(loss, factor)
 
 
+# Set here, because the layers of this file import `layer` and `loss`, which cannot import them.
 Node.arithmetic = _OfNodes()
 LossNode.of_losses = _OfLosses()

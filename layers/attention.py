@@ -570,6 +570,7 @@ class _AttentionKernel:
         environment: Any,
     ) -> None:
         self.mode, device = environment.mode, environment.kernels.device
+        # Two kernels, because a run alternates between training and evaluation.
         self.plain, self.dropping = build(geometry), None
         if mask is not None:
             if self.mode.state is None:  # the caller does not count steps

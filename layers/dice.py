@@ -97,6 +97,7 @@ class Dice(Loss):
     def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
         if self.activation == "softmax" or prediction[-1] != target[-1]:
             return (MetricSpec(prediction[-1], ignored=self.ignore_index),)
+        # Predictions are logits, of which 0 is a probability of 1/2, or probabilities.
         if self.activation == "sigmoid":
             return (MetricSpec(2, threshold=0.0, ignored=self.ignore_index),)
         return (MetricSpec(2, threshold=0.5, probabilities=True, ignored=self.ignore_index),)

@@ -87,6 +87,7 @@ class _SharedDropout(ElementwiseLayer):
         drawn = context.scratch(box.shape, context.wide)
         kernel = context.kernel(partial(_DropoutKernel, self.rate, (batch, numbers), box), x=ones, y=drawn)
         context.run(kernel, "forward")
+        # (n, 1, ..., channels or 1), which broadcasts over the positions.
         factor = drawn.reshape(box.shape[0], *(1 for _ in space), box.shape[1])
         views = {"x": context.inputs[0].view, "g": factor, "y": context.y}
         context.run(context.kernel(product, **views), timing=context.timing("forward"))

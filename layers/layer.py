@@ -159,6 +159,7 @@ def _large_first(*nodes: Node) -> list[Node]:
 
 
 def _is_number(value: object) -> bool:
+    # A bool is a number in Python, but in a product with a node it is an error.
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -299,6 +300,7 @@ class Layer(TargetReader):
 
         The box may reach outside the array: elements there count as `pad_value`.
         """
+        # With all channels of the inputs, unless each channel depends on the same channel only.
         boxes = tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
         if self.cuts_channels != "channelwise":
             return boxes

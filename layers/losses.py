@@ -111,6 +111,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
     def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        # A logit of 0 is a probability of 1/2.
         return (MetricSpec(2, threshold=0.0),)
 
     def check(self, *shapes: Shape) -> None:
@@ -290,6 +291,7 @@ class Focal(_Pointwise):
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
     def metric_specs(self, prediction: Shape, target: Shape) -> Sequence[MetricSpec]:
+        # A logit of 0 is a probability of 1/2.
         return (MetricSpec(2, threshold=0.0),)
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:

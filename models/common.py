@@ -40,6 +40,7 @@ Filters = Annotated[Count, Field(le=2**20)]
 Times = Annotated[Count, Field(le=256)]
 #: Factor of all filters and hidden units; 1 is the published network.
 Factor = Annotated[Positive, Field(le=64)]
+#: Weight of positive targets in a loss.
 Weight = Annotated[Positive, Field(le=1e6)]
 #: Weights that follow from the counts of classes in the training samples.
 Balanced = Literal["balanced"]
@@ -49,6 +50,7 @@ ClassWeights = Annotated[Sequence[NotNegative], Field(min_length=1, max_length=2
 Ignored = Annotated[int, Field(ge=-(2**24), le=2**24)] | None
 #: Rate of dropout, or of label smoothing.
 Rate = Below1
+#: Elements over which batch norm computes mean and variance.
 Statistics = Literal["global", "sample", "local"]
 Name = Text
 

@@ -186,6 +186,7 @@ def swin_unet(
         y = Concat(name=f"join{stage}")(skips[stage], _expanded(y, width * 2**stage, 2, f"expand{stage}", skips[stage]))
         # The concatenation has twice the channels of the stage.
         y = Conv(width * 2**stage, 1, name=f"reduce{stage}")(y)
+        # The decoder has no random depth.
         for block in range(depths[stage]):
             y = _block(y, heads[stage], window, block % 2 == 1, hidden_factor, 0.0, f"up{stage}.{block}")
     # Back to the elements of the sample: a patch is one position.
