@@ -385,7 +385,7 @@ class TrainedRun:
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 
     def given(self, which: str = "latest") -> Path:
-        """Return the file of a checkpoint, and register a network that the script has made again by its name. Local."""
+        """Return the file of a checkpoint; register the network of the script, if any, again by its name. Local."""
         if self._network is not None:
             give(self._network, self._network.name)  # another run of this name may have been trained meanwhile
         return self.checkpoint(which)

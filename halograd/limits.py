@@ -130,7 +130,7 @@ def _read(path: Path) -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the control groups that may limit this process, with all their ancestors, and their version."""
+    """Yield the control groups that may limit this process, and all their ancestors, each with its version (1 or 2)."""
     mounted = root / "sys/fs/cgroup"
     # In a container, the mounted root may be the container's own group, whatever path the process reports.
     groups = {(mounted, 2, "/"), (mounted / controller, 1, "/")}

@@ -115,7 +115,9 @@ class Axes:
         return Axes(self.shape, self.dims[:dim] + self.dims[dim + 1 :])
 
     def with_channels(self, channels: int) -> Axes | None:
-        """Return the axes with `channels` channels instead; None unless the last dimension is all channels."""
+        """Return the axes of a node with `channels` channels in place of this one's; None unless the last dimension is
+        all channels.
+        """
         last = len(self.shape) - 1
         if self.dims[-1] != _digits(self.shape, [last]):
             return None

@@ -84,8 +84,8 @@ def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node
 
     Returns
     -------
-    Orders by node; and, by node whose features have no order in torch, the node of the layer from which this comes: one
-    that combines features of different orders, such as a sum, or depends on positions within flattened features.
+    Orders by node; and, for each node whose features have no order in torch, the node of the layer that causes this. It
+    combines features of different orders, such as a sum does, or depends on positions within flattened features.
     """
     orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
     # Repeated, because an order that is found backward may determine others forward.
@@ -138,7 +138,7 @@ def _inputs_with_features(node: Node) -> list[Node]:
 
 
 def _forwards(node: Node, orders: dict[Node, Order]) -> None:
-    """Set the order of a node if those of its inputs determine it; plain if the inputs' orders give none."""
+    """Set the order of a node if the orders of its inputs determine it; it is plain if they give none."""
     if node in orders or isinstance(node.layer, Dense):
         return
     if _flattens(node):

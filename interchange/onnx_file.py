@@ -421,7 +421,7 @@ class _Folding:
         return len(shape) > 1 and shape[0] == 1 and (len(inferred), inferred[1:]) == (len(shape), shape[1:])
 
     def _check_computable(self, node: Any) -> None:
-        """Raise UserError for a node with random results, or with results that need too much time or memory for this
+        """Raise UserError for a node with random results, a loop, or results that need too much time or memory for this
         file.
         """
         if node.op_type in _RANDOM:

@@ -73,8 +73,8 @@ def load(
     path
         The file. Weights outside of it (``external_data``) lie in its folder.
     shapes
-        Shapes of samples, ``(*spatial, C)``, by input. They are required if the file leaves extents open, and else
-        replace its own.
+        Shapes of samples, ``(*spatial, C)``, by name of the input. They are required if the file leaves extents open;
+        else they replace the file's extents.
     buffers
         Names of the module's buffers, ``[name for name, _ in module.named_buffers()]``: they are not trained. Files of
         torch's new exporter contain them. For the old exporter they are required if the module multiplies by an array

@@ -86,7 +86,7 @@ class _Call:
     bound
         The arguments of ``forward``.
     outputs
-        Names of the tensors that it returned when it was traced last.
+        Names of the tensors that the module returned when it was traced last.
     """
 
     module: Any

@@ -86,7 +86,8 @@ def _reshaped(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, m
 def _cut(op: OnnxNode, traced: SizedOperation, requested: SizedOperation, moved: Sequence[int]) -> str:
     """Return the rows of a slice whose bounds were computed from the extents of the example; else "".
 
-    This is assumed of an end that does not change with the extents, and of such a start in the second half of the axis.
+    This is assumed of an end that does not change with the extents, and of a start that does not change either and is
+    in the second half of the axis.
     """
     ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (requested, traced))
     for axis, (start, end), own in zip(requested.numbers.get(3, range(len(ranges))), ranges, before):

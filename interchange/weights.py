@@ -550,7 +550,7 @@ class WeightsFile:
         return fitting[0] if len(fitting) == 1 else ""
 
     def _key(self, name: str, arrangement: Arrangement) -> str:
-        """Return the name of a parameter in the file."""
+        """Return the name of a parameter in the file. Raises UserError if its array is missing or does not fit."""
         keys = [self._wrapper + key for key in arrangement.names]
         key = next((key for key in keys if key in self._shapes), None)
         if key is None:

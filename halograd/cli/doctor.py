@@ -67,7 +67,7 @@ def probe_threads(on_node: Sequence[Cores]) -> Iterator[Finding]:
 
 
 def probe_numpy() -> Iterator[Finding]:
-    """Report NumPy and its matrix products. Local."""
+    """Report NumPy and the library of its matrix products (BLAS). Local."""
     import threadpoolctl
 
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
@@ -216,7 +216,7 @@ def probe_gpu() -> Iterator[Finding]:
 
 
 def _numpy(version: str) -> Iterator[Finding]:
-    """Warn if CuPy was not tested with this NumPy."""
+    """Warn if this version of NumPy is later than those with which CuPy was tested."""
     if tuple(int(part) for part in version.split(".")[:2]) > NUMPY:
         last = ".".join(map(str, NUMPY))
         value = f"{version}: CuPy is tested with NumPy up to {last}"

@@ -54,7 +54,10 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
 
 
 def _prediction(details: Mapping[str, Any], pictures: Path, number: str, repeats: bool) -> dict[str, Any]:
-    """Return the scores of a prediction, and its table of classes unless this `repeats` that of an earlier metric."""
+    """Return the scores of a prediction, with tables and pictures of its classes and calibration.
+
+    These are left out if the confusion matrix `repeats` that of an earlier metric. `number` is a part of file names.
+    """
     scores = [(key, _number(value)) for key, value in details["scores"].items()]
     rows, confusion, calibration = [], None, None
     if details["kind"] == "classes" and not repeats:

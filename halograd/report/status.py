@@ -74,7 +74,8 @@ class Record:
     def epochs_of(self, entries: Sequence[Entry]) -> list[float]:
         """Return, for each entry, the number of epochs completed at its step, with the fraction of the current one.
 
-        Steps of each job count by its own number of steps per epoch: a resumed run may have batches of another size.
+        The steps of a job count by that job's number of steps per epoch: a resumed run may have batches of another
+        size.
         """
         jobs = [begin for begin in self.all("begin") if begin.get("steps_per_epoch")]
         positions, k = [], 0

@@ -64,7 +64,7 @@ def read_bars(path: Path) -> list[Bar]:
 
 
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
-    """Return the start of each step of a rank, that of its first forward span. (Updates may overlap this span.)"""
+    """Return the start of each step of a rank: the start of its first forward span, which updates may overlap [ms]."""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
     # Kinds of the spans before; the first span begins a step as if it came after a backward pass.
     before = ["backward", *(bar.kind for bar in mine)]
