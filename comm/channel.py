@@ -202,8 +202,8 @@ class ChannelSpec:
     Attributes
     ----------
     sends, recvs
-        Elements per peer (another rank of the communicator); zero means no message. Both sides must agree: ``sends[q]``
-        on rank p is ``recvs[p]`` on rank q. May be empty.
+        Number of elements per peer (another rank of the communicator); zero means no message. Both sides must agree:
+        ``sends[q]`` on rank p is ``recvs[p]`` on rank q. May be empty.
     dtype
         Type of the elements, the same on all ranks.
     kind, name

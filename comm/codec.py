@@ -40,7 +40,7 @@ class Codec(ABC):
     dtype
         Dtype of the arrays that the codec encodes; ``""``: any dtype.
     wire
-        Dtype of an element in messages.
+        Dtype of an element in messages; not used if `identity`.
     lossy
         Whether decoded values differ from those that were encoded. The difference can then be added to the next
         contribution (`reduction.error_feedback`).

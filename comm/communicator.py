@@ -242,8 +242,8 @@ class Communicator:
         Parameters
         ----------
         buffer
-            C-contiguous array of the same shape and dtype on all ranks (float32, float64, int32 or int64), on the host
-            or on a device. Modified by each run.
+            C-contiguous array of the same shape and dtype on all ranks, on the host or on a device. Dtypes that are
+            summed are float32, float64, int32 and int64; on a device, those of its transport. Modified by each run.
         kind, name
             Kind for the traffic counters, and name for the recorder (by default the kind).
         method
@@ -270,8 +270,8 @@ class Communicator:
         Raises
         ------
         CommError
-            On all ranks, if the buffers are invalid or differ, or if the method needs shared memory and the transport
-            has none.
+            On all ranks, if an argument is invalid or differs between ranks, or if the method needs shared memory and
+            the transport has none.
 
         Notes
         -----

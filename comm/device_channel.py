@@ -1,7 +1,7 @@
 """Channels and sums of device arrays; they go by way of pinned host memory if the host transport carries them.
 
 Only this module copies device memory to host messages. Transports that reach device memory themselves (NCCL, CUDA-aware
-MPI) make their own channels and reductions, by the same two methods of `Communicator`. ::
+MPI) make their own channels and reductions, which `Communicator.channel` and `Communicator.reduction` return, too. ::
 
     start    pack -> [device buffer] --download--> [pinned]  (enqueued, the host does not wait)
              ... kernels that do not need it are enqueued ...

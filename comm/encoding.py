@@ -38,7 +38,7 @@ class Encoding:
         ``(n,)`` of `dtype`: accumulated encoding error of this rank's summands, added to the next ones. None: the error
         is discarded, until :meth:`compensate` is called.
     share_error
-        The accumulated encoding error of the parts of the sum that this rank encodes, concatenated.
+        The accumulated encoding error of the parts of the sum that this rank encodes, concatenated; None as `error`.
 
     References
     ----------

@@ -9,8 +9,8 @@
     return     decode them into the buffer
 
 A link describes these arrays in `SumBuffers`, and how deposited data move; a codec (`halograd.comm.codec`) defines the
-format of the data. A step that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no
-scatter.
+format of the data. Without anything to copy back, there is no return. A reduce-scatter has no gather, an all-gather
+neither scatter nor add.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ReductionPlan:
     Attributes
     ----------
     operation
-        Stages of a run.
+        Stages of the sum.
     progress
         Progress thread that drives them while the ranks compute; None: `finish` drives them.
     queue

@@ -8,8 +8,8 @@ sums, not of all gradients, and a step allocates nothing. ::
              | 3    | 4           | 5    |        sum 3 waits for 0, sum 4 for 0 and 1, sum 5 for 2
 
 *Data are not overwritten while they are read.* A few stages after `FreeSlot` use the memory (`count` in
-`Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in them. The next sum
-in this memory passes its `FreeSlot` when they are over.
+`Ring.operation`). Nothing else reads or writes it, and messages into it are requested and awaited in these stages. The
+next sum in this memory passes its `FreeSlot` when these stages are over.
 
 *No order of calls deadlocks.* All ranks start their sums in one order; `start` and the stages before the slot do not
 wait. The last stages of a sum are run by its owner and need no other rank, so they are not considered here. Let n be

@@ -89,7 +89,7 @@ class Method:
         Whether the sum has the step of this name: a reduce-scatter only adds, an all-gather only gathers.
     ordered
         Whether summands are added from the first rank to the last, so that the bits depend on nothing else. Otherwise
-        a link may use its own collective (`MPI_Iallreduce`, `ncclAllReduce`) and the order of that.
+        a link may use its own collective (`MPI_Iallreduce`, `ncclAllReduce`), which has an order of its own.
     codec
         Format of the data in messages (see `carrying`).
     by_nodes

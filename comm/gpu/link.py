@@ -36,7 +36,7 @@ class DeviceTransport(Protocol):
     Attributes
     ----------
     summable
-        Dtypes that it sums.
+        Dtypes that the transport sums.
     """
 
     summable: tuple[str, ...]
@@ -159,9 +159,9 @@ class DeviceLinks:
         Parameters
         ----------
         context
-            The communicator.
+            Context of the communicator.
         group
-            This rank's group; None if it has none.
+            Context of this rank's group; None if it has none.
         """
         if self._opened is not None:
             whole = self.transport(context, self._opened.cuda.device)

@@ -1,8 +1,8 @@
 """The `mpi-cuda` transport: the MPI library sends and receives device memory directly.
 
 It is used only if a test shows that the library can do this. MPI does not support streams: it may send data only after
-they have been packed, and received data are valid when MPI reports their arrival. So the host waits for two events: the
-end of packing, in the progress thread, and the arrival, in the thread that calls `finish`. ::
+they have been packed, and received data are valid only after MPI has reported their arrival. So the host waits for two
+events: the end of packing, in the progress thread, and the arrival, in the thread that calls `finish`. ::
 
     start    pack -> [device buffer], event            (no wait)
     thread   event done: MPI_Startall; MPI_Testall ...
@@ -104,7 +104,7 @@ class MpiCudaTransport:
         """Return a sum: every rank sends shards to the ranks that add them up, on a communication stream, and receives
         the sums.
 
-        A reduce-scatter or all-gather has one of these two steps.
+        A reduce-scatter has only the first of these steps, an all-gather only the second.
         """
         mpi, flat, device = self._context.mpi, buffer.reshape(-1), self._cuda.device
         parts = [flat[part] for part in shards(flat.size, mpi.size, flat.itemsize)]

@@ -126,7 +126,7 @@ class Arena:
         Returns
         -------
         chunk
-            Chunk that holds the blocks, the same on all ranks of the node. Free each request with its `free_block`.
+            Chunk that holds the blocks, the same on all ranks of the node; its `free_block` frees one block per call.
         offsets
             ``(ranks of the node, requests)``: offset of each block in the segment of its rank [B].
 

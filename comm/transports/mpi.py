@@ -32,7 +32,8 @@ _WORDS = {8: MPI.UINT64_T, 4: MPI.UINT32_T, 2: MPI.UINT16_T, 1: MPI.UINT8_T}
 def words(memory: np.ndarray) -> tuple[np.ndarray, MPI.Datatype]:
     """Return the bytes as words of the largest size that divides their number, with the MPI datatype of the words.
 
-    MPI counts are limited to 2^31 in some libraries; a count of bytes would reach this limit eight times earlier.
+    MPI counts are limited to 2^31 in some libraries; a count of bytes would reach this limit up to eight times
+    earlier.
     """
     for size, datatype in _WORDS.items():
         if memory.nbytes % size == 0:
@@ -167,7 +168,7 @@ class MessageSums:
     is unspecified and may depend on the number of bytes. Large sums that are planned together share memory
     (`halograd.comm.ring`): for received messages, and what MPI holds while its collectives are under way. A
     collective that waits for its slot begins after others that were started later, so the collectives of such sums
-    have a clone of the communicator.
+    run on a clone of the communicator.
     """
 
     def __init__(self, context: TransportContext) -> None:

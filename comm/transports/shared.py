@@ -191,9 +191,9 @@ class NodeMemory:
         whatever its size: the shards of all ranks together are no longer than one buffer.
 
         Sum n uses slot n mod 2 and raises the flag to n + 1. *Data are read after they were deposited*: `finish` waits
-        for n + 1 of all ranks. *Data are not overwritten while they are read*: a rank deposits sum n + 2 after its
-        finish n + 1, so all others have started n + 1. They did that after their finish n, so they have read everything
-        of sum n.
+        until the flags of all ranks have reached n + 1. *Data are not overwritten while they are read*: a rank deposits
+        sum n + 2 after its finish n + 1, so all others have started n + 1. They did that after their finish n, so they
+        have read everything of sum n.
         """
         ranks, me = self.node.size, self.node.rank
         parts = shards(flat.size, ranks, flat.itemsize)
@@ -224,8 +224,8 @@ class NodeMemory:
 
         ``start`` only records that the buffer is ready. The ranks of a node do not wait for a network: the sum is work
         of the cores, and in `finish` it does not interrupt the kernels of the backward pass. For each piece, every rank
-        copies its summand to the stage (in the cache), adds up its share of all summands, and copies the shares of the
-        others back. Two barriers separate these steps.
+        copies its summand to the stage (in the cache), adds up its share of all summands, and copies the sums of all
+        shares back (not in a reduce-scatter). Two barriers separate these steps.
 
         *Data are not overwritten while they are read*: summands are read between the first and the second barrier of a
         piece, and written before the first. Sums are written between the two barriers, and read after the second and

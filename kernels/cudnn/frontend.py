@@ -44,7 +44,7 @@ class Workspaces:
 
     Kernels on one stream run one after the other and share its arena. Kernels on two streams may run at the same time
     and have one arena each. An arena is made when its stream first needs it, as large as the largest kernel built so
-    far needs; so it grows at most once if all kernels are built before the first one runs.
+    far needs; so it does not grow if all kernels are built before the first one runs.
 
     Parameters
     ----------

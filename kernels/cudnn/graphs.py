@@ -201,7 +201,7 @@ class GraphKey(ABC):
         Whether the plan is chosen by measurement.
     compared
         Numbers of plans that are measured: first in cuDNN's order, then of the fastest engine. cuDNN lists an engine
-        with many settings in sequence, which differ by 5-30 %; engines for older devices come late.
+        with many settings in sequence, whose times differ by 5-30 %; engines for older devices come late.
     what
         Kernel, and what it computes, for messages.
     """

@@ -215,7 +215,8 @@ class Plans:
     Attributes
     ----------
     times
-        For each key chosen by measurement, the times of the candidates [s], the fastest first.
+        For each key whose plan was chosen by measurement, the times of the candidates, and of our own kernels that were
+        compared with the plan [s]; the chosen one first.
     """
 
     def __init__(
