@@ -272,7 +272,9 @@ class AutoReduction:
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
-        """Create the search for a chunk size; None if only one size is possible, or without shared memory."""
+        """Create the search for a chunk size; None if `Tuning.step` is 0, if only one size is possible, on one rank, or
+        without shared memory.
+        """
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))

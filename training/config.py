@@ -117,7 +117,7 @@ class ModelConfig(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All other keys: options of the model."""
+        """Options of the model: all other keys; with `onnx`, only the loss."""
         extra = self.model_extra or {}
         # The graph was made with the other options.
         return dict(extra) if self.onnx is None else {"loss": extra["loss"]}
@@ -347,7 +347,7 @@ class ReductionConfig(Table):
         others = sorted(self.model_fields_set & _TUNING)
         if others and not KINDS[self.name].searches:
             raise ValueError(f'{others[0]}: expected name = "auto" with it, got "{self.name}"; remove one of them')
-        # A `Scheme` checks its fields together.
+        # A `Scheme` checks its fields together when it is made.
         self.scheme()
         return self
 
@@ -515,7 +515,7 @@ class Config(Table):
 
 
 def _received(tables: dict[str, Any], files: dict[str, int | None]) -> Config:
-    """Check the tables of another rank; raise an error if the user's files differ on this rank."""
+    """Return the configuration in the tables of another rank; raise an error if the user's files differ here."""
     check_files(tables, files)
     return check_config(tables)
 

@@ -184,6 +184,7 @@ class RunLock:
                 break
             if first is None and reason is None and not owner.here(self._me):
                 _log.warning("%s: held by %s; waiting up to %g s for a sign that it runs", self.path, owner, SILENCE)
+            # Later readings are compared with the first one: has the owner touched the lock since?
             first = first or seen
             time.sleep(POLL)
         self._held = True

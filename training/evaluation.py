@@ -394,6 +394,7 @@ def gather_samples(
     executor, units = session.executor, dict[str, ChannelStatistics | None]()
     for pair in compared_pairs(executor):
         for node in pair.nodes:
+            # A node in several comparisons has the units of the first one.
             units.setdefault(node, session.samples.statistics.get(pair.nodes[1]))
     parts: dict[Any, list[np.ndarray]] = {key: [] for key in names}
     samples: list[int] = []

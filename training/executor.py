@@ -342,7 +342,9 @@ class Executor:
         return self.spans.timed(layer, phase, calls)
 
     def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
-        """Run a pass as graphs, or by its calls while layers are timed by events, which a graph cannot contain."""
+        """Run a pass as graphs; or by its calls, for a short batch, or while layers are timed by events, which a graph
+        cannot contain.
+        """
         short = self.mode.valid != self.batch  # a graph replays the counts of its capture
         if short and not graphed.measures:
             raise ValueError(

@@ -112,6 +112,7 @@ class Flips:
             samples = replace(session.samples, dataset=mirrored, windows=session.samples.windows.over(mirrored))
             loader, ahead = open_loader(session.config, session.executor, samples, self._stack)
         self._session = replace(session, samples=samples, loader=loader, ahead=ahead)
+        # Fixed arrays, because an exchange is made once for them.
         self._sent: dict[tuple[int, int], NDArray[Any]] = {}
         self._received: dict[tuple[int, int], NDArray[Any]] = {}
         exchanges = list[dict[str, Any]]()

@@ -194,6 +194,7 @@ class Optimizer:
         # Names of layers may contain slashes: only the last one separates the parameter.
         names = groupby(bucket.slices, lambda name: self._group_of.get(name.rpartition("/")[0], ""))
         starts = [(bucket.slices[next(members)].start, self.groups.index(group)) for group, members in names]
+        # A run ends where the next one begins, so it includes the gaps of zeros for alignment.
         stops = [start for start, _ in starts[1:]] + [bucket.params.size]
         return [(slice(start, stop), group) for (start, group), stop in zip(starts, stops)]
 
@@ -506,7 +507,7 @@ class LAMB(_Moments):
 
     Per parameter array ``u = m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + epsilon) + weight_decay * p`` in step `k`,
     with Adam's moments `m` and `v`; ``p -= learning_rate * |p| / |u| * u``. Biases and norm parameters (no weight
-    decay) have the factor 1 in place of ``|p| / |u|``, as with :class:`LARS`.
+    decay) have the factor 1 in place of ``|p| / |u|``, as with :class:`LARS`; so have arrays where a norm is 0.
     """
 
     name = "lamb"
@@ -558,7 +559,8 @@ class LARS(Optimizer):
 
     Per parameter array ``r = trust * |p| / (|g| + weight_decay * |p|)``;
     ``v = momentum * v + learning_rate * r * (g + weight_decay * p); p -= v``.
-    Biases and norm parameters (no weight decay) have ``r = 1``, as in all practical implementations.
+    Biases and norm parameters (no weight decay) have ``r = 1``, as in all practical implementations, and so have
+    parameters of zeros.
     """
 
     name = "lars"

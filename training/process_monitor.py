@@ -38,8 +38,8 @@ class MonitoredRanks:
     host, size
         Name of this node, and number of all ranks of the job.
     files
-        Number of ranks whose files (``rank-*.txt``, in one folder) this node can read when the job starts, ranks on
-        other nodes included; a rank that leaves its run removes its file.
+        Number of ranks, on all nodes, that have a file (``rank-*.txt``) in the folder of these files when the job
+        starts; a rank that leaves its run removes its file.
     ranks
         Process ID and path of the file of each rank of this node.
     """

@@ -561,7 +561,9 @@ def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
-    """Warn if samples of one file are both trained on and held out: neighbors in time are similar."""
+    """Warn if samples of one file are both trained on and held out, because neighbors in time are similar; not if the
+    data have groups, or ``data.split`` is not ``"auto"``.
+    """
     file_of = _of_files(dataset, "file_of", None)
     if file_of is not None and data.split == "auto" and dataset.groups is None:
         both = np.intersect1d(file_of[training], file_of[validation])
@@ -669,6 +671,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
     """Return the names of the targets to normalize; raise UserError for a name that is not a target of a regression."""
     weights, ranges = weights_of(network), _ranges(network)
+    # Classes and probabilities are bounded, and keep their numbers.
     numbers = [name for name in network.targets if name not in weights and not ranges.get(name, TargetRange()).bounded]
     if isinstance(data.normalize_targets, bool):
         return numbers if data.normalize_targets else []

@@ -359,6 +359,7 @@ class OneCycle(Schedule):
     def __call__(self, step: int, group: str = "") -> float:
         # As in PyTorch, the rise ends one step early: steps count from 0.
         top, last = self.rise * self.steps - 1, self.steps - 1
+        # If `rise` is less than a step, the rate falls from the first step on.
         if step < top:
             low, way = self.start * self.rate, 1 - step / top
         else:
@@ -458,6 +459,7 @@ def schedule_of(function: Callable[[int], float] | Schedule) -> type[Schedule]:
             return copy.deepcopy(function) if isinstance(function, Schedule) else cls()
 
         def __call__(self, step: int, group: str = "") -> float:
+            # Checked in every step, because a function may return any number; NaN fails the comparison, too.
             rate = float(function(step))
             if not 0 <= rate <= LARGEST:
                 raise UserError(f"schedule: expected a learning rate >= 0 for step {step}, got {rate}")

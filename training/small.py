@@ -45,6 +45,7 @@ def suited(config: Config, comm: Communicator, network: Network, strategy: Strat
     space = (table.depth, table.height, table.width)
     if table.small == "keep" or table.file is not None or comm.size == 1 or all(cut == 1 for cut in space):
         return None
+    # The assumed machine is a processor, and devices have other rates.
     if BACKENDS[config.backend.kernels].on_device:
         return None
     machine = _machine(config, comm)

@@ -93,13 +93,13 @@ class StepTimes:
         self._seconds: list[tuple[float, float]] = []
 
     def begin(self, step: int) -> None:
-        """Start recording, before a measured step."""
+        """Start recording, before a measured step; no-op before others."""
         if self.begin_at <= step < self.end_at:
             self._timeline.paused = False
             self._before = self._sums()
 
     def end(self, step: int, seconds: float, data: float) -> None:
-        """Record a measured step: its time [s], and the wait for its data [s]."""
+        """Record a measured step: its time [s], and the wait for its data [s]; no-op after others."""
         if self.begin_at <= step < self.end_at:
             # Waits for a device, so that no time of this step is missing.
             self._executor.spans.finish()

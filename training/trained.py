@@ -291,6 +291,7 @@ def _files(session: Session) -> list[Any]:
 def _settings(session: Session) -> dict[str, Any]:
     """Return, as plain data, everything other than checkpoint and samples that predictions depend on. Local."""
     config = session.config
+    # Files are in `_files`; how many are read ahead or kept open changes no prediction.
     tables = config.model_dump(
         mode="json",
         include={"model": True, "data": True, "training": True, "backend": {"kernels", "precision"}},
@@ -326,5 +327,6 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
     """Return the settings that determine the held-out samples."""
     data = config.get("data", {})
+    # The tables have only keys that were set: None is the default.
     own = [data.get(key) for key in ("path", "validation", "split", "invalid", "lag", "history", "rollout")]
     return [*own, config.get("training", {}).get("seed")]

@@ -457,7 +457,7 @@ def _clear(folder: Path) -> None:
 
 
 def _in_comm(frame: FrameType | None) -> bool:
-    """Return whether a thread is in a function of the package `comm`, where it waits for other ranks."""
+    """Return whether a thread is in a function of the package `comm`, where it may wait for other ranks."""
     while frame is not None and not frame.f_code.co_filename.startswith(_COMM):
         frame = frame.f_back
     return frame is not None
