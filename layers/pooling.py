@@ -367,7 +367,8 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _lower_largest(context: Context, own: View) -> None:
-    """Write the maxima of this block, and their positions as numbers in row-major order, to `own` ``(n, 1, 2, C)``.
+    """Add the operations that write the maxima of this block, and the row-major numbers of their positions, to `own`
+    ``(n, 1, 2, C)``; none for an empty block.
     """
     value = context.inputs[0]
     if not value.box.size:
@@ -396,7 +397,7 @@ def number_dtype(context: Context, extent: int) -> np.dtype:
 
 
 def in_wide(context: Context, view: View) -> View:
-    """Return the view, or a float32 copy of a 16-bit view."""
+    """Return the view; of a 16-bit view, add the copy to a float32 array, and return that array."""
     if view.dtype == context.wide:
         return view
     copy = context.scratch(view.shape, context.wide)

@@ -294,7 +294,7 @@ class Context:
             self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
-        """Return the timing of a kernel of this layer, with the largest blocks of all ranks; `changes` set fields."""
+        """Return the timing of a kernel of this layer for the largest blocks of all ranks, with `changes` of fields."""
         outputs: tuple[int, ...] | None = self.output.layout.boxes.longest[1:-1]  # spatial axes
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         if phase == "forward" and self.output.wide:

@@ -244,7 +244,7 @@ class Operation:
     Attributes
     ----------
     layer
-        Name of the layer, or of the redistribution, of the operation; "" for operations on gradients.
+        Name of the layer, or of the redistribution, of the operation; "" for most operations on gradients.
     when
         Passes that run the operation: ``"training"`` or ``"evaluation"`` passes; ``"step"``: the last training pass of
         a step; None: all passes.
