@@ -617,6 +617,7 @@ class TileGroup:
         tiles = [s * a.step for s, a in zip(axes, self._axes)]
         # Queries and keys of a rule have one dilation, so the step of the queries serves both.
         inner = [s * a.queries.step for s, a in zip(axes, self._axes)]
+        # Axes: samples, tiles of each axis, heads, positions of a tile, channels of a head.
         return xp.lib.stride_tricks.as_strided(
             begin, (*self.lead, *tile, begin.shape[-1]), (n, *tiles, head * step, *inner, channel)
         )

@@ -1,8 +1,8 @@
 """Activations and their derivatives, written into given arrays.
 
-No function subtracts nearly equal numbers, and no exponential has a large positive argument: near saturation a result
-has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output near its
-limit is inaccurate. Those of ReLU, and of leaky ReLU with a slope >= 0, read the output, whose sign is enough.
+No function subtracts nearly equal rounded numbers, and no exponential has a large positive argument: near saturation a
+result has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output
+near its limit is inaccurate. Those of ReLU, and of leaky ReLU with a slope >= 0, read the output, whose sign is enough.
 
 `x` may be `y` or `dx`, so each function reads `x` before it writes them. Nothing is allocated.
 """
@@ -215,7 +215,7 @@ def _gated(x: Any, e: Any, s: Any, work: Any, rate: Any) -> None:
     """Compute ``s = sigmoid(w) + x * rate * sigmoid'(w)``, the derivative of ``x * sigmoid(w)``, from ``e =
     exp(-|w|)``.
 
-    `w` is a function of `x` and has its sign; `rate` is the derivative of `w`. Modifies `e`.
+    `w` is a function of `x` and has the sign of `x`; `rate` is the derivative of `w`. Modifies `e`.
     """
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)

@@ -202,6 +202,7 @@ class StagedKernels(
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> Pair:
         if not is_low(x.dtype):
             return super()._activation(kind, x, y, dy, dx, alpha)
+        # The derivative reads one of both; the other may have been overwritten.
         s, read = _StandIns(self.stage), x if reads_input(kind, alpha) else y
         forward, backward = self._activation(kind, s(x), s(y), s(dy), s(dx), alpha)
         return s.around(forward, [x], [y]), None if backward is None else s.around(backward, [read, dy], [dx])

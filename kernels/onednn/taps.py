@@ -36,7 +36,8 @@ from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["BLOCK_BYTES", "backward_filter_by_taps", "preferred"]
 
-#: Limit of the copies of one block [B], exceeded only by a block of one row of outputs.
+#: Limit of the copies of one block [B], without the rows that the windows of its last outputs add; a block of one row
+#: of outputs may exceed it.
 BLOCK_BYTES = 1 << 22
 
 #: Instruction sets with vectors of at most 8 float32 numbers.
