@@ -335,6 +335,7 @@ def start_chain(script: Path) -> list[str]:
 
 def _call(command: list[str]) -> str:
     """Run a command and return its output; raise UserError with its message if it fails."""
+    # Without an input, a command that waits for one ends instead.
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

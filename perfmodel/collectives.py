@@ -52,7 +52,7 @@ def _power_of_two(ranks: int) -> bool:
 
 
 def _spread(messages: int, n: float, p: int, link: Link) -> float:
-    """Return the time of `messages` messages in which each rank transfers ``(p - 1) / p`` of `n` bytes."""
+    """Return the time of `messages` messages, in which each rank transfers ``(p - 1) / p`` of `n` bytes in all [s]."""
     return messages * link.alpha + link.beta * (n * (p - 1) / p)
 
 
@@ -171,7 +171,7 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     # With equal links, the ring is among the algorithms of the stage.
     if len(stages) == 1:
         return staged
-    # The largest counts of all nodes and switches: for an uneven group, more than its number of ranks.
+    # By the largest counts of all nodes and switches: for an uneven group, this may be more than its number of ranks.
     ranks = math.prod(stage.size for stage in stages)
     slowest = Link(max(stage.link.alpha for stage in stages), max(stage.link.beta for stage in stages))
     return min(staged, seconds(collective, nbytes, ranks, slowest, "ring"))

@@ -328,7 +328,7 @@ class Plan:
         Raises
         ------
         UserError
-            If the file cannot be read, or is not a plan.
+            If the file cannot be read, or is not a valid plan of this version.
         """
         return cls.from_dict(read_json(path, "plan"), f"plan {shown_path(path)}")
 

@@ -393,6 +393,7 @@ class StrategySearch:
         if not choices:
             return []
         if len(choices) > self.budget:
+            # Steps to the fastest neighbor, until none is faster.
             best = choices[0]
             while len(by_grid) < self.budget:
                 nearest = min((p for p in choices if is_step(best, p)), key=seconds, default=best)

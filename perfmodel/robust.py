@@ -333,6 +333,7 @@ class _StepTable:
 
     def _few(self) -> list[int]:
         """Return at most `FEW` strategies, those with the smallest regrets."""
+        # With an infinite limit, `_below` simulates a strategy on all machines.
         known = [i for i in range(len(self._candidates)) if self._below(i, math.inf)]
         return sorted(known, key=self.objective)[:FEW]
 

@@ -126,6 +126,7 @@ def memory_of(
     # A Counter adds: both parts have "messages".
     memory = Counter(layers_memory(program, blocks, ahead))
     memory.update(gradients_memory(program, slots, per_node))
+    # The actual size of existing kernels replaces the estimate.
     if workspace is not None:
         memory["kernel workspace"] = workspace
     return dict(memory)

@@ -63,7 +63,7 @@ class _Labels:
 
 
 def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, bounds: Bounds) -> Found:
-    """Return the fastest choice within the bounds.
+    """Return the fastest choice found within the bounds, and how close to the lower bound all others were examined.
 
     Parameters
     ----------
@@ -85,12 +85,14 @@ def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, boun
         labels = _Labels(layers, states, costs, weights)
         kept = _undominated(labels, bounds)
         if len(kept) > bounds.labels:
+            # Only choices from the excess of the cheapest dropped label on may be lost.
             by_cost = kept[np.argsort(labels.cost[kept], kind="stable")]
             proved = min(proved, float(labels.cost[by_cost[bounds.labels]]))
             kept = by_cost[: bounds.labels]
         labels = labels.take(kept)
         created += len(kept)
         trail.append((cluster.layer, rows[kept].astype(np.int32), candidates[kept].astype(np.int32)))
+        # No choice is within the bounds, except for labels that were dropped.
         if not len(kept):
             return Found(None, proved, created)
     # The cost contains the price of the memory; the fastest choice is the one with the least time.

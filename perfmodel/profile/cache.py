@@ -101,6 +101,7 @@ class Oversubscription:
 
     def clock(self) -> float:
         """Return a clock reading [s] whose differences are durations on a rank of this host. Local."""
+        # The CPU time of a process includes that of all its threads.
         return time.process_time() * self.ranks / self.cores if self.shares_cores else time.perf_counter()
 
 

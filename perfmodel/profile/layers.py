@@ -157,6 +157,7 @@ def last_level_cache() -> int:
     """Return the size of the largest cache of the processor [B], at most `LARGEST`; `CACHE` if it is unknown."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        # Linux writes sizes such as 32768K.
         text = path.read_text().strip()
         if text.endswith("K") and text[:-1].isdigit():
             sizes.append(int(text[:-1]) << 10)
