@@ -37,9 +37,9 @@ class Embedding(ElementwiseLayer):
 
     Notes
     -----
-    Parameter `w`, with the extents of the sample along `axes` and 1 along the others, without weight decay: ``(H, W,
-    C)``, or ``(H, W, 1)`` for ``("height", "width")``. A rank holds the box of its block, so the network takes samples
-    of other sizes only along axes that are not named. Communication: only the sum of the gradient, over the
+    Parameter (or state) `w`, with the extents of the sample along `axes` and 1 along the others, without weight decay:
+    ``(H, W, C)``, or ``(H, W, 1)`` for ``("height", "width")``. A rank holds the box of its block, so the network takes
+    samples of other sizes only along axes that are not named. Communication: only the sum of the gradient, over the
     ranks that hold the same elements of `w`.
     """
 

@@ -69,7 +69,7 @@ class GroupNorm(Layer):
         self.activation = activated(self, activation, by_input=True)
 
     def group_count(self, channels: int) -> int:
-        """Return the number of groups of an input with this number of channels."""
+        """Return the number of groups of an input. Raises ValueError unless it divides the number of channels."""
         if channels % self.groups:
             raise ValueError(f"{self.kind}: expected a number of groups that divides {channels}, got {self.groups}")
         return self.groups
