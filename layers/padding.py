@@ -250,6 +250,7 @@ def modes_of(mode: Mode | Sequence[Mode], axes: int, first: str = "constant") ->
         mode = Sphere()
     if isinstance(mode, Sphere):
         longitude = axes - 1 if mode.longitude is None else mode.longitude
+        # Axes before the latitudes, such as levels, get constant rows.
         mode = (*(first,) * (axes - 2), replace(mode, longitude=longitude), "circular")
         if longitude != axes - 1 or axes < 2:
             raise ValueError(

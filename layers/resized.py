@@ -131,6 +131,7 @@ class _Resizing:
     def _scaled(self, node: Node, to: Shape) -> Shape:
         """Return the extents that a node has if the first input has the extents `to`."""
         pairs = list(zip(node.shape[:-1], self._before, to))
+        # An extent of 1 stands for the whole axis: it stays 1.
         if any(n > 1 and n * new % old for n, old, new in pairs):
             raise ValueError(f"{self._old.names[node]!r} of {_by(node.shape[:-1])} does not scale with {_by(to)}")
         return tuple(n if n == 1 else n * new // old for n, old, new in pairs)

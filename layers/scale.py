@@ -111,6 +111,7 @@ def extents_along(what: str, shape: Shape, axes: Sequence[str] | None) -> dict[s
         raise ValueError(
             f"{what}: axes: expected some of {', '.join(names)}, the axes of {shape}, each once, got {tuple(chosen)}"
         )
+    # With extent 1 along all other axes, the array broadcasts over them.
     extents = tuple(n if name in chosen else 1 for name, n in zip(names, shape))
     channel = len(shape) - 1 if "channel" in chosen else None
     return {"shape": extents, "spatial_axes": tuple(range(len(shape) - 1)), "channel_axis": channel}

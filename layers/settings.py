@@ -51,6 +51,7 @@ def _plain(value: Any, private: bool) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
+        # A checksum, because arrays may be large.
         return [array.dtype.name, list(array.shape), zlib.crc32(array.tobytes())]
     if isinstance(value, Layer):  # within another layer
         return [value.kind, _own(value, private)]
