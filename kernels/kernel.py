@@ -126,7 +126,7 @@ class Kernel:
         self._run()
 
     def close(self) -> None:
-        """Free the kernel's memory; it can no longer run. `close` may be called twice."""
+        """Free the memory of the kernel, which can no longer run then. `close` may be called twice."""
         free, self._free = self._free, None
         self._run = self._closed  # freed memory must not be read or written
         if free is not None:

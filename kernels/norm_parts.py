@@ -202,8 +202,8 @@ class GroupNormArrays:
     sums, means
         float64 ``(N, 2, C)``: those of :class:`BatchNormArrays`, per sample.
     totals
-        float64 ``(N, 2, G)``: sums over this process, to be reduced over the ranks that share samples; forward
-        replaces the reduced sums by mean and variance of each group.
+        float64 ``(N, 2, G)``: sums over this process, to be reduced over the ranks that share samples; forward may
+        replace the reduced sums by mean and variance of each group.
     count
         Number of elements in a group of one sample, over all ranks.
     """
