@@ -140,7 +140,7 @@ DEVICE Position element_of(const Range (&ranges)[AXES], Index number) {
 
 DEVICE Index size_of(const Range (&ranges)[AXES]) { return ranges[0].count * ranges[1].count * ranges[2].count; }
 
-// A query and a key of one sample and head, with the offsets of their numbers.
+// A query and a key of one sample and head, and the rows of q and k that hold their vectors.
 struct Pair {
     Index sample, head;  // head: local
     Position query, key;

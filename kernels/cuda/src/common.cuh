@@ -29,9 +29,10 @@ struct Bfloat16 {
 // `p` stays in the constant bank even where its arrays are indexed by a variable.
 #define KERNEL(name, Params) \
     extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
-// One whose threads meet at barriers; the shim runs the others without fibers.
+// A kernel whose threads meet at barriers; the shim runs the others without fibers.
 #define BLOCK_KERNEL(name, Params) KERNEL(name, Params)
-// One of which two blocks fit on a multiprocessor: while the threads of one wait or compute, those of the other read.
+// A kernel of which two blocks fit on a multiprocessor: while the threads of one block wait or compute, those of the
+// other read.
 #define SHARING_KERNEL(name, Params) \
     extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Params p)
 #define DEVICE __device__ __forceinline__
@@ -130,7 +131,8 @@ DEVICE void set_parameter(double value, void* p, int64 is_float, Index i) {
     else narrow(value, static_cast<T*>(p)[i]);
 }
 
-// The sum of `value` over the 256 threads of a block, in an order that never changes; right in thread 0 only.
+// The sum of `value` over the 256 threads of a block, in an order that never changes. All threads must come here, and
+// get the same sum.
 DEVICE double block_sum(double value) {
     __shared__ double sums[256];
     const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
@@ -145,7 +147,7 @@ DEVICE double block_sum(double value) {
     return sums[0];
 }
 
-// A number of any of the dtypes that targets come in; the codes are those of kernels/cuda/sources.py.
+// A number of any dtype that targets may have; the codes are those of kernels/cuda/sources.py.
 DEVICE double number_at(const void* p, int64 code, Index i) {
     switch (int(code)) {
         case 0: return double(static_cast<const float*>(p)[i]);

@@ -1,4 +1,4 @@
-// Losses with their gradients in one pass. Blocks leave partial sums in double, which the one that ends last adds up.
+// Losses with their gradients in one pass. Blocks leave partial sums in double, which the last block to end adds up.
 #include "rows.cuh"
 
 struct LossParams {
@@ -11,11 +11,11 @@ struct LossParams {
     int64 factor_code;
     int64 factor_channels;
     const double* factor;   // of dx alone, on the device, or none
-    const double* divisor;  // of loss and dx, on the device, or none; 0 if it is not above 0
+    const double* divisor;  // of loss and dx, on the device, or none; both are 0 unless it is above 0
     double* partial;
     double* loss;
-    uint64* wrong;  // counts targets that are no class, or none; with any the loss is NaN; 0 before and after
-    int64 rows;      // that there are
+    uint64* wrong;  // number of targets that are no class, with which the loss is NaN, or none; 0 before and after
+    int64 rows;      // of x
     int64 counted;   // leading rows that have a loss
     int64 channels;
     double scale;    // of the sum

@@ -67,8 +67,8 @@ template <int V> DEVICE void leave_sums(const NormParams& p, const Columns& at, 
 }
 
 // Sums of x and of its square. A thread sums up differences from a number near its first rows, as float, and moves the
-// sums to zero in double at its end: their difference is right even where the mean is many times the deviation
-// (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983).
+// sums to zero in double at its end: their difference is right even where the mean is many times the standard
+// deviation (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983).
 template <int V, bool WHOLE>
 DEVICE void add_tile(const Vec<T, V> (&x)[TILE], int count, const A (&pivot)[V], double (&sums)[2][V]) {
 #pragma unroll
