@@ -127,7 +127,10 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """Time steps of the plan, of near baselines, and of the best cut that is the same for all layers. Collective."""
+    """Time steps of the plan, of near baselines, and of the best cut that is the same for all layers. Collective.
+
+    Returns the chosen plan, and the times.
+    """
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
@@ -272,7 +275,8 @@ class _Planner:
     def tried(self, plan: Plan, further: Sequence[str] = ()) -> StepTrial:
         """Time steps of the plan, of baselines with similar predictions, and of one rank with all threads.
 
-        `further` names further baselines, which are tried whatever their predicted time.
+        `further` names further baselines, which are tried whatever their predicted time. Returns the plan to train
+        with, and the times; without trials, `plan` and no times.
         """
         table = self.config.strategy
         if not further and (table.machine or self.budget == 0):
@@ -322,7 +326,7 @@ class _Planner:
         return self.comm.bcast(seconds)
 
     def _fits_alone(self) -> bool:
-        """Return whether this machine has enough free memory for a step on one rank. Local."""
+        """Return whether this machine reports enough free memory for a step on one rank. Local."""
         pricing = Pricing(NetworkModel(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:

@@ -49,7 +49,7 @@ KINDS = {
 
 
 def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = (), normalize: bool = False) -> int:
-    """Write the network of a checkpoint, of a run's last one unless `target` is a checkpoint. Local.
+    """Write the network of a checkpoint: the last one of a run, unless `target` is a checkpoint itself. Local.
 
     Parameters
     ----------

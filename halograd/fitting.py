@@ -97,6 +97,11 @@ def fit(
         Objects that a script makes are known only there: to evaluate such a run by the command line, name other ones by
         ``--set``.
 
+    Returns
+    -------
+    TrainedRun
+        The finished run, on all ranks.
+
     Raises
     ------
     UserError, DataError
@@ -305,7 +310,7 @@ class TrainedRun:
         return checkpoint_of(path)
 
     def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
-        """Compute loss and metrics. Collective; see :func:`halograd.training.evaluate`."""
+        """Compute loss and metrics; return them by name. Collective; see :func:`halograd.training.evaluate`."""
         return evaluate(self.given(which), samples=samples, comm=self._comm, **options)
 
     def apply(

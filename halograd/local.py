@@ -134,7 +134,7 @@ def splits(cores: int) -> list[tuple[int, int]]:
 def try_splits(
     cores: int, tables: Mapping[str, Any], report: Callable[[str], None], begin: Callable[[int, int], None]
 ) -> list[CoreSplit]:
-    """Try all splits of `cores` cores of this machine, one after the other. Local.
+    """Try all splits of `cores` cores of this machine, one after the other; return their times. Local.
 
     Splits that are not possible are left out.
 

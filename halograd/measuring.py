@@ -55,7 +55,7 @@ UNITS = 12
 
 
 class Measuring:
-    """Measurements of this machine for a network, new or stored on disk. Methods except `times` are collective.
+    """Measurements of this machine for a network, new or stored on disk. Methods but `times` are collective on `comm`.
 
     Times of layers are stored on disk, so an interrupted measurement, or one that used up its budget, can be continued.
 

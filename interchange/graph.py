@@ -459,7 +459,7 @@ class Builder:
         weights: Sequence[OnnxConstant | None] = (),
         states: Sequence[OnnxConstant | None] = (),
     ) -> Node:
-        """Add a node to the network. It gets the name of the torch module, if the file has it.
+        """Add a node to the network, and return it. It gets the name of the torch module, if the file has it.
 
         A second use of a module becomes another call of its layer. `weights` are trained, `states` are not.
         """
@@ -482,7 +482,8 @@ class Builder:
         """Add a layer with arrays of the file that are multiplied or added: a factor, a summand, or both in this order.
 
         A trained layer has the name of the first array. A second use of the arrays becomes another call of their layer;
-        with `merged`, a layer of its own if the exporter may have merged equal arrays of several modules.
+        with `merged`, a layer of its own if the exporter may have merged equal arrays of several modules. Returns the
+        node of the call.
         """
         if constants[0].is_fixed:
             return self.add(op, layer, node)

@@ -564,7 +564,7 @@ class _Folding:
             )
 
     def _inferred(self, node: Any) -> dict[str, Any]:
-        """Infer the types of a node's outputs."""
+        """Infer the types of a node's outputs; return them by name."""
         known = {name: _type_of(self.onnx, self.constants[name]) for name in node.input if name in self.constants}
         known |= {name: self.types[name] for name in node.input if name in self.types}
         numbers = self.onnx.numpy_helper

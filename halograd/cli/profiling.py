@@ -199,7 +199,7 @@ def allreduce(
 
 
 def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Time one method of summing; the result has no times if the transport does not support the method. Collective."""
+    """Time one method of summing; the result has the reason instead of times if it is not possible. Collective."""
     from ..comm import CommError
     from ..perfmodel.profile.messages import MessageTimer
 

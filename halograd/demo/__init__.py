@@ -29,6 +29,11 @@ def run_demo(out: Path, settings: DemoSettings) -> HeldOutResults:
     settings
         Sizes, and length of the training.
 
+    Returns
+    -------
+    HeldOutResults
+        Scores and masks of the held-out samples.
+
     Raises
     ------
     UserError, DataError

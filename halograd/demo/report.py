@@ -118,7 +118,10 @@ class HeldOutResults:
 
 
 def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
-    """Fit the regression to the network's inputs, and score both predictors. Local; holds all inputs in memory."""
+    """Fit the regression to the network's inputs; score network, regression and the quality limit on held-out samples.
+
+    Local; holds all inputs in memory.
+    """
     logits = _logits(files)
     with Hdf5Dataset(files.data) as dataset:
         training, held_out = split(len(dataset), settings.validation, settings.seed, dataset.groups)
