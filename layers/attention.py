@@ -177,6 +177,7 @@ class Attention(Layer):
                     f"Attention: expected periodic windows that divide {n} positions, got an extent of {extent}; "
                     "choose another"
                 )
+            # The query and its margins are sum(pair) + 1 positions; more than n would include a key twice.
             if self.window is None and continues and sum(pair) >= n:
                 raise ValueError(
                     f"Attention: expected a periodic neighborhood of at most {n} positions, got {sum(pair) + 1}"
@@ -510,6 +511,7 @@ class _Ring(_Lowering):
         """
         context, views, messages = self.context, [], []
         for value, boxes in zip(context.inputs[1:], pair):
+            # Every rank reads its own block, as in step 0: nothing travels.
             if boxes == value.layout.boxes and value.view.packed:
                 views.append(value.view)
                 continue

@@ -575,6 +575,7 @@ class ConvTranspose(Layer):
             if context.frozen:
                 dy.finish()
             else:
+                # It finishes the exchange of `dy` after the bias gradient, which needs no halo.
                 _gradients(context, dy, geometry)
             if not context.needs_gradient(0):
                 return

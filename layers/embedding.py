@@ -185,6 +185,7 @@ class SinusoidalEmbedding(Layer):
 
     def lower(self, context: Context) -> Lowered:
         x = context.gather(0, context.needed(0)).run()
+        # One phase per frequency: half of the channels are its cosines, half its sines.
         shape = context.box.shape[0], context.box.shape[1] // 2
         phase, waves = (context.scratch(shape, context.wide) for _ in range(2))
         kernel = context.kernel(partial(_waves, self.period), x=x.view, y=context.y, phase=phase, waves=waves)

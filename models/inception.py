@@ -182,13 +182,14 @@ def inception_v3(
         raise ValueError(f"resolution: expected at least 75 (one position in the last modules), got {resolution}")
     make = _Builder(width, statistics)
     y = make.stem(Input((resolution, resolution, channels), name="x"))
+    # 35 x 35 for samples of 299 x 299.
     for label, pooled in (("5b", 32), ("5c", 64), ("5d", 64)):
         y = make.module_a(y, pooled, label)
-    y = make.reduction_b(y, "6a")
+    y = make.reduction_b(y, "6a")  # 17 x 17
     for label, inner in (("6b", 128), ("6c", 160), ("6d", 160), ("6e", 192)):
         y = make.module_c(y, inner, label)
     heads = [make.auxiliary(y, classes)] if auxiliary else []
-    y = make.reduction_d(y, "7a")
+    y = make.reduction_d(y, "7a")  # 8 x 8
     for label in ("7b", "7c"):
         y = make.module_e(y, label)
     y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))

@@ -81,6 +81,7 @@ def swin(
     y = LayerNorm("channels", name="features.0.2")(y)
     rates = _rates(random_depth, sum(depths))
     for stage, (blocks, number) in enumerate(zip(depths, heads)):
+        # torchvision's names: stages have odd numbers, mergings even ones.
         if stage:
             y = PatchMerging(name=f"features.{2 * stage}")(y)
         for block in range(blocks):
