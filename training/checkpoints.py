@@ -136,7 +136,8 @@ class CheckpointFolder:
         return f", set aside as {aside.name}"
 
     def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
-        """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove those beyond `keep`.
+        """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove those beyond `keep`;
+        return its path. `config` is the text of the configuration.
 
         A failure after the checkpoint is complete is reported once, and the action is tried again with the next
         checkpoint.

@@ -198,7 +198,7 @@ class RunLock:
         if owner.here(self._me):
             if waited >= ENDING:
                 raise self._in_use(owner)
-        # Its owner has touched it since the first reading, or another run has replaced it.
+        # The owner has touched the lock since the first reading, or another run has replaced it.
         elif seen != first:
             raise self._in_use(owner)
         elif time.time() - seen[1] >= OLD or waited >= SILENCE:

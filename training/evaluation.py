@@ -246,7 +246,13 @@ _TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
 def compared_pairs(executor: Executor) -> list[ComparedPair]:
-    """List the predictions and targets that the minimized loss reads, each with its metric."""
+    """List the predictions and targets that the minimized loss reads, each with its metric.
+
+    Raises
+    ------
+    ValueError
+        If the network has no loss that compares predictions with targets.
+    """
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.program.steps if node is not None and step.layer is node.layer), None)
     comparisons = [] if step is None else step.layer.comparisons(*(value.layout.shape[1:] for value in step.inputs))

@@ -342,8 +342,8 @@ class Executor:
         return self.spans.timed(layer, phase, calls)
 
     def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
-        """Run a pass as graphs; or by its calls, for a short batch, or while layers are timed by events, which a graph
-        cannot contain.
+        """Run a pass as graphs; or by its calls, for a short batch (ValueError with ``graph=True``), or while layers
+        are timed by events, which a graph cannot contain.
         """
         short = self.mode.valid != self.batch  # a graph replays the counts of its capture
         if short and not graphed.measures:
@@ -389,7 +389,8 @@ class Executor:
         Raises
         ------
         ValueError
-            If the scheme replicates more dense layers than the executor was built for (`replicable`).
+            If the scheme replicates more dense layers than the executor was built for (`replicable`), or changes the
+            payload or the error feedback.
         UserError
             If the scheme is not possible here. After either error the executor is unchanged.
         """

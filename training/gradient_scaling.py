@@ -113,7 +113,7 @@ class LossScale:
 
     @property
     def hopeless(self) -> bool:
-        """Whether gradients stayed non-finite at the smallest scale for `PATIENCE` steps."""
+        """Whether gradients were not finite in the last `PATIENCE` steps or more, all at the smallest scale."""
         return self._row >= PATIENCE
 
     def state_dict(self) -> dict[str, float]:

@@ -354,7 +354,7 @@ def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) ->
     Raises
     ------
     UserError
-        If the dtype does not allow the rounding, or hierarchical sums have no shared memory.
+        If the dtype does not allow the rounding or its residuals, or hierarchical sums have no shared memory.
     """
     if not scheme.codec.takes(store.dtype.name):
         raise UserError(

@@ -671,7 +671,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 def _normalized_targets(data: DataConfig, network: Network) -> list[str]:
     """Return the names of the targets to normalize; raise UserError for a name that is not a target of a regression."""
     weights, ranges = weights_of(network), _ranges(network)
-    # Classes and probabilities are bounded, and keep their numbers.
+    # Targets with a smallest value, such as classes and probabilities, keep their numbers.
     numbers = [name for name in network.targets if name not in weights and not ranges.get(name, TargetRange()).bounded]
     if isinstance(data.normalize_targets, bool):
         return numbers if data.normalize_targets else []

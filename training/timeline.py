@@ -132,7 +132,9 @@ class Timeline:
         return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
 
     def overlap(self, kind: str = "") -> float | None:
-        """Compute the overlap ratio [%] of all communication or of one kind ("halo", "allreduce", ...)."""
+        """Compute the overlap ratio [%] of all communication, or of one kind ("halo", "allreduce", ...); None if there
+        was none.
+        """
         return overlap_ratio(self.seconds("communication", kind), self.seconds("wait", kind))
 
     def kinds(self) -> list[str]:

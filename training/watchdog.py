@@ -272,7 +272,10 @@ class Watchdog:
         self._reporting = on_interrupt(self.interrupted)
 
     def follow(self, heartbeat: Heartbeat) -> None:
-        """Watch the progress of the main thread, and log errors and interrupts, from now on. Collective."""
+        """Watch the progress of the main thread, and log errors and interrupts, from now on. Collective.
+
+        Without a limit (`stall_minutes` = 0), the progress is not watched.
+        """
         self._heartbeat = heartbeat
         if not self._patience:
             return
@@ -376,7 +379,7 @@ class Watchdog:
         ticked = time.monotonic()
         while not self._closing.wait(interval):
             now, state = time.monotonic(), self._state()
-            # In a longer gap this process did not run either: it was stopped, or the machine was suspended.
+            # In a longer gap, this process was stopped, or the machine suspended: it could make no progress.
             idle += min(now - ticked, LONGEST)
             ticked = now
             if state != before:
