@@ -30,7 +30,8 @@ class Encoding:
     dtype
         Dtype of the buffer.
     owned
-        Slices of the buffer that this rank adds up. They follow each other, and so do the sources of `deposit`.
+        Slices of the buffer that this rank adds up, in the order of the calls of `add`. The sources of the calls of
+        `deposit` are adjacent, in this order, too.
 
     Attributes
     ----------

@@ -114,7 +114,7 @@ class Method:
 
     @property
     def encodes(self) -> bool:
-        """Whether the sum can have a codec; the collectives of libraries take elements as they are."""
+        """Whether messages of the sum can be encoded: only those of an all-reduce that is not hierarchical."""
         return self.adds and self.gathers and not self.by_nodes
 
     def sent(self, size: int, itemsize: int, ranks: int, rank: int) -> int:
@@ -166,7 +166,7 @@ class Held:
 
 
 def is_large(nbytes: int) -> bool:
-    """Return whether a sum by messages of a buffer of `nbytes` [B] shares its memory with others."""
+    """Return whether a sum by messages of a buffer of `nbytes` [B] shares its memory with other sums."""
     return nbytes > LARGEST_AT_ONCE
 
 

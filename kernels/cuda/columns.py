@@ -71,7 +71,7 @@ class ColumnsGrid:
 
     @classmethod
     def whole(cls, batch: int, rows: int, channels: int, *arrays: Any) -> ColumnsGrid:
-        """Return a grid whose blocks have all rows of their channels, which are 32 bytes of each row."""
+        """Return a grid whose blocks have all rows of their channels, which are at most 32 bytes of each row."""
         lanes = vector_lanes(channels, *arrays)
         # Two threads of 16 bytes read one sector, the least that memory delivers.
         threads = power_of_two(channels // lanes, 2)

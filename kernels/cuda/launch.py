@@ -247,7 +247,7 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
 
 
 def items_grid(launcher: Launcher, items: int, per_unit: int = 16) -> tuple[int]:
-    """Return the grid of a loop over items: enough blocks to keep the device busy, and no more than there are items."""
+    """Return the grid of a loop over items: enough blocks to keep the device busy, and no more than the items need."""
     # CUDA refuses a grid without blocks.
     return (max(1, min(math.ceil(items / THREADS), launcher.blocks(per_unit))),)
 

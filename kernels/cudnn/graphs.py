@@ -187,7 +187,9 @@ _OUTPUT = {FORWARD: Y, BACKWARD_DATA: X, BACKWARD_FILTER: W}
 
 
 class GraphKey(ABC):
-    """Everything that a plan depends on, except the device and the versions of the libraries. A frozen dataclass.
+    """Everything that a plan depends on, except the device and the versions of the libraries.
+
+    Subclasses are frozen dataclasses.
 
     Attributes
     ----------
