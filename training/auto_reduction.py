@@ -183,7 +183,7 @@ class Tuner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, with its candidates."""
+        """Continue from a checkpoint, with the candidates of the checkpoint."""
         self.candidates = [Scheme.of(scheme) for scheme in state["candidates"]]
         self.trials = [Trial(Scheme.of(t["scheme"]), float(t["seconds"])) for t in state["trials"]]
         # If only the checkpoint has a search (`step` is 0 now), its trials still count.

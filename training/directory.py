@@ -191,7 +191,7 @@ class RunLock:
         self._thread.start()
 
     def _reason(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
-        """Return the reason to take the lock over; None to read the lock again. Raises UserError if its owner runs."""
+        """Return the reason to take the lock over; None to read it again. Raises UserError if the owner runs."""
         reason = owner.gone(self._me)
         if reason is not None:
             return reason

@@ -214,7 +214,7 @@ class ComparedPair:
         Name of the output, or of the layer that computes the prediction; followed by the target's name if another pair
         has this name.
     prefix
-        Prefix of the names of its scores: the name, or "" for the first pair.
+        Prefix of the names of the pair's scores: its name and a space, or "" for the first pair.
     nodes
         Names of the prediction and of the target in the network.
     prediction, target

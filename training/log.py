@@ -127,7 +127,8 @@ class RunLog:
             del self._waiting[: file.write(self._waiting)]  # a disk that becomes full takes a part
 
     def _in_place(self, file: FileIO) -> FileIO:
-        """Return the file under the log's name: `file`, or a new one that gets its lines if it was removed or replaced.
+        """Return the file under the log's name: `file` or, if that was removed or replaced, another one, which gets the
+        lines of `file` if it is empty.
         """
         mine = os.fstat(file.fileno())
         try:

@@ -1,4 +1,4 @@
-"""Counts of right and wrong predictions, their scores, and the file that holds both.
+"""Counts of right and wrong predictions, the scores that follow from the counts, and the file that holds both.
 
 Counts of classes are integers, so their scores do not depend on the decomposition in any bit; errors of numbers are
 summed in float64. A metric of your own is a subclass of :class:`Metric`.
@@ -54,7 +54,7 @@ NOTHING = "no position counts: all of them are ignored or have weight 0"
 
 
 class Metric(ABC):
-    """Base class of metrics: counts of a prediction and its target, and their scores.
+    """Base class of metrics: counts from a prediction and its target, and the scores that follow from the counts.
 
     A configuration names metrics of your own for the first prediction of the loss,
     ``output.metrics = ["within.py:Within"]``; a loss names one instead of the library's:

@@ -570,7 +570,7 @@ class TrainingRun:
         self._unvalidated = False
 
     def _is_best(self, validation: dict[str, Any], epoch: int, ended: bool) -> bool:
-        """Return whether a validation is the best so far; warn once if its score is undefined, or if its targets cannot
+        """Return whether a validation is the best so far; warn once if its score is undefined, or if the targets cannot
         distinguish good from bad predictions. Local.
 
         If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only

@@ -81,8 +81,8 @@ class Samples:
     reductions
         Reductions of targets that are finer than the predictions of the network, by name.
     invalid
-        Samples with NaN, infinity or targets out of range, each with its first fault, if the configuration searches
-        for them.
+        Samples with NaN, infinity or targets out of range, each with its first fault; empty if ``data.invalid`` needs
+        no search.
     windows
         Reader of windows of the network's size, or of whole samples.
     augmentation
@@ -577,7 +577,9 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
 
 
 def fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
-    """Check that every field has the shape of its input; return the reductions of finer targets, by name."""
+    """Check that every field has the shape of the network's input of this name; return the reductions of finer targets,
+    by name.
+    """
     reductions = {}
     for name, field in fields.items():
         extents = network.inputs[name].shape

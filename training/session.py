@@ -52,7 +52,7 @@ NAMED = 4  # largest number of layers that a message names
 
 @dataclass
 class Session:
-    """Data, network and executor of one run. `open` is collective over `comm`; its stack closes all objects.
+    """Data, network and executor of one run. `open` is collective over `comm`; its argument `stack` closes all objects.
 
     Attributes
     ----------

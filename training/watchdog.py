@@ -105,7 +105,7 @@ class Position:
     Attributes
     ----------
     host, process
-        Name of its node, and process ID there.
+        Name of the rank's node, and process ID there.
     step, phase, layer
         Number of updates; ``"forward"``, ``"backward"``, ``"data"``, ..., empty if the position is not known; name of
         the layer, empty outside of layers.
@@ -467,7 +467,7 @@ def _in_comm(frame: FrameType | None) -> bool:
 
 
 def _latest(log: Path, event: str) -> list[Entry]:
-    """Return the lines of an event of the latest job in the last `TAIL` bytes of its log; none without a log."""
+    """Return the lines of an event of the latest job in the last `TAIL` bytes of `log`; none without a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL))
