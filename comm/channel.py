@@ -169,6 +169,7 @@ class Channel(ABC):
         if slot not in (0, 1):
             raise CommError(f"slot: expected 0 or 1, got {slot}")
 
+    # Hooks of the transports: the public methods above check the state and keep the meter.
     @abstractmethod
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray: ...
 

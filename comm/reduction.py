@@ -165,6 +165,7 @@ class ReductionPlan:
     close: list[Callable[[], object]] = field(default_factory=list)
 
 
+# Compared by identity: `==` of two arrays is not a bool.
 @dataclass(frozen=True, eq=False)
 class ReductionSpec:
     """Specification of a sum; see `Communicator.reduction`."""
@@ -270,6 +271,7 @@ class Reduction:
         arrived = self._complete() if self._plan.progress is None else self._attempt(self._complete)
         after = time.perf_counter()
         self._meter.took(self._started_at, before, arrived or after, after)
+        # The upload is only enqueued: the host does not wait for it.
         if self._plan.put is not None:
             self._plan.put()
 

@@ -53,6 +53,7 @@ class FreeSlot(Stage):
     def in_use(self) -> bool:
         """Whether the sum uses its memory now."""
         operation = self.operation
+        # A sum that has failed does not continue, so it must not block others.
         return operation is not None and operation.fault is None and self._after <= operation.at <= self._until
 
     def over(self) -> bool:

@@ -16,6 +16,7 @@ __all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned", "aligned_bytes
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
 
+# Compared and hashed by identity: device transports are found by their context.
 @dataclass(eq=False)
 class TransportContext:
     """Communicator resources that a transport uses.

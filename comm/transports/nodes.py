@@ -95,7 +95,7 @@ class Attempt(Stage):
             return call()
         except Exception as fault:
             self.fault = fault
-            return True
+            return True  # over: the other ranks of the node wait for the stages after this one
 
     def raise_fault(self) -> None:
         """Raise the kept exception, if there is one, and forget it."""

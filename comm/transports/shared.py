@@ -416,6 +416,7 @@ class WindowChannel(Channel):
         return self._windows.arrival.arrived
 
     def _close(self) -> None:
+        # These views are of memory that the arena may give to another channel.
         self._windows.sends.clear()
         self._windows.recvs.clear()
         for call in self._windows.free:
