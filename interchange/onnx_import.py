@@ -375,7 +375,7 @@ def _multiply(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _divide(build: Builder, op: OnnxNode) -> Activation:
-    """Import a quotient of two values as a product with the reciprocal of the second."""
+    """Import Div. A quotient by a value becomes a product with its reciprocal; that by a constant, a product."""
     if op.inputs[1] in build.graph.constants:
         return joined(build, op)
     second, name = build.value(op, 1), f"{op.outputs[0]}::reciprocal"

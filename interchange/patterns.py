@@ -164,7 +164,7 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
 
 
 def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
-    """Return whether the parameters of a norm are ones and zeros."""
+    """Return whether a norm has no parameters: the exporter wrote ones and zeros, without names, for them."""
     scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
     return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
 
@@ -228,7 +228,7 @@ def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
 
 
 def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
-    """Return whether one input of an operation is this number, which is not trained."""
+    """Return whether one input of an operation is the constant `number`, which is not trained."""
     return any(_number(graph, name) == number for name in op.inputs)
 
 
@@ -502,7 +502,7 @@ def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) ->
 
 
 def _softplus(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a softplus that returns its input where that is large."""
+    """Recognize a softplus with its input in place of the result where the input is large; remove this case."""
     compared = graph.maker(op.inputs[0]) if op.kind == "Where" else None
     if compared is None or compared.kind != "Greater" or graph.only_reader(compared.outputs[0]) is not op:
         return

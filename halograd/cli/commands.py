@@ -101,7 +101,7 @@ def mesh_tangling(
 
 
 def _alone() -> bool:
-    """Return whether this process runs a command for one process: it is rank 0 of a job, or has no launcher."""
+    """Return whether this process is to run a command for one process: it is rank 0 of a job, or has no launcher."""
     from ..comm.boot import launched_size
 
     if launched_size() is None:

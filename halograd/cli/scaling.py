@@ -189,7 +189,7 @@ class Series:
         return speed_up, speed_up * first.ranks / point.ranks
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Return plain data, for JSON."""
+        """Return the predictions as plain data, for JSON, with speed-up and efficiency."""
         rows = []
         for point in self.points:
             gain = self.efficiency(point)

@@ -294,7 +294,7 @@ def _are_masks(target: h5py.Dataset) -> bool:
 
 
 def _slice(values: np.ndarray) -> np.ndarray:
-    """Return an image ``(H, W)``: the middle slice of ``(D, H, W)``."""
+    """Return an image ``(H, W)``: the middle slice of `values` ``(D, H, W)``, or `values` themselves."""
     return values[len(values) // 2] if values.ndim == 3 else values
 
 

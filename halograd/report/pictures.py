@@ -329,7 +329,7 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
 
 
 def _colours(classes: int) -> Colormap:
-    """Return a color for each class; with many classes, neighbors have similar colors."""
+    """Return a map of a color for each class; with more than ten classes, adjacent classes have similar colors."""
     return ListedColormap(CLASSES[:classes]) if classes <= len(CLASSES) else colormaps["turbo"]
 
 

@@ -95,7 +95,7 @@ class Record:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps per epoch, as logged; for an old log, derived from its first validation."""
+        """Steps per epoch, as logged; for an old log, derived from its first validation, or 1 without a validation."""
         known = self.begin.get("steps_per_epoch")
         first = next(iter(self.all("validation")), None)
         return int(known or (first["step"] // (first["epoch"] + 1) if first else 1) or 1)
@@ -373,7 +373,7 @@ def _checkpoint_text(status: Status) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in its two largest units.
+    """Return a duration in its one or two largest units.
 
     >>> [duration_text(seconds) for seconds in (0.4, 59.7, 198, 7500, 180000)]
     ['0 s', '1 min 00 s', '3 min 18 s', '2 h 05 min', '2 d 2 h']
