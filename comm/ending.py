@@ -104,7 +104,7 @@ class Guard:
         return bool(self._marks[0] == -self._marks[1])
 
     def close(self) -> None:
-        """Wait until all ranks have left or call `close`, and free the guard. Collective, also for ranks that have
+        """Wait until all ranks have left or called `close`, and free the guard. Collective, also for ranks that have
         left.
         """
         if self._request is None:

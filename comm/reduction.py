@@ -261,7 +261,7 @@ class Reduction:
         Raises
         ------
         CommError
-            If the reduction was not started, or has failed, also on the progress thread.
+            If the reduction was not started, or if it has failed and the progress thread drives it.
         """
         if not self.under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")

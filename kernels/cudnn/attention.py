@@ -325,7 +325,7 @@ class _Group:
         return _pairs(view, own.transpose((*range(self.lead), *range(self.lead + 1, own.ndim), self.lead)))
 
     def copies_of_bias(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a view of the table of biases, ``(queries, keys)``, and of the matrix that cuDNN reads."""
+        """Return pairs of views of the table of biases and of the matrix that cuDNN reads, by head, query and key."""
         first, margins = self.call.geometry.heads[0], [0] * len(self.tiles.queries)
         view = self.by_head.of_bias(self.call.arrays.bias, first, margins, self.call.xp)
         return _pairs(view, self._matrices[BIAS_MATRIX]().reshape(view.shape))
