@@ -197,7 +197,7 @@ def planned_settings(optimizer: str) -> OptimizerSettings:
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:
-    """Return the size [B] of a string such as ``16GiB``; None for None."""
+    """Return the size [B] that a string such as ``16GiB`` gives; None for None. Raises UserError for other strings."""
     return None if text is None else read(Bytes, text, at=at)
 
 

@@ -104,7 +104,7 @@ def module_names(network: Network) -> Callable[[str], tuple[str, ...]]:
 
 
 def _resnet(layer: str) -> str | None:
-    """Return torchvision's name of a layer of a ResNet: ``conv3_2b`` is ``layer2.1.conv2``."""
+    """Return torchvision's name of a layer of a ResNet (``conv3_2b`` is ``layer2.1.conv2``); None for other names."""
     if layer == "dense":
         return "fc"
     match = re.fullmatch(r"(conv|bn)(\d+)_(\d+)([abcs])", layer)

@@ -230,7 +230,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _between(before: Sequence[int], after: Sequence[str], text: str) -> list[int]:
-    """Return the numbers that replace ``...``."""
+    """Return the numbers that replace ``...`` between the numbers `before` and the words `after` of the list `text`."""
     ends = bool(after and re.fullmatch(_WHOLE, after[0]))
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
         raise UserError(
