@@ -106,7 +106,7 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _scheme(plan: Plan) -> str:
-    """Return a string for the gradient reduction of a plan."""
+    """Return the scheme of a plan's gradient reduction as a string, with the size of its buckets if it has any."""
     scheme = plan.strategy.reduction
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 

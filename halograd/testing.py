@@ -274,7 +274,9 @@ def _difference(
     dtype: str,
     where: str,
 ) -> Exception | None:
-    """Return an error on the first block, with its position, that differs by more than the tolerance; else None."""
+    """Return an error on the first block whose shape or, beyond the tolerance, values differ from the reference; else
+    None. Each block has its position in the whole array.
+    """
     for key, (have, slices) in blocks.items():
         whole = reference[key]
         want = whole[slices]
