@@ -230,6 +230,11 @@ class Hdf5Dataset:
         return [self]
 
     @property
+    def has_folders(self) -> bool:
+        """Whether samples are read from a folder (Zarr); its time of change does not show that data in it changed."""
+        return any(path.is_dir() for path in (self.path, *getattr(self._location, "paths", ())))
+
+    @property
     def attributes(self) -> dict[str, Any]:
         """Attributes of the file."""
         return self.structure.attributes

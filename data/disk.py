@@ -15,7 +15,7 @@ from typing import Any
 
 import h5py
 
-from halograd.documents import bytes_text, one_line, os_reason, replacing
+from halograd.documents import bytes_text, one_line, os_reason, replacing, writing
 from halograd.errors import UserError
 
 __all__ = [
@@ -202,7 +202,10 @@ def atomic_path(
         The folder is missing or not writable, the disk is or becomes full, or another disk error occurs.
     """
     final = Path(path)
-    with _new_folder(final.parent) if parents else contextlib.nullcontext():
+    with contextlib.ExitStack() as folder:
+        if parents:
+            with writing(f"cannot write {final}", kind=DataError):
+                folder.enter_context(_new_folder(final.parent))
         try:
             _check_location(final, needed, remedy)
             with replacing(final) as partial:

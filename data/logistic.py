@@ -146,6 +146,8 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
         gradient += values.T @ (p - true)
         hessian += values.T @ (values * (p * (1 - p))[:, None])
         count += len(values)
+    if not count:
+        raise ValueError("expected at least one cell, got blocks of none; pass a dataset that is not empty")
     penalty = np.full(len(theta), ridge)
     penalty[-1] = 0.0  # the bias, which fits the frequency of ones, has no penalty
     loss = loss / count + 0.5 * float(np.sum(penalty * theta**2))

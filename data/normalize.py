@@ -355,7 +355,7 @@ class KeptStatistics:
     """File of statistics in the folder of the first data file, named by a hash of all that they depend on. Local.
 
     The hash is that of names, sizes and times of change of all data files, the fields of the data set, and `about`. No
-    file is written for data sets without files, or with a part that consists of folders only (Zarr).
+    file is written for data sets without files, or with samples in folders (Zarr).
 
     Parameters
     ----------
@@ -369,11 +369,8 @@ class KeptStatistics:
         self.path: Path | None = None
         files: list[Path] = []
         for part in getattr(dataset, "parts", ()):
-            own = [path for path in (Path(part.path), *map(Path, part.structure.files)) if path.is_file()]
-            if not own:  # the time of change of a folder does not show that data in it changed
-                return
-            files += own
-        if not files:
+            files += (Path(part.path), *map(Path, part.structure.files))
+        if not files or any(part.has_folders for part in dataset.parts):
             return
         states = [path.stat() for path in files]
         marks = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in zip(files, states)]

@@ -9,6 +9,7 @@ import pytest
 from halograd.data import DataError, Hdf5Dataset, open_dataset
 from halograd.data.coordinates import write_coordinates
 from halograd.data.formats import ChunkCache
+from halograd.data.normalize import KeptStatistics
 from halograd.dtensor import Box
 
 zarr = pytest.importorskip("zarr", reason="needs zarr: pip install 'halograd[formats]'")
@@ -70,6 +71,17 @@ def test_a_block_of_zarr(tmp_path, version):
     found = Hdf5Dataset(tmp_path / "a.zarr", "fields/x", None)
     found.lenient = frozenset("x")
     check(found, "x", 1, np.where(stored[1] == -5, np.nan, 0.5 * stored[1] + 10))
+
+
+def test_no_statistics_are_kept_of_samples_in_folders(tmp_path):
+    """The time of change of a folder does not show that a number in it changed, also if other files are regular."""
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "p1_a.nii")
+    group = zarr.open_group(str(tmp_path / "p1_b.zarr"), mode="w")
+    group.create_array("data", data=np.ones((1, 4, 4, 4), np.float32)).attrs["layout"] = "NDHW"
+    with open_dataset(tmp_path, {"x": "{sample}_a.nii"}, None) as files:
+        assert KeptStatistics(files, {}).path is not None
+    with open_dataset(tmp_path, {"x": "{sample}_a.nii", "y": "{sample}_b.zarr:data"}, None) as both:
+        assert KeptStatistics(both, {}).path is None
 
 
 def test_only_chunks_of_the_block_are_decoded_and_each_once(tmp_path, monkeypatch):

@@ -362,6 +362,8 @@ def test_intersection_over_union_by_hand() -> None:
 
 
 def test_logistic_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="expected at least one cell, got blocks of none"):
+        fit(lambda: [(np.zeros((0, 3)), np.zeros(0))])
     with pytest.raises(ValueError, match="expected at least one block of data, got none"):
         fit(lambda: [])
     x, y = draw(50)

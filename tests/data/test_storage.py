@@ -514,6 +514,11 @@ def test_folders_are_made_for_a_file_that_is_written(tmp_path):
     with pytest.raises(DataError, match="GiB of free disk, got"), atomic_path(out, 1 << 60, parents=True):
         pytest.fail("expected no place for so much")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    message = r"cannot write .*/file/new/out\.h5: "
+    with pytest.raises(DataError, match=message), atomic_path(tmp_path / "file/new/out.h5", parents=True):
+        pytest.fail("expected no folder in a file")
+    (tmp_path / "file").unlink()
     with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True):
         (tmp_path / "several/others").touch()
         1 / 0  # noqa: B018
