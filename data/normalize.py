@@ -369,8 +369,10 @@ class KeptStatistics:
         self.path: Path | None = None
         files: list[Path] = []
         for part in getattr(dataset, "parts", ()):
+            if part.has_folders:
+                return
             files += (Path(part.path), *map(Path, part.structure.files))
-        if not files or any(part.has_folders for part in dataset.parts):
+        if not files:
             return
         states = [path.stat() for path in files]
         marks = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in zip(files, states)]

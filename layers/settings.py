@@ -90,8 +90,8 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
     they are equal.
 
     Only settings that both networks have are compared: later versions of a layer have more. Without `extents`, neither
-    the shapes of activations nor the windows of layers, whose padding may follow from the shapes, are compared: samples
-    may have another size.
+    the shapes of activations nor the padding of windows, which may follow from the shapes, are compared: samples may
+    have another size.
     """
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
@@ -101,10 +101,13 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
     for own, other in itertools.zip_longest(known, differing, fillvalue="nothing"):
         if own != other:
             return own, other
-    before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
-    for name, text in (line.split(_SETTINGS, 1) for line in here if _SETTINGS in line):
-        settings = {key: value for key, value in json.loads(text).items() if extents or key != "stencil"}
-        differs = _differs(settings, json.loads(before.get(name, "{}")), "")
+    before, now = (dict(line.split(_SETTINGS, 1) for line in lines if _SETTINGS in line) for lines in (there, here))
+    for name, text in now.items():
+        own, other = json.loads(text), json.loads(before.get(name, "{}"))
+        for windows in (settings.get("stencil", ()) for settings in (own, other) if not extents):
+            for window in windows:
+                del window[2:4]  # the padding
+        differs = _differs(own, other, "")
         if differs is not None:
             return f"{name}: {differs[0]}", f"{name}: {differs[1]}"
     return None

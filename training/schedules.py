@@ -301,20 +301,32 @@ class Polynomial(_Decay):
 
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> Polynomial:
-        # `LinearSettings` has no power.
-        power = getattr(settings, "power", 1.0)
-        return cls(settings.learning_rate, span.steps(span.epochs), power, settings.final, span.warm_up(settings))
+        steps = span.steps(span.epochs)
+        return cls(settings.learning_rate, steps, settings.power, settings.final, span.warm_up(settings))
 
     def share(self, way: float) -> float:
         return (1 - way) ** self.power
 
 
 @SCHEDULES.register
-class Linear(Polynomial):
-    """Straight line from `rate` after the warm-up to `final` at the end: :class:`Polynomial` of power 1."""
+@dataclass(frozen=True)
+class Linear(_Decay):
+    """Straight line from `rate` at step `begin`, after the warm-up, to `final` at step `steps`."""
 
     name: ClassVar[str] = "linear"
     Settings: ClassVar[type[ScheduleSettings]] = LinearSettings
+
+    rate: float
+    steps: int
+    final: float = 0.0
+    begin: int = 0
+
+    @classmethod
+    def of(cls, settings: Any, span: TrainingSpan) -> Linear:
+        return cls(settings.learning_rate, span.steps(span.epochs), settings.final, span.warm_up(settings))
+
+    def share(self, way: float) -> float:
+        return 1 - way
 
 
 class OneCycleSettings(LinearSettings):

@@ -309,6 +309,19 @@ def test_extents(extents, pads):
     assert made.parameters().keys() == old.parameters().keys()
 
 
+def test_other_windows_are_another_network_at_any_size():
+    """Padding may follow from the size of the samples; kernels and strides do not."""
+
+    def pooled(pool, edge):
+        return hg.Network({"y": pool(hg.Input((edge, edge, 2), "x"))})
+
+    halves = fingerprint(pooled(hg.MaxPool(2, name="pool"), 8))
+    differing = difference(halves, fingerprint(pooled(hg.MaxPool(3, 2, 1, name="pool"), 8)), extents=False)
+    assert differing == ("pool: stencil[0][0] 3", "pool: stencil[0][0] 2")
+    same = [fingerprint(pooled(hg.MaxPool(3, 2, "same", name="pool"), edge)) for edge in (7, 8)]
+    assert same[0] != same[1] and difference(*same, extents=False) is None
+
+
 def test_valid_convolutions():
     assert shapes(resized(halving(valid=True), (20, 24)))["target"] == (18, 22, 1)
 

@@ -482,7 +482,7 @@ def test_polynomial_and_line_after_a_warm_up():
     assert [rate(s) for s in (0, 4, 5)] == pytest.approx([0.4, 2.0, 2.0])
     assert rate(14) == pytest.approx(0.5 + 1.5 * 0.4**3) and rate(20) == rate(99) == 0.5
     assert [of(kind="linear")(s) for s in (0, 5, 10, 20, 21)] == pytest.approx([2, 1.5, 1, 0, 0])
-    assert of(kind="linear", final=1.0) == Linear(2.0, 20, 1.0, 1.0)
+    assert of(kind="linear", final=1.0) == Linear(2.0, 20, 1.0) and Linear(2.0, 20, 1.0)(10) == pytest.approx(1.5)
     assert of(kind="polynomial") == Polynomial(2.0, 20, 0.9)
 
 
