@@ -52,7 +52,8 @@ def trained(tmp_path_factory):
     write_data(folder / "data.h5")
     (folder / "run.toml").write_text(AUTO)
     env = {"HALOGRAD_CACHE": str(folder / "cache")}
-    done = mpiexec(2, ["-m", "halograd", "train", "run.toml"], cwd=folder, env=env)
+    # Time to measure all shapes, also on a machine with other work.
+    done = mpiexec(2, ["-m", "halograd", "train", "run.toml", "--set", "strategy.budget=60"], cwd=folder, env=env)
     shutil.copy(folder / "out" / "plan.json", folder / "plan.json")  # a resumed run makes its own plan
     return folder, env, done
 
