@@ -282,7 +282,7 @@ class Communicator:
         return self.reductions([ReductionSpec(buffer, kind, name, method, codec)])[0]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Create several reductions, with the collective calls that one needs at set-up; see :meth:`reduction`.
+        """Create several reductions, with no more collective calls than a single one takes; see :meth:`reduction`.
 
         Collective, in the same order on all ranks.
         """

@@ -172,11 +172,11 @@ def refuse(error: UserError, where: str = "") -> None:
 
 
 def _await_others(error: BaseException) -> tuple[bool, bool]:
-    """Return whether all ranks end by an error, and whether this rank prints it. Waits for at most `PATIENCE`, or
+    """Return whether all ranks end with an error, and whether this rank prints it. Waits for at most `PATIENCE`, or
     `AGREED` if all ranks agreed on the error.
 
-    If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does; every rank does
-    if the errors differ, or if not all ranks end.
+    If not all ranks end in time, or if their errors differ, every rank prints its error. Otherwise one rank does: that
+    where the error arose if the ranks agreed on it, else the first.
     """
     agreed = _is_agreed(error)
     deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])

@@ -168,7 +168,7 @@ class ReductionPlan:
 # Compared by identity: `==` of two arrays is not a bool.
 @dataclass(frozen=True, eq=False)
 class ReductionSpec:
-    """Specification of a sum; see `Communicator.reduction`."""
+    """Arguments of `Communicator.reduction`, which documents them."""
 
     buffer: Any
     kind: str = "allreduce"

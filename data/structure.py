@@ -412,7 +412,8 @@ def plain_attributes(attrs: Mapping[str, Any], kept: Collection[str] | None = No
     Parameters
     ----------
     kept
-        Names of the attributes; None: all except those of other libraries (``_NCProperties``).
+        Names of the attributes; None: all that do not begin with an underscore, as those of libraries do
+        (``_NCProperties``).
     """
     try:
         texts = [name for name in attrs if is_text(name)]

@@ -180,7 +180,7 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
 
 
 def _show(trial: StepTrial, config: Config, robust: RobustPlan | None) -> None:
-    """Print the start-up table and the trial, and save the plan in the run's directory."""
+    """Print the trial and the plan, and save the plan in the run's directory."""
     plan, path = trial.plan, _plan_path(config)
     lines = [*trial.lines(config.backend.threads), *plan_text(plan, known_baselines(plan))]
     if robust is not None and trial.name == robust.plan.planner:

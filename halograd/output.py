@@ -101,7 +101,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def split_text(ranks: int, threads: int) -> str:
-    """Return numbers of ranks and threads in words.
+    """Return numbers of ranks and threads as a string.
 
     >>> split_text(2, 1), split_text(1, 4)
     ('2 ranks x 1 thread', '1 rank x 4 threads')

@@ -263,7 +263,7 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
 
 
 def compare(result: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
-    """Return an error on the first array that differs by more than the tolerance; None if all agree."""
+    """Return an error that names the first array that differs by more than the tolerance; None if all agree."""
     return _difference({key: (result[key], ()) for key in reference}, reference, tolerance, dtype, where)
 
 

@@ -343,7 +343,7 @@ class _Operand:
         return ["head" if f.axis == last else ("sample", f.stride) if f.axis == 0 else f for f in self.batch]
 
     def windows(self) -> Shape | None:
-        """Return the extents of the windows if the dimension of positions has all those of one window; else None."""
+        """Return the extents of the windows if the dimension of positions is that of one window; else None."""
         space, positions = self.axes.shape[1:-1], self.axes.dims[-2]
         extents = tuple(math.prod(f.extent for f in positions if f.axis == a) for a in range(1, len(space) + 1))
         # The position in a window is the inner digit of each spatial axis, the number of the window the outer one.

@@ -70,7 +70,7 @@ class _Neighbors(Loss):
         """Return the sum of the loss over the windows in a strip of a sample ``(*spatial, C)``; add `scale` times its
         gradient to `dx` if given. Local.
 
-        `weights` has one number per window, for all channels or for each; `space` holds :attr:`arrays` arrays.
+        `weights` has one number per window, for all channels or for each; `space` has memory for :attr:`arrays` arrays.
         """
         raise TypeError(f"{self.kind} must override strip()")
 

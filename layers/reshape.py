@@ -377,7 +377,7 @@ class PixelShuffle(_Pixels):
 
 
 class PixelUnshuffle(_Pixels):
-    """Rearrangement of positions into channels, ``(*(n * factor), C)`` -> ``(*spatial, C * factor ** d)``.
+    """Rearrangement of positions into channels, ``(*(factor * n), C)`` -> ``(*n, C * factor ** d)`` for d extents n.
 
     In the order ``"channel"`` it is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of
     axes.

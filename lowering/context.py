@@ -186,7 +186,7 @@ class Context:
     # -- boxes ---------------------------------------------------------------------------------
 
     def needed(self, i: int) -> Blocks:
-        """Return, per rank, the box of input `i` that its output box needs; boxes may reach outside the array."""
+        """Return, per rank, the box of input `i` that its box of the output needs; boxes may reach beyond the array."""
         if i not in self._needed:
             self._needed[i] = self._needed_for(i, self.output.held)
         return self._needed[i]
@@ -256,7 +256,7 @@ class Context:
         return self.inputs[i].new_contribution()
 
     def pass_gradient(self, i: int, view: View | None = None) -> None:
-        """Share an array: use this view, by default the gradient of the output, as gradient of input `i`."""
+        """Share an array: use this view, by default the output's gradient, as a contribution to that of input `i`."""
         self.inputs[i].contributions.append(self.dy if view is None else view)
 
     # -- operations ----------------------------------------------------------------------------

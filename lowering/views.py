@@ -203,11 +203,11 @@ class Value:
         self.hold_gradient(self.layout.boxes)
 
     def hold(self, boxes: Blocks) -> None:
-        """Compute these boxes, which contain the owned ones, instead of the owned ones alone."""
+        """Set the boxes that the ranks compute; they contain the owned ones."""
         self.held = self.stored = boxes
 
     def hold_gradient(self, boxes: Blocks) -> None:
-        """Compute the gradient in these boxes, which contain the owned ones."""
+        """Set the boxes in which the ranks compute the gradient; they contain the owned ones."""
         self.held_gradient, self.gradient_box = boxes, boxes[self.rank]
 
     def layout_of(self, boxes: Blocks) -> Layout:

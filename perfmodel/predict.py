@@ -1,15 +1,15 @@
 """Planning of a network for a machine: the strategies that are simulated, and the choice among them.
 
-A planner minimizes sums over layers and edges. Overlap is not such a sum, so `simulate` decides. It simulates:
+A planner minimizes sums over layers and edges. Overlap is not such a sum, so simulations decide, of:
 
 * the baselines, and grids that are the same for all layers (if there are many, those that a neighborhood search finds);
 * the choices of the planner, for several assumed overlaps of the sums of gradients (`EXPOSED`);
 * a descent from the best of them: changes of a layer, of two adjacent layers, of regions with the same cut, the most
-promising by additive costs first, as long as a step becomes faster; and a shorter one from the best grid;
+  promising by additive costs first, as long as a step becomes faster; and a shorter one from the best grid;
 * the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets;
 * strategies that do not fit, but are faster than all that do, with outputs computed again in the backward pass
-(`halograd.program.keeping`);
+  (`halograd.program.keeping`);
 * the fastest of them with wide values (`widening.py`).
 
 The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
@@ -372,7 +372,7 @@ class StrategySearch:
     # -- what is simulated ---------------------------------------------------------------------
 
     def choose(self, indices: tuple[int, ...], optimal: bool = False) -> PlanCandidate:
-        """Simulate a choice of candidates, unless its cuts are known; return the strategy.
+        """Simulate a choice of candidates, unless these cuts were simulated before; return the result.
 
         `optimal`: whether the planner has proved that the choice is the fastest.
         """

@@ -177,7 +177,8 @@ def _selections(costs: NetworkCosts) -> Iterator[tuple[int, ...]]:
 
 
 def _with_cuts(strategy: Strategy, costs: NetworkCosts, indices: Sequence[int]) -> Strategy:
-    """Return the strategy in which layers whose chosen cut is not the given one have the chosen cut."""
+    """Return the strategy with the chosen cut of each layer for which another than the given cut (number 0) was chosen.
+    """
     layers = dict(strategy.layers)
     for name, options, i in zip(costs.names, costs.candidates, indices):
         if i:

@@ -178,7 +178,7 @@ def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme:
 
 
 class _Placing:
-    """Builder of a program with operations on gradients: their lists, before they are put into segments."""
+    """Builder that adds operations on gradients to a program; it lists them before they are put into segments."""
 
     def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
         self._program, self._buckets, self._parts = program, buckets, parts

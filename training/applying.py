@@ -487,13 +487,14 @@ def write_each(
 ) -> int:
     """Compute and write the predictions for all files; return the number of samples that this job computed. Collective.
 
-    Arguments as for :func:`halograd.training.applying.outputs_of` and `write_outputs`.
+    `out` is the folder of the results, `format` the name of their format; `job` also lists, as ``files``, the files of
+    samples. Other arguments as for :func:`halograd.training.applying.outputs_of` and `write_outputs`.
 
     Raises
     ------
     UserError, DataError
-        If the data set does not consist of files, the network does not accept samples of a size, or a file cannot be
-        written.
+        If the samples are those of an object or of ``data.lag``, if the network does not accept the size of a sample,
+        or if a file cannot be written.
     """
     comm, dataset = session.comm, session.samples.dataset
     if not isinstance(dataset, FileSet):

@@ -63,9 +63,10 @@ class GraphedPass:
     The first two runs compile kernels and allocate buffers, which a capture must not do. `prepare` is called before the
     capture.
 
-    If `measures`, the second run is measured, and the fifth decides for all ranks whether graphs pay: the device has
-    long reached the end of the second by then, so that nothing waits. A fault of the capture of a section without
-    messages is then a warning, and the rank goes on without that graph.
+    If `measures`, the second run is measured, and the capture is put off to the fifth, before which all ranks decide
+    whether graphs pay; if not, there are none. The device has long reached the end of the second run by then, so that
+    nothing waits. A fault of the capture of a section without messages is then a warning, and the rank goes on without
+    that graph.
 
     Parameters
     ----------

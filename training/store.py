@@ -399,7 +399,7 @@ class ParameterStore:
         )
 
     def _widening(self, flat: Flat, names: list[str]) -> Callable[[], None]:
-        """Return a call that converts those gradients of `names` that have 16 bits to the dtype of `grads`."""
+        """Return a function that converts those gradients of `names` that have 16 bits to the dtype of `grads`."""
         where = [flat.slices[name] for name in names if name in self.rounded]
         pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
         return self.memory.device.copies(pairs) if pairs else _nothing

@@ -291,7 +291,7 @@ class SharedBlock:
         self.ranks = len(self._offsets)
 
     def view(self, rank: int, first: int, nbytes: int, dtype: Any = np.uint8) -> np.ndarray:
-        """Return the bytes ``[first, first + nbytes)`` of one rank's block, shared; `first` is a multiple of a cache
+        """Return a view of the bytes ``[first, first + nbytes)`` of one rank's block; `first` is a multiple of a cache
         line.
         """
         assert first % ALIGNMENT == 0, first

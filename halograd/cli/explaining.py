@@ -202,7 +202,7 @@ class Explainer:
         return [name for name in self.plan.layers if name in few]
 
     def other_cuts(self, layer: str, count: int = OTHER_CUTS) -> tuple[list[OtherCut], int]:
-        """Return up to `count` other cuts of a layer, fastest step first, and the number of its candidates."""
+        """Return `count` good other cuts of a layer by additive costs, fastest step first; and its number of cuts."""
         import numpy as np
 
         from ..perfmodel.planners import Elimination, NoneFits, next_best

@@ -1,4 +1,4 @@
-"""Pictures of plans: a strip of layers, colored by cut, with times; and curves of strong and weak scaling."""
+"""Pictures of plans: a strip of layers, colored by cut, with times; curves of scaling; times against memory."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Record:
 
 
 def read_record(directory: Path, tail: int | None = None) -> Record:
-    """Return the log of a run, with only the last `tail` lines ``step`` unless `tail` is None. Local.
+    """Return the log of a run, with only the last `tail` ``step`` lines unless `tail` is None. Local.
 
     Unreadable lines are left out with a warning; an incomplete last line is left out without one.
 

@@ -217,8 +217,8 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
 
 
 def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
-    """Return arrays of one shape with joined axes. An item is the first number of elements in `lanes` that alignment
-    permits.
+    """Describe arrays of one shape with joined axes. An item has the first number of elements in `lanes` that
+    alignment, packing and extents permit, or the last.
 
     By default an item is 16 bytes of the first array or one element. Strides are in elements. `what` is for messages.
     """

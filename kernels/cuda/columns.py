@@ -143,7 +143,7 @@ def row_sums(
 
 
 def _code(dy: Any, out: Any) -> int:
-    """Return the code of the output's dtype: 0 for the dtype of the data, 1 for float32, 2 for float64."""
+    """Return the code of the output's dtype: 1 for float32, 2 for float64, else 0, the dtype of the data."""
     if out is None:
         return 0
     name = dtype_name(out)

@@ -123,8 +123,8 @@ class NumpyPointwise(NumpyWindows):
 
 
 def first_counter(mask: DropoutMask) -> np.uint64:
-    """Return the term that all counters ``key + GOLDEN * index`` of a run share: the key, from the current seed and
-    step, and the samples before this part of the batch.
+    """Return the term that all counters ``key + GOLDEN * index`` of a call share: the key, from the current seed and
+    step and the mask's salt, plus the offset of the samples before this part of the batch.
     """
     seed, number, first = mask.state.tolist()
     key = mix64(mix64(mix64(seed) + number) + mask.salt)

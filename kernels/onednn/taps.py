@@ -101,7 +101,7 @@ class _TapAxis:
         return self.kernel == self.stride == 1 and self.lo == 0 and self.extent == self.outputs
 
     def part(self, start: int, stop: int) -> _TapAxis:
-        """Return the window along the outputs ``[start, stop)``."""
+        """Return the same window for the outputs ``[start, stop)`` only."""
         # Negative if the window of the first of these outputs begins inside the input.
         return replace(self, outputs=stop - start, lo=self.lo - start * self.stride)
 

@@ -207,7 +207,7 @@ def _one_way(
 
 
 def _largest(source: Grids, target: Grids) -> Ints:
-    """Return an upper bound on the elements of the largest message, ``[source, target]``."""
+    """Return an upper bound on the number of elements of the largest message, ``[source, target]``."""
     sizes = np.array(source.shape, np.int64)
     a, b = -(-sizes // source.parts), -(-sizes // target.parts)
     return np.minimum(a[:, None, :], b[None, :, :]).prod(axis=2)
