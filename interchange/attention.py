@@ -49,8 +49,9 @@ def attention(graph: Graph, op: OnnxNode) -> None:
     chain, dropout = [op], 0.0
     after = graph.only_reader(op.outputs[0])
     if after is not None and after.kind == "Dropout":
-        ratio = graph.constants[after.inputs[1]].scalar() if len(after.inputs) > 1 else after.attributes.get("ratio")
-        dropout = 0.5 if ratio is None else float(ratio)
+        name = after.inputs[1] if len(after.inputs) > 1 else ""
+        ratio = graph.constants[name].scalar() if name else after.attributes.get("ratio")
+        dropout = 0.5 if ratio is None else ratio
         chain.append(after)
         after = graph.only_reader(after.outputs[0])
     # Weights that are transposed before the product: their order is considered in `_product`.
@@ -108,14 +109,12 @@ def _scores(
         factor = _factor(before)
         if before.kind in _VIEWS:
             value = before.inputs[0]
-        elif factor is not None and not added:
+        elif factor is not None:
             scale, value = scale * factor, before.inputs[0]
         elif before.kind == "Add" and len(constants) == len(others) == 1 and scale == 1:
             # No factor comes after this sum (scale 1): it would multiply the constant, too.
             added.append((constants[0], graph.shapes[value]))
             (value,) = others
-        elif factor is not None:
-            scale, value = scale * factor, before.inputs[0]
         else:
             product = _product(graph, before)
             return None if product is None else (product, scale, added)
@@ -517,7 +516,10 @@ def _is_of_positions(node: Node) -> bool:
     layer = node.layer
     if isinstance(layer, Conv):
         extents = node.inputs[0].shape
-        return extents[:-1] == node.shape[:-1] and all(window.kernel == 1 for window in layer.windows(extents))
+        # With padding, a stride may keep the extents.
+        windows = layer.windows(extents)
+        own = all((window.kernel, window.pad_lo, window.pad_hi) == (1, 0, 0) for window in windows)
+        return own and extents[:-1] == node.shape[:-1]
     # The importer makes slices of channels only; parts in space become a Pad with negative amounts.
     return isinstance(layer, Slice | Dropout)
 

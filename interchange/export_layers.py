@@ -256,7 +256,7 @@ def _dense(w: OnnxWriter, node: Node) -> str:
     return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}::y", transB=1)
 
 
-def _affine(w: OnnxWriter, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
+def _affine(w: OnnxWriter, node: Node, shape: tuple[int, ...]) -> list[str]:
     """Write the factor and summand of each channel, ones and zeros for a layer without them; return their names."""
     name, names = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
@@ -270,8 +270,8 @@ def _affine(w: OnnxWriter, node: Node, channels: int, shape: tuple[int, ...]) ->
 
 def _batch_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    name, channels = w.name(node), node.shape[-1]
-    inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
+    name = w.name(node)
+    inputs = [w.inputs(node)[0], *_affine(w, node, node.shape[-1:])]
     for key in ("mean", "var"):
         inputs.append(w.weight(node, f"running_{key}", w.parameter(node, key)))
     # ONNX's momentum is the share of the old statistics, ours that of the new ones.
@@ -295,7 +295,7 @@ def _group_norm(w: OnnxWriter, node: Node) -> str:
     whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
     y = w.add("Reshape", [normed, whole], f"{name}::whole")
     if layer.affine:
-        scale, shift = _affine(w, node, channels, (channels, *(1 for _ in spatial)))
+        scale, shift = _affine(w, node, (channels, *(1 for _ in spatial)))
         y = w.add("Mul", [y, scale], f"{name}::scaled")
         y = w.add("Add", [y, shift], f"{name}::y")
     return _activated(w, layer, y)
@@ -305,12 +305,11 @@ def _layer_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     if layer.axes == "sample":
         return _group_norm(w, node)
-    name, axes = w.name(node), len(node.shape) + 1
-    (value,), channels = w.inputs(node), node.shape[-1]
+    name, axes, (value,) = w.name(node), len(node.shape) + 1, w.inputs(node)
     # The operator normalizes the last axis, so the channels move there and back.
     if axes > 2:
         value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
-    inputs = [value, *_affine(w, node, channels, (channels,))]
+    inputs = [value, *_affine(w, node, node.shape[-1:])]
     value = w.add("LayerNormalization", inputs, f"{name}::normed", axis=-1, epsilon=layer.eps)
     if axes > 2:
         value = w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
@@ -462,8 +461,7 @@ def _concat(w: OnnxWriter, node: Node) -> str:
 
 def _flatten(w: OnnxWriter, node: Node) -> str:
     """Export Flatten in our order: channels vary fastest."""
-    axes, name = len(node.inputs[0].shape) + 1, w.name(node)
-    (value,) = w.inputs(node)
+    axes, name, (value,) = len(node.inputs[0].shape) + 1, w.name(node), w.inputs(node)
     if axes > 2:
         value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
     return w.add("Flatten", [value], f"{name}::y")

@@ -351,10 +351,15 @@ class _Folding:
         if parts is None or index is None:
             raise self._refused(node, "parts whose sizes depend on the data")
         axis = next((a.i for a in split.attribute if a.name == "axis"), 0)
-        # One size for all parts, or a vector of sizes.
-        sizes, i = parts.read(), int(index.read())
-        first = int(sizes) * i if sizes.ndim == 0 else int(sizes[:i].sum())
-        last = first + int(sizes if sizes.ndim == 0 else sizes[i])
+        sizes, i = parts.read().tolist(), int(index.read())
+        if isinstance(sizes, int):
+            # One size for all parts; the last part may be smaller.
+            source = self.constants.get(split.input[0])
+            shape = _shape_of(self.types[split.input[0]]) if source is None else source.shape
+            extent = (shape or ())[axis]
+            sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)]
+        first = sum(sizes[:i])
+        last = first + sizes[i]
         names = [f"{node.output[0]} {what}" for what in ("first", "last", "axis")]
         for name, number in zip(names, (first, last, axis)):
             self._keep(name, OnnxConstant.of(np.array([number], np.int64)))

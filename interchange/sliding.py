@@ -362,8 +362,11 @@ def _resize(build: Builder, op: OnnxNode) -> Activation:
             ", ".join([*filter(None, key), *others]),
             "train with the mode 'nearest', 'bilinear' or 'bicubic', without antialias",
         )
-    # Samples and channels may be among them, before space.
     scales, sizes = build.numbers(op, 2), build.numbers(op, 3)
+    before, after = build.shape(op.inputs[0])[:2], build.shape(op.outputs[0])[:2]
+    if before != after:
+        raise build.refused(op, f"the samples and channels of its input, {before}", f"{after}")
+    # Samples and channels may be among them, before space.
     options: dict[str, Any] = {"mode": _RESIZES[key], "align_corners": key[1] == "align_corners"}
     if scales:
         layer = Resize(scale=tuple(scales[-len(spatial) :]), **options)

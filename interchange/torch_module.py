@@ -309,6 +309,13 @@ def _by_torch_export(call: _Call, folder: Path, shapes: Mapping[str, Sequence[in
                 f"from_torch(): expected averages over windows, got divisor_override={divisor} in {node.name!r}; "
                 "leave it out, and multiply the averages by a number"
             )
+        # The exporter multiplies positive numbers by this argument, too; torch multiplies only the others.
+        factor = (*node.args[3:4], node.kwargs.get("input_scale", 1))[0]
+        if name.startswith("elu.") and factor != 1:
+            raise UserError(
+                f"from_torch(): expected elu() with a factor alpha, got input_scale={factor} in {node.name!r}; write "
+                "it as celu()"
+            )
     large = sum(p.numel() * p.element_size() for p in call.module.parameters()) > _LARGE
     program.save(str(folder / "model.onnx"), external_data=large)
 
@@ -549,8 +556,9 @@ def fill_module(module: Any, state: Mapping[str, tuple[np.ndarray, np.ndarray]],
         array, there = state[by_tensor[id(tensor)]]
         if array.shape != tuple(tensor.shape):
             raise UserError(f"to_torch(): {name}: expected shape {tuple(tensor.shape)}, got {array.shape} in the run")
-        # Elements that the network lacks, such as rows that an index leaves out, keep the module's numbers.
-        new[name] = torch.from_numpy(np.where(there, array, tensor.detach().cpu().numpy()))
+        # Elements that the network lacks, such as rows that an index leaves out, keep the module's numbers. NumPy lacks
+        # some types of torch.
+        new[name] = torch.from_numpy(np.where(there, array, tensor.detach().cpu().double().numpy()))
     module.load_state_dict({**{name: t.detach() for name, t in tensors.items()}, **new}, strict=False)
 
 

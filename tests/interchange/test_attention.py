@@ -177,6 +177,39 @@ def test_back_in_torch(tmp_path):
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+def test_a_dropout_without_a_rate(tmp_path):
+    """ONNX's default rate, in attention as elsewhere."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+
+    def dropped(m, x):
+        q, k, v = packed(x, m.qkv)
+        return joined(m, m.drop((q @ k.transpose(-2, -1)).softmax(-1)) @ v, x)
+
+    module = as_module(dropped, drop=torch().nn.Dropout(0.25), **projections())
+    path = export(module, first(samples(3, 2, C)).float(), tmp_path / "a.onnx", "old", training=True)
+    rates = []
+    for omitted in (False, True):
+        model = onnx.load(path)
+        (dropout,) = (node for node in model.graph.node if node.op_type == "Dropout")
+        dropout.input[1] = "" if omitted else dropout.input[1]
+        onnx.save(model, path)
+        rates += [node.layer.dropout for node in load(path).nodes if isinstance(node.layer, Attention)]
+    assert rates == [0.25, 0.5]
+
+
+def test_shifts_around_a_layer_that_moves_positions():
+    """Its padding and stride keep the extents, but not the positions: the shifts do not cancel each other."""
+    lib = torch()
+
+    def moved(m, x):
+        return lib.roll(m.conv(lib.roll(x, 1, 2)), -1, 2)
+
+    module, x = as_module(moved, conv=lib.nn.Conv2d(2, 2, 1, stride=2, padding=1)).double(), samples(3, 3, 2)
+    network = hg.from_torch(module, first(x))
+    assert [node.layer.kind for node in network.layers.values()] == ["Roll", "Conv", "Roll"]
+    check_step(network, module, x)
+
+
 def test_other_masks_are_refused():
     lib = torch()
     causal = lib.triu(lib.full((6, 6), -np.inf), 1)

@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+import re
 
 import numpy as np
 import pytest
 
 import halograd as hg
 from halograd.errors import UserError
-from tests.interchange.support import export, torch
+from tests.interchange.support import export, predicted, samples, torch
 
 
 def _onnx():
@@ -133,6 +134,32 @@ def test_what_would_give_other_numbers_is_refused_by_name(kind, tmp_path):
     path = _file(tmp_path / "m.onnx", [node], weights, extents, extents)
     with pytest.raises(UserError, match=rf"^{path}: node 'c' \({kind}\): expected"):
         hg.onnx.load(path)
+
+
+@pytest.mark.parametrize("numbers, extents", [([1, 2, 1, 1], (1, 6)), ([2, 1, 1, 2], (2, 3))])
+@pytest.mark.parametrize("sizes", [False, True])
+def test_resizes_of_samples_and_channels_are_refused(numbers, extents, sizes, tmp_path):
+    """A layer resizes space only."""
+    attributes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    inputs = ["x", "", "", "c"] if sizes else ["x", "", "c"]
+    node = _onnx().helper.make_node("Resize", inputs, ["y"], "c", **attributes)
+    constant = np.array([1, 3, 8, 8]) * numbers if sizes else np.array(numbers, np.float32)
+    path = _file(tmp_path / "m.onnx", [node], {"c": constant}, y=(None,) * 4)
+    message = rf"'c' \(Resize\): expected the samples and channels of its input, .1, 3., got {re.escape(str(extents))}"
+    with pytest.raises(UserError, match=message):
+        hg.onnx.load(path)
+
+
+@pytest.mark.parametrize("size", [3, [3, 3, 2]], ids=["size", "sizes"])
+@pytest.mark.parametrize("i", [-3, -1, 0, 2])
+def test_parts_by_their_number(size, i, tmp_path):
+    """Counted from the end, too, and with a smaller part at the end."""
+    node = _onnx().helper.make_node
+    nodes = [node("SplitToSequence", ["x", "n"], ["parts"], axis=1), node("SequenceAt", ["parts", "i"], ["y"])]
+    weights = {"n": np.array(size), "i": np.array(i)}
+    path = _file(tmp_path / "m.onnx", nodes, weights, (1, 8, 4, 4), (None,) * 4)
+    x = samples(4, 4, 8)
+    np.testing.assert_array_equal(predicted(hg.onnx.load(path), x)["y"], np.split(x, [3, 6], -1)[i])
 
 
 @pytest.mark.parametrize("attributes", [{"pads": [2**33, 0, 0, 0]}, {"dilations": [9, 1]}])

@@ -260,6 +260,9 @@ def test_what_is_refused():
     for pool in pools:
         with pytest.raises(UserError, match="got divisor_override=3 in 'avg_pool2d'"):
             hg.from_torch(as_module(lambda m, x, pool=pool: pool(m.conv(x)), conv=lib.nn.Conv2d(2, 2, 1)), x)
+    scaled = as_module(lambda m, x: lib.ops.aten.elu(m.conv(x), 0.5, 1.0, 3.0), conv=lib.nn.Conv2d(2, 2, 1))
+    with pytest.raises(UserError, match=r"got input_scale=3.0 in 'elu'; write it as celu\(\)"):
+        hg.from_torch(scaled, x)
     with pytest.raises(UserError, match=r"expected tensors \(N, C, \*spatial\), got ndarray of shape .* as 'x'"):
         hg.from_torch(_network(), np.zeros((1, 2, 4, 4)))
     with pytest.raises(UserError, match=r"arguments of forward\(\), got others: missing a required argument: 'x'"):
@@ -411,6 +414,18 @@ def test_layers_of_parts_and_transposed_weights_go_back():
     torch_module.fill_module(other, torch_module.state_for(network, arrays))
     for name, value in _state(model).items():
         np.testing.assert_array_equal(2 * value, _state(other)[name], err_msg=name)
+
+
+def test_a_module_of_another_type_gets_the_numbers():
+    """Also of a type that NumPy lacks; elements that the network does not have stay."""
+    lib = torch()
+    model = as_module(lambda m, x: m.conv(x), conv=lib.nn.Conv2d(2, 2, 1)).bfloat16()
+    before = model.conv.bias.detach().clone()
+    numbers = np.array([[1.5, -0.1], [2.0, 3.0]], np.float32).reshape(2, 2, 1, 1)
+    state = {"conv.weight": (numbers, np.ones_like(numbers, bool)), "conv.bias": (np.ones(2), np.array([True, False]))}
+    torch_module.fill_module(model, state)
+    assert lib.equal(model.conv.weight, lib.tensor(numbers).bfloat16())
+    assert model.conv.bias.tolist() == [1.0, before[1].item()]
 
 
 NET = """
