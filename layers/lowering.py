@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..device import is_low
 from ..dtensor import Blocks, Box, Layout, intervals
 from ..kernels.access import ANY, Access, access_of, makes, reads, writes
 from ..kernels.kernel import FusedActivation
@@ -227,7 +228,11 @@ def _local_access(layer: LocalLayer, method: str) -> tuple[str, ...]:
 
 
 class _LocalKernel:
-    """Kernel that calls a layer on its arrays, and copies the results to their targets."""
+    """Kernel that calls a layer on its arrays, and copies the results to their targets.
+
+    Arrays of 16 bits are widened to float32 before a call, because sums in 16 bits lose their summands: NumPy adds 4096
+    ones in bfloat16 to 256.
+    """
 
     def __init__(self, layer: LocalLayer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
         self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
@@ -242,7 +247,7 @@ class _LocalKernel:
         if not self.box.size:
             return
         # Only for a block with elements: layers of the user need not handle empty arrays.
-        y = self.layer.forward(self.inputs, self.params, self.box)
+        y = self.layer.forward([_widened(x) for x in self.inputs], self._wide_params(), self.box)
         self._check("forward()", y, self.box.shape)
         np.copyto(self.y, y)
 
@@ -251,13 +256,17 @@ class _LocalKernel:
             for array in (*self.grads.values(), *self.dxs.values()):
                 array.fill(0)
             return
-        dxs, grads = self.layer.backward(self.dy, self.inputs, self.params, self.box)
+        inputs = [_widened(x) for x in self.inputs]
+        dxs, grads = self.layer.backward(_widened(self.dy), inputs, self._wide_params(), self.box)
         for i, target in self.dxs.items():
             self._check(f"gradient {i} of backward()", dxs[i], target.shape)
             np.copyto(target, dxs[i])
         for key, array in self.grads.items():
             self._check(f"gradient of {key!r}", grads[key], array.shape)
             np.copyto(array, grads[key])
+
+    def _wide_params(self) -> dict[str, Any]:
+        return {key: _widened(array) for key, array in self.params.items()}
 
     def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
         """Raise ValueError if an array has another shape, or is not on the device of the layer's arrays."""
@@ -268,3 +277,8 @@ class _LocalKernel:
                 f"{self.name}: {what}: expected an array on {self.device.name} like those of the layer, got "
                 f"{type(array).__module__}.{type(array).__name__}; create arrays by np.zeros_like(x) or similar"
             )
+
+
+def _widened(array: Any) -> Any:
+    """Return an array of 16 bits as a float32 copy; any other as it is."""
+    return array.astype(np.float32) if is_low(array.dtype) else array

@@ -397,3 +397,34 @@ def test_inputs_of_other_extents_are_not_filled_up_with_padding():
 @pytest.mark.mpi
 def test_a_custom_gate_per_channel():
     check_layer(WeightingByChannel, [(6, 5, 2), (1, 1, 2)])
+
+
+class Scaled(hg.Layer):
+    """y = a * x, whose gradient of a is a sum over all positions."""
+
+    def parameters(self, shape):
+        return {"a": hg.Parameter((shape[-1],), "ones")}
+
+    def forward(self, inputs, params, box):
+        return params["a"] * inputs[0]
+
+    def backward(self, dy, inputs, params, box):
+        return [params["a"] * dy], {"a": np.sum(dy * inputs[0], axis=(0, 1, 2))}
+
+
+def test_a_layer_of_the_user_adds_in_float32_where_activations_have_16_bits():
+    """NumPy adds 4096 ones in bfloat16 to 256: most of a gradient of parameters would be lost."""
+    with get_backend("numpy") as kernels, Communicator(MPI.COMM_SELF) as comm:
+        kernels.emulate = True
+        x = hg.Input((64, 64, 2), "x")
+        network = hg.Network({"loss": hg.MeanSquaredError()(Scaled("scaled")(x), hg.Input((64, 64, 2), "t"))})
+        with Executor(network, comm, kernels, 1, Strategy({}), "bfloat16") as executor:
+            executor.device.assign(executor.store.params["scaled/a"], np.ones(2, np.float32))
+            executor.set_input("x", np.ones((1, 64, 64, 2)))
+            executor.set_input("t", np.zeros((1, 64, 64, 2)))
+            executor.forward()
+            executor.loss_value()
+            executor.backward()
+            executor.reducer.finish()
+            # d/da of the mean of (a x - t)^2 over 2 channels is 2 a x^2 / 2.
+            np.testing.assert_allclose(executor.store.grads["scaled/a"], 1, rtol=1e-2)
