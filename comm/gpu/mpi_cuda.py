@@ -114,12 +114,13 @@ class MpiCudaTransport:
         filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
         buffers, moves, held = SumBuffers(), [], 0
         if method.adds:
-            received = device.zeros((mpi.size, own.size), flat.dtype)
+            received = device.zeros((mpi.size - 1, own.size), flat.dtype)
+            slots = iter(received)
+            buffers.summands = [own if r == mpi.rank else next(slots) for r in range(mpi.size)]
             there = [mpi.Send_init(self._message(parts[r]), r, tags[0]) for r in filled]
-            there += [mpi.Recv_init(self._message(received[r]), r, tags[0]) for r in mine]
+            there += [mpi.Recv_init(self._message(buffers.summands[r]), r, tags[0]) for r in mine]
             moves.append(Messages(there))
             buffers.scatter, buffers.total, held = moves[-1], own, int(received.nbytes)
-            buffers.summands = [own if r == mpi.rank else received[r] for r in range(mpi.size)]
         if method.gathers:
             back = [mpi.Recv_init(self._message(parts[r]), r, tags[1]) for r in filled]
             back += [mpi.Send_init(self._message(own), r, tags[1]) for r in mine]

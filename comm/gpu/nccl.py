@@ -205,14 +205,11 @@ class NcclLink:
 def aborting(nccl: Any, device: Any) -> Iterator[None]:
     """Free the device's graphs, and group the aborts in the body; separate aborts would wait for each other."""
     device.drop_graphs()  # otherwise NCCL would wait for the graphs
-    grouped = nccl.get_version() >= 22200
-    if grouped:
-        nccl.groupStart()
+    nccl.groupStart()
     try:
         yield
     finally:
-        if grouped:
-            nccl.groupEnd()
+        nccl.groupEnd()
 
 
 class NcclTransport:
@@ -397,11 +394,12 @@ class _Calls:
         Every rank sends shards to the ranks that add them up, and receives the sums.
         """
         link, own = self._link, self._flat[self._parts[self._link.rank]]
-        received = link.comm_stream.cuda.device.zeros((link.size, own.size), own.dtype)
-        summands = [own if r == link.rank else received[r] for r in range(link.size)]
+        received = link.comm_stream.cuda.device.zeros((link.size - 1, own.size), own.dtype)
+        slots = iter(received)
+        summands = [own if r == link.rank else next(slots) for r in range(link.size)]
         to = [(r, self._at[r], n * own.itemsize) for r, n in enumerate(self._lengths) if n and r != link.rank]
         address = link.comm_stream.cuda.device.address
-        back = [(r, address(received[r]), own.nbytes) for r in range(link.size) if own.size and r != link.rank]
+        back = [(r, address(summands[r]), own.nbytes) for r in range(link.size) if own.size and r != link.rank]
 
         def scatter() -> None:
             with link.group() as comm:
