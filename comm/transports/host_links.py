@@ -200,6 +200,10 @@ class MixedChannel(Channel):
         self._parts: tuple[Channel, Channel] = (far, near)  # far peers first: their messages take longer
         self._part_of = {peer: part for part in self._parts for peer in part.peers}
 
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(part.buffer_bytes for part in self._parts)
+
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
         return self._part_of[peer]._send_buffer(peer, slot)
 

@@ -208,6 +208,26 @@ def test_the_order_of_calls_is_checked(communicator):
         channel.start()
 
 
+def test_an_exchange_that_fails_is_not_waited_for(communicator, monkeypatch):
+    """After a fault of its transport, no wait is reported, and the exchange can be finished."""
+    size = communicator.size
+    channel, found = open_channel(communicator, np.full((size, size), 3)), []
+
+    def fail():
+        found.append(communicator.instruments.waiting)
+        raise OSError("cable pulled")
+
+    pack(channel, communicator.rank, 0)
+    channel.start()
+    with monkeypatch.context() as faulty, pytest.raises(OSError, match="cable pulled"):
+        faulty.setattr(channel, "_finish", fail)
+        channel.finish()
+    assert found == [channel._meter] and communicator.instruments.waiting is None
+    channel.finish()
+    check(channel, communicator.rank, 0)
+    channel.release()
+
+
 def test_a_wrong_peer_or_slot_is_named(communicator):
     channel = open_channel(communicator, np.full((communicator.size, communicator.size), 2))
     with pytest.raises(CommError, match=rf"peer: expected one of \[.*\] \(send_counts\), got {communicator.rank}"):
@@ -289,6 +309,18 @@ def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
             exchange(open_channel(communicator, pattern(comm.size, seed)), comm.rank, 10)
         near = [peer for peer in range(comm.size) if peer // 2 == comm.rank // 2]
         assert sorted(communicator._links.neighbors()) == near
+
+
+@pytest.mark.ranks(3, 4)
+def test_auto_counts_the_buffers_of_both_ways(comm, nodes_of_two):
+    """Messages have a buffer per direction; in shared memory the sender has two, and the receiver none."""
+    counts = np.zeros((comm.size, comm.size), int)
+    counts[0, 1:], counts[1, 0], counts[2, 0] = 100, 7, 30
+    with Communicator(comm, "auto") as communicator:
+        before, channel = communicator.buffer_bytes, open_channel(communicator, counts)
+        far = 100 * (comm.size - 2) + 30
+        held = {0: 2 * 100 + far, 1: 2 * 7}.get(comm.rank, 100 + 30 * (comm.rank == 2))
+        assert channel.buffer_bytes == communicator.buffer_bytes - before == held * channel.dtype.itemsize
 
 
 @pytest.mark.ranks(3, 4)
