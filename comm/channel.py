@@ -129,7 +129,10 @@ class Channel(ABC):
         self._expect(STARTED, "finish")
         self._meter.waits()
         before = time.perf_counter()
-        arrived = self._finish()
+        try:
+            arrived = self._finish()
+        finally:
+            self._meter.waited()
         self._state = FINISHED
         after = time.perf_counter()
         # An arrival time of 0 is unknown: at the latest, the data arrived now.

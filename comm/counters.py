@@ -110,12 +110,15 @@ class Meter:
             self._instruments.counters.add(self.kind, self.messages, self.nbytes)
 
     def waits(self) -> None:
-        """Mark that the caller waits for this exchange, until :meth:`took` is called."""
+        """Mark that the caller waits for this exchange, until :meth:`waited` is called."""
         self._instruments.waiting = self
+
+    def waited(self) -> None:
+        """Mark that the caller waits no longer, also if the exchange has failed."""
+        self._instruments.waiting = None
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
         """Record one exchange: when it travelled, and when this rank waited for it [s]."""
-        self._instruments.waiting = None
         recorder = self._instruments.recorder
         if recorder is not None:
             # The data of a peer may have arrived before this rank started.

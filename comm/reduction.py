@@ -234,10 +234,17 @@ class Reduction:
         Raises
         ------
         CommError
-            If the reduction is active or closed. (Another sum may use the memory of a closed one.)
+            If the reduction is active or closed (another sum may use the memory of a closed one), or if it has failed.
         """
         self._expect_idle("start", ", got another start()")
         self.under_way = True
+        try:
+            self._attempt(self._begin)
+        except CommError:
+            self.under_way = False  # `close` must not wait for a sum that has not begun
+            raise
+
+    def _begin(self) -> None:
         plan = self._plan
         if plan.fetch is not None:
             plan.fetch()
@@ -261,14 +268,14 @@ class Reduction:
         Raises
         ------
         CommError
-            If the reduction was not started, or if it has failed and the progress thread drives it.
+            If the reduction was not started, or if it has failed.
         """
         if not self.under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
         self.under_way = False  # even if the sum fails, so that `close` does not wait for it again
         self._meter.waits()
         before = time.perf_counter()
-        arrived = self._complete() if self._plan.progress is None else self._attempt(self._complete)
+        arrived = self._attempt(self._complete)
         after = time.perf_counter()
         self._meter.took(self._started_at, before, arrived or after, after)
         # The upload is only enqueued: the host does not wait for it.
@@ -321,13 +328,29 @@ class Reduction:
         elif plan.queue is not None:
             # Sums in one memory end in the order of their starts, so those started before this one end first.
             while not operation.over:
-                plan.queue.popleft().wait()
+                self._end_first(plan.queue)
         else:
             operation.wait()
         if plan.arrival is not None:
             return float(plan.arrival.arrived)
         # Without the progress thread, nothing has observed the arrival.
         return operation.completed_at if plan.progress is not None else 0.0
+
+    def _end_first(self, queue: deque[StagedOperation]) -> None:
+        """Wait for the first sum of the queue. A sum that has failed stays there until its own `finish`, so that no later
+        sum uses the memory, in which other ranks may still wait for the failed sum.
+        """
+        first = queue[0]
+        try:
+            if first.fault is not None:
+                raise first.fault
+            first.wait()
+        except Exception as fault:
+            first.fault = fault
+            if first is self._plan.operation:
+                queue.popleft()
+            raise
+        queue.popleft()
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
         try:
@@ -336,6 +359,8 @@ class Reduction:
             raise
         except Exception as fault:
             raise CommError(f"reduction {self._meter.name} of {self.buffer.nbytes} bytes failed: {fault}") from fault
+        finally:
+            self._meter.waited()
 
 
 def cut(array: np.ndarray) -> list[slice]:

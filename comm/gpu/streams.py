@@ -204,8 +204,7 @@ class StreamMeter(Meter):
         return recorder is not None and self._spans.ready and not getattr(recorder, "paused", False)
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
-        # The time that the host takes to enqueue work is not recorded.
-        self._instruments.waiting = None
+        """Do nothing: the time that the host takes to enqueue work is not recorded."""
 
     def record(self, times: list[float]) -> None:
         """Report times to the recorder: begin and end on the stream, begin and end of waiting [s]."""

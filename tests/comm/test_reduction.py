@@ -1,5 +1,7 @@
 """Tests of reductions: sums in place, on split groups, in rank order, rounded; bfloat16; faults."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,57 @@ def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     assert (good.buffer == communicator.size).all()
     good.run()
     assert (good.buffer == communicator.size**2).all()
+
+
+class Failing(BFloat16):
+    """A codec that fails when a sum of `step` is encoded or decoded."""
+
+    step = ""
+
+    def encode(self, values, wire, work):
+        if self.step == "encode":
+            raise ValueError("no such number")
+        super().encode(values, wire, work)
+
+    def decode(self, wire, out):
+        if self.step == "decode":
+            raise ValueError("no such number")
+        super().decode(wire, out)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("step", ["encode", "decode"])
+def test_a_failed_sum_is_an_error_of_its_calls_alone(communicator, step, monkeypatch):
+    """The error names the sum, also that of a later sum in the same memory; then nothing waits, and sums are right."""
+    fails, started = re.escape("bytes failed: no such number"), False
+    bad = communicator.reduction(np.ones(200_000, "f4"), name="bad", codec=Failing())
+    good = communicator.reduction(np.ones(200_000, "f4"), name="good", codec=BFloat16())
+    monkeypatch.setattr(Failing, "step", step)
+    with pytest.raises(CommError, match=f"reduction bad of 800000 {fails}"):
+        bad.start()
+        started = True
+        good.start()
+        bad.finish()
+    assert communicator.instruments.waiting is None and not bad.under_way
+    if started:
+        good.finish()
+        assert (good.buffer == communicator.size).all()
+        bad.start()
+        good.start()
+        # On the stage of a node, `good` cannot pass a sum before it that has failed.
+        if good._plan.queue is not None:
+            with pytest.raises(CommError, match=f"reduction good of 800000 {fails}"):
+                good.finish()
+        with pytest.raises(CommError, match=f"reduction bad of 800000 {fails}"):
+            bad.finish()
+        if good.under_way:
+            good.finish()
+    assert communicator.instruments.waiting is None
+    monkeypatch.setattr(Failing, "step", "")
+    for total in (bad, good):
+        total.buffer[:] = 1
+        total.run()
+        assert (total.buffer == communicator.size).all()
 
 
 @over_mpi
