@@ -164,11 +164,13 @@ class Losses(Base):
         if not arrays.x.size or not arrays.target.size:
             # A rank without elements takes part in the sum over ranks, so it has a loss: 0.
             return _EmptyLoss(lambda: arrays.loss.fill(0), "empty")
-        packed, pairs = {}, []
+        packed, pairs = dict[str, Any](), []
         # Kernels read arrays as (positions, C), a shape that only packed arrays take without a copy.
         for name in ("x", "target", "weights"):
             array = getattr(arrays, name)
-            if array is not None and not array.flags.c_contiguous:
+            if name == "target" and array is arrays.x:  # of `target_weight`
+                packed[name] = packed.get("x", array)
+            elif array is not None and not array.flags.c_contiguous:
                 packed[name] = self.empty(array.shape, np.dtype(array.dtype))
                 pairs.append((packed[name], array))
         kernel: LossKernel = make(replace(arrays, **packed))

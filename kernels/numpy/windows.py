@@ -29,7 +29,7 @@ class NumpyWindows(Pointwise):
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
         # Among elements that are all -inf, the maximum is the first, and no padding before it.
-        before = any(lo > 0 for lo, _ in geometry.padding)
+        before = position is not None and any(lo > 0 for lo, _ in geometry.padding)
         start: Any = first_taps(outputs, geometry, np.uint8 if small else np.int32) if before else 0
         kept = sum(array.nbytes for array in (position, start) if isinstance(array, np.ndarray))
         first, mask_bytes = round_up(margins.nbytes), round_up(y.size)

@@ -160,8 +160,10 @@ class OnednnBatchNorm:
     def _vectors_fail(self) -> bool:
         """Return whether a per-channel value, or a sum of products of these values, is not finite."""
         a = self.a
-        # An infinity times 0 is NaN, so no value that is not finite is lost in a product.
-        return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
+        # An infinity times 0 is NaN, so no value that is not finite is lost in a product. If a product of finite values
+        # overflows, NumPy computes the same.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
     def _statistics(self) -> Kernel:
         """Return the kernel of this block's mean and variance, computed by the primitive and converted to float64 sums.

@@ -165,6 +165,13 @@ def test_target_weight(backend, weighted):
     assert total[0] == 60 * (1 + 2 + 3 + 4 if weighted else 4)
 
 
+def test_strided_targets_are_copied_once(backend):
+    target, total = (np.arange(40, dtype=np.int16) % 5).reshape(2, 20, 1)[:, ::2], np.zeros(1)
+    kernel = backend.target_weight(target, total, ClassTargets(5, (1.0, 2.0, 3.0, 4.0, 5.0)))
+    kernel()
+    assert total[0] == 60 and kernel.workspace_bytes == target.nbytes
+
+
 def test_target_weight_times_that_of_positions(backend):
     """The sum of target weights includes the weights of positions; weight 0 excludes also an invalid class."""
     target = np.arange(20, dtype=np.int16).reshape(2, 10, 1) % 5

@@ -156,6 +156,17 @@ def test_variance_where_a_block_is_constant(arrays):
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
+@pytest.mark.filterwarnings("error")
+def test_large_data_with_a_relu(arrays, local):
+    """Products of mean and variance may overflow in float32: then the result is right, without a warning."""
+    p = Problem(arrays, (2, 4, 8, 16), f=RELU, local=local, offset=4.0, backward=False)
+    p.x *= 2.0**43
+    want = reference.batch_norm(p.x, p.dy, p.gamma, p.beta, BN_EPS, RELU)
+    p.forward(local)
+    assert_close(p.y, want["y"], p.count, "y", scale=8)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 def test_forward_only(arrays, local):
     p = Problem(arrays, (2, 5, 6, 18), f=RELU, local=local, backward=False)
     assert p.k.backward_sums is None and p.k.backward_data is None

@@ -110,6 +110,15 @@ def test_forward_only(arrays, kind):
     assert_close(y, value, geometry.taps)
 
 
+def test_no_positions_are_held_without_a_gradient(backends):
+    """Also with padding, where the first tap of a window is not the first element of the input."""
+    arrays = Arrays(backends("numpy"), np.float32)
+    geometry, spatial = CASES["3/2/1 overlapping"]
+    x, y, _, _ = make(arrays, geometry, spatial)
+    forward, _ = arrays.backend.max_pool(x, y, None, None, geometry)
+    assert forward.workspace_bytes == 0
+
+
 def test_remembered_positions_survive_other_kernels(arrays):
     """Positions of maxima for backward are not in shared scratch memory, so other kernels do not overwrite them."""
     geometry, spatial = CASES["3/2/1 overlapping"]
