@@ -101,8 +101,8 @@ class GraphedPass:
 
     @property
     def graphs(self) -> int:
-        """Number of sections that graphs can replay, once the pass was captured; 0 before, or if no graphs are used."""
-        return sum(section.graph for section in self.sections) if self._launches else 0
+        """Number of sections that graphs replay; 0 before the capture, or if no graphs are used."""
+        return len(self._recordings)
 
     def __call__(self) -> None:
         if self._launches:

@@ -129,7 +129,9 @@ class Timeline:
 
     def seconds(self, category: str, kind: str = "") -> float:
         """Return the time in all spans of a category [s], or of one kind of communication if `kind` is given."""
-        return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
+        with self._lock:
+            found = [p.seconds for (n, c), p in self.phases.items() if c == category and kind in ("", kind_of(n))]
+        return sum(found)
 
     def overlap(self, kind: str = "") -> float | None:
         """Compute the overlap ratio [%] of all communication, or of one kind ("halo", "allreduce", ...); None if there
@@ -139,7 +141,8 @@ class Timeline:
 
     def kinds(self) -> list[str]:
         """List the recorded kinds of communication."""
-        return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
+        with self._lock:
+            return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
 
     def summary(self) -> dict[str, dict[str, float | None]]:
         """Return seconds by category, and per kind of communication its duration, blocked time [s] and overlap [%].
@@ -176,9 +179,10 @@ class Timeline:
     def clear(self) -> None:
         """Remove all spans, and set all sums to 0."""
         # The keys stay: kinds without spans after this are still listed, with 0.
-        self.phases = {key: Phase() for key in self.phases}
-        self.recorded = 0
-        self._spans.clear()
+        with self._lock:
+            self.phases = {key: Phase() for key in self.phases}
+            self.recorded = 0
+            self._spans.clear()
 
 
 def kind_of(name: str) -> str:

@@ -209,6 +209,26 @@ def test_waits_between_graphs_do_not_count(waits, kernels, monkeypatch):
         graphed.close()
 
 
+@pytest.mark.ranks(1)
+def test_sections_that_cannot_be_captured_are_no_graphs(kernels, monkeypatch):
+    def capture(run, plain=kernels.device.capture):
+        if captured.append(run) or len(captured) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return plain(run)
+
+    captured, call = [], lambda: None
+    monkeypatch.setattr(kernels.device, "capture", capture)
+    monkeypatch.setattr(kernels.device, "seconds", lambda first, last: 1e-9)
+    items = [Item(call, "a"), Item(call, "b", held=False), Item(call, "c")]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        graphed = GraphedPass(comm, kernels.device, items, lambda layer: None, measures=True)
+        for _ in range(GraphedPass.DECIDES + 2):
+            graphed()
+        assert (len(captured), graphed.graphs) == (2, 1)
+        graphed.close()
+        assert graphed.graphs == 0
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_pass_that_cannot_be_captured_goes_on_without_graphs(kernels, monkeypatch, caplog):
     """One rank goes on without graphs of sections that send nothing, and the others with theirs."""

@@ -12,6 +12,7 @@ import resource
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -523,6 +524,34 @@ def test_overlap_ratio():
 
 def test_no_communication():
     assert overlap_ratio(0.0, 0.0) is None and Timeline().overlap() is None
+
+
+def test_spans_of_another_thread_while_sums_are_read():
+    """The prefetch thread may record the first span of a name at any time."""
+    timeline, threads = example(), []
+
+    class Phases(dict):
+        """Sums during whose iteration another thread records a span."""
+
+        def _each(self, items):
+            for item in items:
+                threads.append(threading.Thread(target=timeline.span, args=(f"read {len(threads)}", "io", 0.0, 1.0)))
+                threads[-1].start()
+                threads[-1].join(0.02)
+                yield item
+
+        def items(self):
+            return self._each(super().items())
+
+        def __iter__(self):
+            return self._each(super().__iter__())
+
+    expected = timeline.seconds("communication"), timeline.kinds()
+    timeline.phases = Phases(timeline.phases)
+    assert (timeline.seconds("communication"), timeline.kinds()) == expected
+    for thread in threads:
+        thread.join()
+    assert sum(phase.count for phase in dict.values(timeline.phases)) == timeline.recorded
 
 
 def test_sums_outlive_spans():
