@@ -240,7 +240,13 @@ class PartFile:
             # The descriptor stays valid when the file gets its name.
             self._file = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
-        self._sums = [self._structure()]
+        try:
+            self._sums = [self._structure()]
+        except DamagedFile as error:
+            raise DataError(
+                f"cannot write {self.path}: expected the new file as it was written, got an error ({error}); check the "
+                "disk, or give another path"
+            ) from error
 
     def _rows(self, number: int) -> Iterator[tuple[int, int]]:
         """Yield, for each array, the range of the file's samples that belong to batch `number`."""
