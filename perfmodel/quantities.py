@@ -93,9 +93,10 @@ def parse_quantity(text: object, unit: str) -> float:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """Return `value` [`unit`] as a string that `parse_quantity` converts back to exactly the same float."""
+    """Return `value` [`unit`] as a string that `parse_quantity` converts back to exactly the same float, if it is finite.
+    """
     # Whole numbers without .0; a float holds every integer below 2**53.
-    return f"{value!r} {unit}" if value != int(value) or value >= 2**53 else f"{int(value)} {unit}"
+    return f"{int(value)} {unit}" if value < 2**53 and value % 1 == 0 else f"{value!r} {unit}"
 
 
 def _read_as(unit: str) -> BeforeValidator:

@@ -300,3 +300,8 @@ def test_refusal(text: object, unit: str, remedy: str) -> None:
 def test_quantities_are_read_back(value: float, unit: str) -> None:
     again = parse_quantity(format_quantity(value, unit), unit)
     assert again == value and math.copysign(1, again) > 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_is_shown_as_it_is(value: float) -> None:
+    assert format_quantity(value, "s") == f"{value} s"
