@@ -337,8 +337,10 @@ class Reduction:
         return operation.completed_at if plan.progress is not None else 0.0
 
     def _end_first(self, queue: deque[StagedOperation]) -> None:
-        """Wait for the first sum of the queue. A sum that has failed stays there until its own `finish`, so that no later
-        sum uses the memory, in which other ranks may still wait for the failed sum.
+        """Wait for the first sum of the queue.
+
+        A sum that has failed stays there until its own `finish`, so that no later sum uses the memory, in which other
+        ranks may still wait for the failed sum.
         """
         first = queue[0]
         try:

@@ -93,7 +93,9 @@ def parse_quantity(text: object, unit: str) -> float:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """Return `value` [`unit`] as a string that `parse_quantity` converts back to exactly the same float, if it is finite.
+    """Return `value` [`unit`] as a string that `parse_quantity` converts back to exactly the same float.
+
+    It refuses values that are not finite, which are shown as ``inf`` and ``nan``.
     """
     # Whole numbers without .0; a float holds every integer below 2**53.
     return f"{int(value)} {unit}" if value < 2**53 and value % 1 == 0 else f"{value!r} {unit}"

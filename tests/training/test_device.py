@@ -219,7 +219,7 @@ def test_sections_that_cannot_be_captured_are_no_graphs(kernels, monkeypatch):
     captured, call = [], lambda: None
     monkeypatch.setattr(kernels.device, "capture", capture)
     monkeypatch.setattr(kernels.device, "seconds", lambda first, last: 1e-9)
-    items = [Item(call, "a"), Item(call, "b", held=False), Item(call, "c")]
+    items = [Item(call, "a"), Item(call, "a"), Item(call, "b", held=False), Item(call, "c"), Item(call, "c")]
     with Communicator(MPI.COMM_WORLD) as comm:
         graphed = GraphedPass(comm, kernels.device, items, lambda layer: None, measures=True)
         for _ in range(GraphedPass.DECIDES + 2):
