@@ -223,8 +223,8 @@ class Sampler:
     shuffle : {"epoch", "never"}
         Whether every epoch has a new order, or all have that of `indices`.
     remainder : {"drop", "fill"}
-        Treatment of samples that do not fill a batch: left out (for training; each epoch leaves out others), or the
-        batch is filled with copies of its last sample, which do not count (for evaluation).
+        Treatment of samples that do not fill a batch: left out (for training; if shuffled, each epoch leaves out
+        others), or the batch is filled with copies of its last sample, which do not count (for evaluation).
     augmented : bool
         Whether samples are augmented, see :class:`Batch`.
     patches : int

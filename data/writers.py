@@ -1,10 +1,10 @@
-"""Formats of predictions: the protocol :class:`Writer`, and its classes by name.
+"""Formats of predictions: the base class :class:`Writer`, and its classes by name.
 
 Each rank writes its blocks to its own part, in every format (:mod:`halograd.training.applying`). When all samples are
 complete, the parts are joined in one HDF5 file. A writer makes the result from this file. It reads samples by slices,
 and does not depend on the cut.
 
-A file in one piece is made by copying the numbers of its virtual datasets from the parts of the ranks.
+If the joined file must not refer to the parts, the values of its virtual datasets are copied from them.
 """
 
 from __future__ import annotations

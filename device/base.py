@@ -304,7 +304,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Close the device and unregister it from `device_of`; idempotent. No-op if it stays open, as the host does."""
+        """Close the device and unregister it from `device_of`; idempotent. No-op for a device that is never closed."""
         return None
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -431,7 +431,10 @@ def _number(graph: Graph, name: str) -> float | None:
 
 
 def _operands(graph: Graph, op: OnnxNode) -> tuple[str, float | None]:
-    """Return the data input and the constant number of an operation with one of each; else ("", None)."""
+    """Return the data input and the number of an operation with one data input and one constant; else ("", None).
+
+    The number is None if the constant is trained, or not a scalar.
+    """
     values = [name for name in op.inputs if name not in graph.constants]
     numbers = [_number(graph, name) for name in op.inputs if name in graph.constants]
     return (values[0], numbers[0]) if len(values) == len(numbers) == 1 else ("", None)

@@ -403,7 +403,7 @@ def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Nod
 
 
 def _ones(node: Node, keys: tuple[str, ...]) -> int:
-    """Return the number of trailing axes of extent 1 in torch's array of lengths (weight norm); 0 for other arrays."""
+    """Return the number of trailing axes of extent 1 of torch's magnitudes (weight norm); 0 for other arrays."""
     return len(node.layer.parameters(*_shapes(node))["w"].shape) - 1 if keys == _NORMED["g"] else 0
 
 

@@ -86,7 +86,7 @@ def get_backend(
     precision
         Precision of float32 products: ``"strict"``, or on a GPU ``"tf32"``.
     deterministic
-        Whether two runs must agree in every bit. Runs on a CPU always do.
+        Whether two runs must agree in every bit. On a CPU they do without `autotune`.
     device
         Index of the GPU among those visible; ignored on a CPU.
 

@@ -272,7 +272,8 @@ class _Builder:
         )
 
     def module_e(self, x: Node, label: str) -> Node:
-        """Add the module of Figure 7: 1x1, 3x3, two 3x3, pooling. The last 3x3 is a 1x3 and a 3x1 in parallel."""
+        """Add the module of Figure 7: 1x1, 3x3, two 3x3, pooling. The last 3x3 of a branch is a 1x3 and a 3x1.
+        """
         single = self.unit(x, 384, 1, f"{label}_3x3")
         double = self.chain(x, [(448, 1), (384, 3)], f"{label}_double")
         return Concat(name=f"join{label}")(

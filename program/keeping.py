@@ -7,10 +7,11 @@ together, before the backward pass of the layer after the run. While the backwar
 
 and, while the run is repeated, also outputs that only layers of the run read.
 
-An output that a layer after its run reads is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
-layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by dynamic
-programming over kept layers; a state is a pair of time and kept bytes that no other pair dominates. The estimate is
-exact for chains, up to the layout of the arena; callers compile the choice to learn its size.
+An output of a run that a layer beyond the one after the run reads is kept, too. :class:`Keeping` estimates these
+sizes, and the time of the repeated layers, from the program in which nothing is computed again. Given a limit, it finds
+the fastest choice by dynamic programming over kept layers; a state is a pair of time and kept bytes that no other pair
+dominates. The estimate is exact for chains, up to the layout of the arena; callers compile the choice to learn its
+size.
 
 References
 ----------

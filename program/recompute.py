@@ -299,7 +299,7 @@ def _copies(layer: str, pairs: Sequence[tuple[View, View]]) -> Iterator[Operatio
 
 
 def _again(operation: Operation) -> Operation:
-    """Return the operation that repeats `operation` in the backward pass; an operation occurs once in a program."""
+    """Return a copy that repeats `operation` in the backward pass: an object occurs only once in a program."""
     # `when` is not needed: there is a backward pass in training only.
     if not isinstance(operation, Run):
         return replace(operation, when=None)

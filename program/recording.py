@@ -101,7 +101,9 @@ def separate_pairs(items: Sequence[Item], known: Collection[int] = ()) -> set[in
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass; a graph has at least two calls. `out`: pairs of `separate_pairs` on all ranks."""
+    """Split a pass into sections that are graphs, of at least two calls, and others. `out`: the pairs that
+    `separate_pairs` gave on any rank.
+    """
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

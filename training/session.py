@@ -298,7 +298,7 @@ def _strategy(
 def begin_with(session: Session) -> None:
     """Set this rank's parameters and states from the file ``training.init``. Collective.
 
-    Every rank reads each array whole and copies its block, so the values are the same under every cut.
+    A rank reads each array that it needs whole and copies its block, so the values are the same under every cut.
 
     Raises
     ------

@@ -203,7 +203,7 @@ class NcclLink:
 
 @contextmanager
 def aborting(nccl: Any, device: Any) -> Iterator[None]:
-    """Free the device's graphs, and group the aborts in the body; separate aborts would wait for each other."""
+    """Drop the device's graphs, and group the aborts in the body; separate aborts would wait for each other."""
     device.drop_graphs()  # otherwise NCCL would wait for the graphs
     nccl.groupStart()
     try:

@@ -305,7 +305,11 @@ def _is_gone(directory: Path) -> bool:
 
 
 def _pace(record: Record) -> float | None:
-    """Return the time per step of the latest job over at most two epochs, with all pauses between steps [s]."""
+    """Return the time per step of the latest job [s], or None without steps.
+
+    It includes the pauses between steps, and is a mean over the last two epochs, or over the last three lines if these
+    cover more. With fewer lines it is the time of the last step alone.
+    """
     begun = record.begin.get("step", 0)
     # Earlier jobs of the run may have had other ranks, or another machine.
     own = [s for s in record.steps if s["step"] > begun]

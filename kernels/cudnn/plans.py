@@ -198,7 +198,7 @@ class CudnnPlan:
 
 
 def _comparison(keys: Sequence[GraphKey]) -> str:
-    """Return the key under which the times of a kernel with these plans and of another one are stored."""
+    """Return the key under which the times of these plans and of the kernel that competes with them are stored."""
     return " ".join(("fastest of", *(key.text for key in keys)))
 
 

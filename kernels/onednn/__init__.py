@@ -14,7 +14,7 @@ from ...device import LOW, as_dtype, is_low
 from .. import checks
 from ..backend import BackendOptions
 from ..geometry import Geometry
-from ..kernel import BatchNormArrays, BatchNormKernels, FusedActivation, Kernel, Substitute, chain
+from ..kernel import BatchNormArrays, BatchNormKernels, FusedActivation, Kernel, KernelError, Substitute, chain
 from ..memory import aligned_empty
 from ..numpy import BlasLimit, NumpyBackend
 from ..numpy.attention import TileOperations
@@ -100,6 +100,11 @@ class OnednnBackend(NumpyBackend):
     @classmethod
     def open(cls, options: BackendOptions) -> OnednnBackend:
         options.refuse_precision(cls.name)
+        if options.deterministic and options.autotune:
+            raise KernelError(
+                "onednn: expected autotune or deterministic mode, got both; the fastest algorithm, and with it the "
+                "order of sums, differs from run to run: switch one of them off"
+            )
         return cls(options.threads, options.autotune)
 
     @property

@@ -41,7 +41,7 @@ class Elimination(Planner):
     2. All layers are eliminated (`Clusters`). On series-parallel networks these are the node and edge eliminations of
        Jia et al. 2018; on others, tables over more than two layers appear. If the result fits, it is the optimum.
     3. If a memory limit binds, Lagrange multipliers give a lower bound, and a search among all choices near it
-    (`search`) finds the optimum. The same search closes the gap if tables would be too large and clusters were split.
+       (`search`) finds the optimum. The same search closes the gap if clusters with too large tables were split.
 
     If clusters are too large for `FIRST_LIMITS`, small tables are tried first: bounds from split clusters are often so
     tight that the search proves the optimum in a fraction of the time of the large tables.

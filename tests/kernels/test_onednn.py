@@ -159,6 +159,11 @@ def test_autotune_measures_once_per_shape(onednn):
         assert len(backend.autotuned()) == 6
 
 
+def test_autotune_gives_other_bits(onednn):
+    with pytest.raises(KernelError, match=r"expected autotune or deterministic mode, got both; .* one of them off"):
+        get_backend("onednn", autotune=True, deterministic=True)
+
+
 def test_autotune_takes_the_fastest(onednn, monkeypatch):
     import halograd.kernels.onednn.conv as autotune
 
