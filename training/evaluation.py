@@ -223,6 +223,8 @@ class ComparedPair:
         Kind of comparison, and the metric that counts its results.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
+    weight_node
+        Name of the weights in the network.
     """
 
     name: str
@@ -233,6 +235,7 @@ class ComparedPair:
     spec: MetricSpec
     metric: Metric
     weights: View | None = None
+    weight_node: str | None = None
 
     @property
     def views(self) -> list[View]:
@@ -263,8 +266,9 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
             prediction, target = node.inputs[spec.prediction], node.inputs[spec.target]
             nodes = network.names[prediction], network.names[target]
             values = step.inputs[spec.prediction], step.inputs[spec.target]
-            weights = None
+            weights = weight_node = None
             if spec.weights is not None:
+                weight_node = network.names[node.inputs[spec.weights]]
                 weight_value = step.inputs[spec.weights]
                 # Only the weights of this rank's block of the prediction.
                 weights = weight_value.brought(operand_blocks(weight_value.layout.shape, values[0].layout.boxes))
@@ -279,7 +283,8 @@ def compared_pairs(executor: Executor) -> list[ComparedPair]:
                 metric = Errors() if spec.members == 1 else Ensemble(spec.members)
             else:
                 metric = Confusion(spec.classes, spec.threshold, spec.ignored, spec.probabilities)
-            pairs.append(ComparedPair(name, f"{name} " if pairs else "", nodes, *values, spec, metric, weights))
+            prefix = f"{name} " if pairs else ""
+            pairs.append(ComparedPair(name, prefix, nodes, *values, spec, metric, weights, weight_node))
         return pairs
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
@@ -425,18 +430,33 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     ``sample`` is the index of a sample in the data set; ``source_file`` and ``source_sample`` are its file and its
     index in this file. The second and later predictions that the loss compares are ``NAME/prediction`` and
     ``NAME/target``. Predictions are the inputs of the loss (logits); normalized targets and their predictions are
-    written in the units of the data. Rank 0 holds all of them at once, so this is for images and small sets.
+    written in the units of the data. With ``data.invalid = "mask"``, targets of a regression are NaN where their weight
+    is 0, because invalid ones are read as 0. Rank 0 holds all of them at once, so this is for images and small sets.
     """
     names: dict[str, str] = {}
+    masks: dict[str, str] = {}
     for number, pair in enumerate(compared_pairs(session.executor)):
         folder = f"{pair.name}/" if number else ""
         names |= {f"{folder}prediction": pair.nodes[0], f"{folder}target": pair.nodes[1]}
-    samples, arrays = gather_samples(session, batches, names)
+        if pair.weight_node is not None and session.config.data.invalid == "mask":
+            masks[f"{folder}target"] = pair.weight_node
+    weights = {f"weights of {key}": node for key, node in masks.items()}
+    samples, arrays = gather_samples(session, batches, names | weights)
     with session.comm.agreement():
         if session.comm.rank:  # the other ranks only take part in the agreement
             return
+        for key in masks:
+            _mark_absent(arrays[key], arrays.pop(f"weights of {key}"))
         with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
             for key, array in arrays.items():
                 file[key] = array
             file["sample"] = np.array(samples, np.int64)
             write_sources(file, session.samples.dataset, samples)
+
+
+def _mark_absent(target: np.ndarray, weights: np.ndarray) -> None:
+    """Set numbers to NaN where their weight is 0; class indices, which have no NaN, do not change."""
+    if np.issubdtype(target.dtype, np.floating):
+        n, *rest = weights.shape
+        absent = weights.reshape(n, *(1,) * (target.ndim - weights.ndim), *rest) == 0
+        target[np.broadcast_to(absent, target.shape)] = np.nan

@@ -249,6 +249,20 @@ def test_the_run_of_a_stored_mask(comm, masked):
 
 
 @pytest.mark.ranks(1, 2)
+def test_absent_targets_are_nan_in_a_file_of_predictions(comm, masked):
+    """They are read as 0, which a reader of the file would take for a number of the data; classes stay as they are."""
+    sets = [f"strategy.height={comm.size}"]
+    train(masked, [*sets, "training.epochs=1"], comm=comm)
+    evaluate(masked, sets, "all", predictions="p.h5", comm=comm)
+    if comm.rank == 0:
+        with h5py.File("p.h5") as file, h5py.File("nan.h5") as source:
+            np.testing.assert_array_equal(file["field/target"][()], source["h"][file["sample"][()]])
+            some = np.isnan(source["h"][()]).mean()
+            assert 0.1 < some < 0.3 and np.isfinite(file["field/prediction"][()]).all()
+            assert np.isnan(file["coarse/target"][()]).any() and set(np.unique(file["target"][()])) == {0, 1, 2}
+
+
+@pytest.mark.ranks(1, 2)
 def test_faults_are_refused_on_all_ranks(comm, masked):
     sets = [f"strategy.height={comm.size}"]
     with pytest.raises(UserError, match=r'data\.rule: .*another.* "center"'):
