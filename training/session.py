@@ -29,6 +29,8 @@ from ..device import device_of
 from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
+from ..lowering.context import copying
+from ..lowering.operations import Run
 from ..models.own import source_of
 from ..perfmodel.small import SmallLayers
 from .backend import connect_device, open_kernels
@@ -342,9 +344,12 @@ def headline(session: Session) -> str:
 
 
 def _recomputed(session: Session) -> list[str]:
-    """Return the layers whose outputs the backward pass may compute again."""
-    strategy = session.executor.strategy
-    return [name for name in session.network.layers if strategy.options_of(name).get("recompute", "none") != "none"]
+    """Return the layers whose operations the backward pass of this rank repeats."""
+    again = [segment for segment in session.executor.program.backward if segment.again]
+    # Copies for a layer that reads a repeated output belong to that layer, whose own output may be kept.
+    runs = (o for segment in again for o in segment.operations if isinstance(o, Run) and o.kernel.make is not copying)
+    repeated = {run.layer for run in runs}
+    return [name for name in session.network.layers if name in repeated]
 
 
 def data_lines(session: Session) -> list[str]:

@@ -397,5 +397,10 @@ def test_a_run_computes_again_as_little_as_fits(config, shared):
     assert found[needed]["loss"] == found[needed - arena // 5]["loss"]
     begun = {memory: json.loads((shared / str(memory) / "log.jsonl").read_text().splitlines()[0]) for memory in found}
     assert [bool(begun[memory]["recomputed"]) for memory in found] == [False, True]
+    # No convolution or loss is pointwise, although the rule is set for all layers.
+    pointwise = shared / "pointwise"
+    train(config, ["strategy.recompute=pointwise", f"output.directory={pointwise}"], comm=comm)
+    again = json.loads((pointwise / "log.jsonl").read_text().splitlines()[0])["recomputed"]
+    assert again and all(network.layers[name].layer.recomputation == "pointwise" for name in again)
     with pytest.raises(UserError, match=r"strategy.recompute: .* within .*needs"):
         train(config, ["strategy.recompute=auto", f"strategy.memory={needed - arena} B"], comm=comm)
