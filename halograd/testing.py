@@ -59,9 +59,13 @@ LayerResult = dict[str, np.ndarray]
 
 
 def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple[Network, str]:
-    """Return a network of one layer and a probe loss on its output, and the name of the layer."""
+    """Return a network of one layer and a probe loss on its output, and the name of the layer; for a loss itself, "".
+    """
     nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
-    y = make()(*nodes)
+    layer = make()
+    y = layer(*nodes)
+    if isinstance(layer, Loss):
+        return Network({"loss": y}), ""
     g = Input(y.shape, name="g")
     network = Network({"y": y, "loss": _Probe("probe")(y, g)})
     return network, network.names[y]
@@ -99,12 +103,17 @@ def run_layer(
     network, name = _probed(make, shapes)
     settings = (batch, dtype, backend, options, seed, shift, steps, debug)
     with _stepped(network, shapes, comm, parts, *settings) as (executor, loss):
-        inputs = [f"x{i}" for i in range(len(shapes))]
-        with closing(Gather(executor, [name], inputs)) as way:
-            result: dict[str, Any] = dict(zip(("y", *(f"d{x}" for x in inputs)), way.run()))
+        outputs, inputs = [name] if name else [], _differentiated(network)
+        with closing(Gather(executor, outputs, inputs)) as way:
+            result: dict[str, Any] = dict(zip((*("y" for _ in outputs), *(f"d{x}" for x in inputs)), way.run()))
         result |= _gradients(executor)
     result["loss"] = np.array([loss])
     return result if comm.rank == 0 else None
+
+
+def _differentiated(network: Network) -> list[str]:
+    """Return the inputs whose gradients are compared: those of the layer, of a loss the prediction."""
+    return ["x0"] if "g" not in network.inputs else [name for name in network.inputs if name != "g"]
 
 
 @contextmanager
@@ -125,7 +134,7 @@ def _stepped(
     """Yield an executor of a probed layer after some steps, and its loss; arguments as in `run_layer`."""
     backend_, moved = get_backend(backend) if isinstance(backend, str) else backend, dict(shift or {})
     strategy = _strategy(parts, comm.size, options)
-    probed = [n for n in network.inputs if n != "g"]
+    probed = _differentiated(network)
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed, debug=debug) as executor:
         labels = _labels(executor.store.params)
         for key, array in executor.store.params.items():
@@ -134,8 +143,11 @@ def _stepped(
         # Kernels in 16 bits read rounded copies of the parameters.
         executor.store.refresh()
         for i, s in enumerate(shapes):
-            executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
-        executor.set_input("g", random_array((batch, *network.outputs["y"].shape), "g", seed))
+            array = random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0)
+            # The third input of a loss has weights, which are never negative.
+            executor.set_input(f"x{i}", np.abs(array) if i == 2 and "g" not in network.inputs else array)
+        if "g" in network.inputs:
+            executor.set_input("g", random_array((batch, *network.outputs["y"].shape), "g", seed))
         for _ in range(steps):
             executor.forward()
             loss = executor.loss_value()
@@ -153,13 +165,14 @@ def _gradients(executor: Executor) -> LayerResult:
     return {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in grads.items()}
 
 
-def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.ndarray, tuple[slice, ...]]]:
+def _blocks(executor: Executor, name: str) -> dict[str, tuple[np.ndarray, tuple[slice, ...]]]:
     """Return this rank's blocks of output and gradients by name, with their positions. Collective.
 
     Gradients of parameters are whole, and on rank 0 only.
     """
     blocks: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
-    values = {"y": executor.program.values[name], **{f"dx{i}": executor.program.values[f"x{i}"] for i in range(inputs)}}
+    values = {"y": executor.program.values[name]} if name else {}
+    values |= {f"d{x}": executor.program.values[x] for x in _differentiated(executor.network)}
     for key, value in values.items():
         # `dy` of an input's value is the gradient of the loss with respect to the input.
         view = value.view if key == "y" else value.dy
@@ -197,9 +210,10 @@ def check_layer(
     Parameters
     ----------
     layer
-        The layer, or a function that makes it.
+        The layer, or a function that makes it. A loss is checked itself: its value, and the gradient of its prediction.
     input_shape
-        Shape of one sample ``(*spatial, C)``, or several shapes for a layer with several inputs.
+        Shape of one sample ``(*spatial, C)``, or several shapes for a layer with several inputs; of a loss those of
+        prediction, target and perhaps weights.
     batch
         Number of samples.
     comm
@@ -249,7 +263,7 @@ def check_layer(
             once = (network, shapes, ranks, parts, batch, dtype, kernels, options)
             # The second step starts with buffers that hold data of the first one.
             with _stepped(*once, steps=2, debug=debug) as (executor, loss):
-                blocks = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
+                blocks = {**_blocks(executor, name), "loss": (np.array([loss]), ())}
             ranks.agree(_difference(blocks, reference, tolerance, dtype, str(parts)))
 
 

@@ -29,7 +29,7 @@ def blocks(page: str) -> list[str]:
 def test_custom_layer_tutorial():
     """All blocks of custom_layers.md run in sequence, on the ranks of this run, and its losses are exact under cuts."""
     found = blocks("custom_layers.md")
-    assert len(found) == 11
+    assert len(found) == 12
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)
