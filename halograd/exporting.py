@@ -31,9 +31,10 @@ class ExportKind:
     check
         Function that checks the path before anything is read.
     save
-        ``save(network, arrays, path)`` writes whole arrays by ``layer/name``.
+        ``save(network, arrays, path, statistics)`` writes whole arrays by ``layer/name``; `statistics` are those of
+        inputs and normalized targets by name, or None.
     normalizes
-        Whether `save` also takes the statistics of inputs and normalized targets, to include the normalization.
+        Whether the file can compute the normalization, with statistics. Other files have them for information, always.
     """
 
     check: Callable[[Path], None]
@@ -84,11 +85,8 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     # Before the checkpoint is read, which may take long.
     chosen.check(out)
     network, arrays, config, progress = trained_arrays(target, overrides)
-    statistics = []
-    if normalize:
-        inputs, _ = datasets_of(config.data, network)
-        statistics = [_statistics(progress.normalization, list(inputs))]
-    chosen.save(network, arrays, out, *statistics)
+    known = normalize or not chosen.normalizes
+    chosen.save(network, arrays, out, _statistics(progress.normalization, config, network) if known else None)
     return progress.step
 
 
@@ -106,13 +104,12 @@ def trained_arrays(
         return network, reader.arrays(network, averaged=config.training.average > 0), config, progress
 
 
-def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[str, ChannelStatistics]:
+def _statistics(known: Mapping[str, Any] | None, config: Config, network: Network) -> dict[str, ChannelStatistics]:
     """Return statistics by name of an input or a normalized target; empty without normalization.
 
     A checkpoint of an earlier version has statistics of its single input only.
     """
-    if not known:
-        return {}
-    # "mean" is a key of the statistics themselves, so there is no level of input names.
-    known = {inputs[0]: known} if "mean" in known else known
-    return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
+    if known and "mean" in known:  # a key of the statistics themselves, so there is no level of input names
+        inputs, _ = datasets_of(config.data, network)
+        known = {next(iter(inputs)): known}
+    return {name: ChannelStatistics.from_state_dict(state) for name, state in (known or {}).items()}

@@ -27,6 +27,7 @@ Layers keep their names in torch. Layers of some of our models get torchvision's
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import zlib
@@ -433,7 +434,12 @@ def _refused(network: Network, node: Node, got: str) -> UserError:
 # -- files ------------------------------------------------------------------------------------------------
 
 
-def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: str | Path) -> None:
+def save_weights(
+    network: Network,
+    parameters: Mapping[str, Any] | None,
+    path: str | Path,
+    normalization: Mapping[str, Any] | None = None,
+) -> None:
     """Write parameters and running statistics as a safetensors file. Local.
 
     ``torch_module.load_state_dict(safetensors.torch.load_file(path))`` reads it if the modules have the names of our
@@ -443,6 +449,9 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     ----------
     parameters
         Whole arrays by ``layer/name``; None: the initial values of the network.
+    normalization
+        Statistics of channels (`halograd.data.ChannelStatistics`) by name of an input or of a normalized target. The
+        metadata of the file have them as JSON, ``normalization``: ``mean``, ``std`` and ``transforms`` of each.
 
     Raises
     ------
@@ -467,8 +476,14 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     with atomic_path(path, needed, parents=True) as partial:
         partial.touch()
         mode = partial.stat().st_mode  # that of all our files; the library allows its own only to their owner
-        writer.save_file(tensors, partial, metadata=WRITTEN_BY)
+        writer.save_file(tensors, partial, metadata=WRITTEN_BY | _metadata(normalization or {}))
         partial.chmod(mode)
+
+
+def _metadata(normalization: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of statistics of channels by name; none without any."""
+    kept = {name: {k: s.state_dict()[k] for k in ("mean", "std", "transforms")} for name, s in normalization.items()}
+    return {"normalization": json.dumps(kept)} if kept else {}
 
 
 def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()) -> dict[str, np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from halograd.training.run import train
 from tests.interchange.support import predicted
 from tests.training.runs import write_config, write_own, write_shared
 
-pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
+safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
 
 MODEL = {"resolution": 16, "channels": 3, "widths": [4, 6], "convs": 1, "decoder": True, "pos_weight": 2.0}
@@ -156,6 +158,9 @@ def test_a_run_is_exported_with_its_normalization(tmp_path, capsys):
     assert run(["export", str(tmp_path / "out"), str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
     progress, _ = read_header(tmp_path / "out" / "checkpoints" / "latest.h5")
     (state,) = progress.normalization.values()
+    with safetensors.safe_open(tmp_path / "w.safetensors", "numpy") as weights:
+        (kept,) = json.loads(weights.metadata()["normalization"]).values()
+    assert kept == {key: state[key] for key in ("mean", "std", "transforms")}
     with h5py.File(tmp_path / "data.h5") as file:
         raw = file["inputs"][:2]
     x = raw.astype(np.float64)
