@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from .layer import Input, Node, Shape
 from .network import Network
 from .padding import Pad, Pieced
+from .resize import Resize
 
 __all__ = ["resized"]
 
@@ -58,7 +59,18 @@ def resized(network: Network, extents: Sequence[int]) -> Network:
             return network_of_extents
         except ValueError as error:
             faults.append(str(error))
-    raise ValueError(f"network {network.name!r} takes no samples of {_by(extents)}: {faults[-1]}")
+    raise ValueError(f"network {network.name!r} takes no samples of {_by(extents)}: {faults[-1]}{_fixed(network)}")
+
+
+def _fixed(network: Network) -> str:
+    """Return a remedy for a layer whose output has a fixed size; "" without any."""
+    names = [name for name, node in network.layers.items() if isinstance(node.layer, Resize) and node.layer.size]
+    if not names:
+        return ""
+    return (
+        f". Layer {names[0]!r} has an output of a fixed size; give it a scale (in torch, "
+        f"interpolate(..., scale_factor=2) instead of size=x.shape[2:])"
+    )
 
 
 def _steps(network: Network, extents: Shape) -> list[int]:

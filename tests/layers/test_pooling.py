@@ -387,3 +387,13 @@ def test_circular_axes_are_not_padded():
     assert shapes(resized(network, (17, 24))) == {"x": (17, 24, 1)}
     with pytest.raises(ValueError, match="takes no samples of 16 x 17: it is circular along an axis that would be"):
         resized(network, (16, 17))
+
+
+def test_a_layer_of_fixed_size_is_named_where_it_keeps_samples_from_another_size():
+    """It may come from ``interpolate(y, size=x.shape[2:])`` of torch; the fault shows where its output is read."""
+    x = hg.Input((16, 16, 2), "x")
+    y = hg.Resize(size=16, name="up")(hg.AveragePool(2)(x))
+    network = hg.Network({"y": x * y})
+    with pytest.raises(ValueError, match=r"takes no samples of 24 x 24: Multiply: .* Layer 'up' .* give it a scale"):
+        resized(network, (24, 24))
+
