@@ -47,7 +47,7 @@ from .merge import Add, BroadcastAdd, Concat, Multiply
 from .needs import Stencil
 from .neighbors import GradientError, StructuralSimilarity
 from .network import Network
-from .padding import Flip, Pad, Roll, Slice, Sphere
+from .padding import ChannelPad, Flip, Pad, Roll, Slice, Sphere
 from .parameter import GivenValues, Parameter
 from .pooling import (
     AdaptiveAveragePool,
@@ -84,6 +84,7 @@ __all__ = [
     "ChannelDropout",
     "ChannelMax",
     "ChannelMean",
+    "ChannelPad",
     "ChannelShuffle",
     "Clamp",
     "Concat",

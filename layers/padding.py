@@ -24,6 +24,7 @@ from .needs import Stencil, check_spatial
 
 __all__ = [
     "MODES",
+    "ChannelPad",
     "Copied",
     "Flip",
     "Mode",
@@ -130,6 +131,37 @@ class Slice(Shifted):
             what = "channels" if along == len(shape) - 1 else "rows"
             raise ValueError(f"Slice: expected at most {shape[along]}, the {what} of the input, got {self.last}")
         return (*shape[:along], self.last - self.first, *shape[along + 1 :])
+
+
+class ChannelPad(Shifted):
+    """Channels of zeros before and after those of the input: ``(*spatial, C)`` -> ``(*spatial, low + C + high)``.
+
+    The shortcut of a residual block with more channels may be padded in this way (He et al. 2016, option A).
+
+    Parameters
+    ----------
+    low, high
+        Numbers of channels before and after.
+
+    Notes
+    -----
+    Communication per process: the elements of its output that other ranks own in the input; none if the channels are
+    not cut. Backward, the adjoint.
+    """
+
+    def __init__(self, low: int, high: int, name: str | None = None) -> None:
+        super().__init__(name)
+        if low < 0 or high < 0:
+            raise ValueError(f"ChannelPad: expected numbers >= 0, got {low}, {high}; a Slice removes channels")
+        self.low, self.high = low, high
+
+    def shifts(self, shape: Shape) -> Sequence[int]:
+        return [*(0 for _ in shape[:-1]), self.low]
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        check_spatial(shape[:-1], "ChannelPad")
+        return (*shape[:-1], self.low + shape[-1] + self.high)
 
 
 class Flip(Copied):

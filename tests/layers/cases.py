@@ -207,6 +207,7 @@ LAYERS = {
     "pad mirrored": (lambda: hg.Pad(((2, 3), (0, 0)), "reflect", name="l"), SPATIAL),
     "pad repeated": (lambda: hg.Pad(((0, 0), (3, 2)), "replicate", name="l"), SPATIAL),
     "slice": (lambda: hg.Slice(1, 3, "l"), SPATIAL),
+    "pad channels": (lambda: hg.ChannelPad(1, 2, "l"), SPATIAL),
     "leaky relu": (lambda: hg.LeakyReLU(0.1, "l"), SPATIAL),
     "max pool": (lambda: hg.MaxPool(3, 2, 1, name="l"), SPATIAL),
     "one slope": (lambda: hg.PReLU(name="l"), SPATIAL),

@@ -17,7 +17,7 @@ from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
 from halograd.kernels.onednn.conv import ConvChoice
 from halograd.kernels.onednn.program import ReferenceOnly
-from halograd.layers import Conv, ConvTranspose, Input, MeanSquaredError, Network, Pad, Roll, Slice, Sphere
+from halograd.layers import ChannelPad, Conv, ConvTranspose, Input, MeanSquaredError, Network, Pad, Roll, Slice, Sphere
 from halograd.layers.padding import PadAxis
 from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
@@ -92,6 +92,13 @@ def test_a_sphere_is_exact_under_all_cuts(name):
     amounts, sphere = SPHERES[name]
     check_layer(lambda: Pad(amounts, sphere, name="p"), SHAPE, axes=("height", "width"))
     check_layer(lambda: Pad(amounts, sphere, name="p"), SHAPE, axes=("height", "channel"), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("cut", [("height", "width"), ("height", "channel"), ("channel", "width")])
+def test_channels_of_zeros_are_exact_under_all_cuts(cut):
+    """Also more than a block has."""
+    check_layer(lambda: ChannelPad(1, 5, name="p"), (5, 6, 4), axes=cut)
 
 
 def test_axes_of_a_sphere():
@@ -178,6 +185,8 @@ test_refusals = refusals(
     (lambda: Pad(7, "circular")(Input(SHAPE)), "expected at most 6 rows of 6 in the mode circular"),
     (lambda: Pad(-1, "circular")(Input(SHAPE)), "expected numbers of rows >= 0 in the mode circular"),
     (lambda: Pad(-4)(Input(SHAPE)), r"expected at least one row of \(7, 6\) to remain, got \(-1, -2\)"),
+    (lambda: ChannelPad(1, -1), "expected numbers >= 0, got 1, -1; a Slice removes channels"),
+    (lambda: ChannelPad(1, 2)(Input((4,))), r"ChannelPad: expected samples with spatial axes"),
     (lambda: Slice(2, 2), "expected first < last, both >= 0, got 2, 2"),
     (lambda: Slice(1, 4)(Input(SHAPE)), "expected at most 3, the channels of the input, got 4"),
     (lambda: Pad(((1, 1),))(Input(SHAPE)), "a pair for each of 2 spatial axes"),

@@ -199,6 +199,7 @@ for mode in ("reflect", "replicate", "circular"):
 roll = lambda x: x.roll((3, -2), (2, 3))  # noqa: E731
 add("roll", partial(hg.Roll, (3, -2), "r"), [SHAPE], roll)
 add("slice", partial(hg.Slice, 1, 3, "s"), [SHAPE], lambda x: x[:, 1:3])
+add("channel pad", partial(hg.ChannelPad, 1, 2, "p"), [SHAPE], partial(f("pad"), pad=(0, 0, 0, 0, 1, 2)))
 add("flatten", partial(hg.Flatten, "f"), [(3, 4, 2)], lambda x: x.movedim(1, -1).flatten(1))
 add("reshape", partial(hg.Reshape, (3, 4, 2), "r"), [(24,)], lambda x: x.view(-1, 3, 4, 2).movedim(-1, 1))
 add("dense", partial(hg.Dense, 4, name="d"), [(6,)], lambda x, w, b: f("linear")(x, w, b))
