@@ -25,7 +25,7 @@ from .axes import Axes, Factor
 from .graph import Activation, Builder, Graph, OnnxConstant, OnnxNode, Shape
 from .shaping import in_form
 
-__all__ = ["ATTENTION", "attention"]
+__all__ = ["ATTENTION", "attention", "number_of"]
 
 #: Operators that keep the order of the elements.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
@@ -69,8 +69,8 @@ def attention(graph: Graph, op: OnnxNode) -> None:
     inputs, reader = [], chain[0]
     for name in product.inputs:
         before = graph.maker(name)
-        if before is not None and _factor(before) is not None and graph.only_reader(name) is reader:
-            scale *= _factor(before) or 0.0
+        if before is not None and number_of(before) is not None and graph.only_reader(name) is reader:
+            scale *= number_of(before) or 0.0
             chain.insert(0, before)
             name = before.inputs[0]
         inputs.append(name)
@@ -81,7 +81,7 @@ def attention(graph: Graph, op: OnnxNode) -> None:
     graph.replace([*chain, after], after.changed(kind="WeightedValues", inputs=names, attributes=attributes))
 
 
-def _factor(op: OnnxNode) -> float | None:
+def number_of(op: OnnxNode) -> float | None:
     """Return the number by which an operation multiplies every element; None if it does anything else."""
     attributes = op.attributes
     if op.kind != "Affine" or attributes["axis"] is not None or attributes["shift"]:
@@ -106,7 +106,7 @@ def _scores(
         chain.insert(0, before)
         constants = [name for name in before.inputs if name in graph.constants]
         others = [name for name in before.inputs if name not in graph.constants]
-        factor = _factor(before)
+        factor = number_of(before)
         if before.kind in _VIEWS:
             value = before.inputs[0]
         elif factor is not None:

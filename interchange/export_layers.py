@@ -30,6 +30,7 @@ from ..layers import (
     ChannelDropout,
     ChannelMax,
     ChannelMean,
+    ChannelPad,
     ChannelShuffle,
     Clamp,
     Concat,
@@ -510,8 +511,8 @@ def _shuffle(w: OnnxWriter, node: Node) -> str:
 
 
 def _padded(w: OnnxWriter, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
-    """Export padding by `amounts` (elements before and after, per spatial axis); `value` is for constant padding."""
-    every = [(0, 0), (0, 0), *amounts]
+    """Export padding by `amounts` (elements before and after, per axis of a sample), with constant `value`."""
+    every = [(0, 0), amounts[-1], *amounts[:-1]]
     name = w.name(node)
     pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)
     inputs = [*w.inputs(node), pads, *([w.numbers(f"{name}::value", value)] if mode == "constant" else [])]
@@ -520,14 +521,14 @@ def _padded(w: OnnxWriter, node: Node, amounts: list[tuple[int, int]], mode: str
 
 def _pad(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    *lows, _ = layer.shifts(node.inputs[0].shape)
-    amounts = [(low, after - n - low) for low, n, after in zip(lows, node.inputs[0].shape, node.shape)]
+    before = node.inputs[0].shape
+    amounts = [(low, after - n - low) for low, n, after in zip(layer.shifts(before), before, node.shape)]
     return _padded(w, node, amounts, "constant", layer.value)
 
 
 def _pad_axis(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    amounts = [(layer.low, layer.high) if axis == layer.axis else (0, 0) for axis in range(len(node.shape) - 1)]
+    amounts = [(layer.low, layer.high) if axis == layer.axis else (0, 0) for axis in range(len(node.shape))]
     mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}[layer.mode]
     return _padded(w, node, amounts, mode)
 
@@ -582,13 +583,11 @@ def _rows(w: OnnxWriter, value: str, name: str, axis: int, first: int, last: int
 
 def _slice(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
-    name = w.name(node)
-    along = layer.along(node.inputs[0].shape)
+    name, along = w.name(node), layer.along(node.inputs[0].shape)
     axis = 1 if along == len(node.shape) - 1 else along + 2
     pairs = (("first", layer.first), ("last", layer.last), ("axis", axis))
-    return w.add(
-        "Slice", [*w.inputs(node), *(w.numbers(f"{name}::{k}", [n], np.int64) for k, n in pairs)], f"{name}::y"
-    )
+    inputs = [*w.inputs(node), *(w.numbers(f"{name}::{k}", [n], np.int64) for k, n in pairs)]
+    return w.add("Slice", inputs, f"{name}::y")
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -792,6 +791,7 @@ LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     PixelUnshuffle: _pixels,
     ChannelShuffle: _shuffle,
     Pad: _pad,
+    ChannelPad: _pad,
     PadAxis: _pad_axis,
     PadPole: _pad_pole,
     Roll: _roll,

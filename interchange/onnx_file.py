@@ -35,7 +35,11 @@ _MOST = 1 << 24
 #: Largest extent of a value, except along the sample axis.
 _LONGEST = 1 << 24
 #: Operators whose results differ from run to run, and from rank to rank.
-_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+_RANDOM = {"RandomNormal", "RandomNormalLike", "Bernoulli", "Multinomial"}
+#: Operators whose results are random numbers of a uniform distribution, for dropout.
+_UNIFORM = {"RandomUniform", "RandomUniformLike"}
+#: Number of uniform numbers by whose results a dropout is recognized.
+_DRAWS = 1 << 14
 #: Operators that only move the numbers of a weight, or convert their type.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
@@ -174,6 +178,12 @@ class _Folding:
         self.inputs: frozenset[str] = frozenset()
         #: Nodes that split a value into a sequence of parts.
         self.sequences: dict[str, Any] = {}
+        #: Random numbers, and constants that are computed from them, by name: the node that draws them.
+        self.drawn: dict[str, Any] = {}
+        #: Those of these nodes whose numbers are multiplied by a value.
+        self.used: list[Any] = []
+        #: Placeholder for the number of samples.
+        self.batch = _BATCH
         #: Rows of the network's input per row of a value, by its name.
         self.strides: dict[str, float] = {}
 
@@ -189,6 +199,7 @@ class _Folding:
                 tensor.ClearField("raw_data")
         self.weights = dict(self.constants)
         inputs, batch = self._inputs([value for value in file.input if value.name not in self.constants], shapes)
+        self.batch = batch
         self.inputs = frozenset(inputs)
         self._walk(file.node)
         self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
@@ -282,6 +293,8 @@ class _Folding:
             self._check_traced(node)
             if node.op_type == "If":
                 self._branch(node)
+            elif node.op_type in _UNIFORM or self.drawn.keys() & set(node.input):
+                self._random(node)
             # All shapes are fixed here, so that of an activation is a constant.
             elif node.op_type == "Shape" and node.input[0] in self.types:
                 self._shape(node)
@@ -344,6 +357,57 @@ class _Folding:
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
         read = constant.read
         self._keep(node.output[0], replace(constant, dtype=dtype, read=lambda: read().astype(dtype)))
+
+    def _random(self, node: Any) -> None:
+        """Process a node of random numbers: one that computes others of them, or their product with a value, which must
+        be a dropout of elements, channels or samples.
+
+        A dropout is recognized by its factors for uniform numbers in equal distances, not by its operators: a part of
+        the factors is 0, and the others are equal.
+        """
+        refused = self._refused(node, "random numbers that are not those of a dropout of elements, channels or samples")
+        values = [name for name in node.input if name and name not in self.constants]
+        if not values:
+            sources = [self.constants[name] for name in node.input if name]
+            if any(source.made_of or not source.is_fixed for source in sources):
+                raise refused
+            self.types |= self._inferred(node)
+            for name in node.output:
+                self.drawn[name] = next((self.drawn[source] for source in node.input if source in self.drawn), node)
+                self.computing[name] = node
+                self._keep(name, OnnxConstant(_shape_of(self.types[name]) or (), np.dtype(np.float32), _no_numbers))
+            return
+        if node.op_type != "Mul" or len(values) != 1:
+            raise refused
+        (value,), (name,) = values, [name for name in node.input if name in self.drawn]
+        x, first = _shape_of(self.types[value]) or (0,), self.drawn[name]
+        over = {(*x[:2], *(1 for _ in x[2:])): "channels", x: "elements", (x[0], *(1 for _ in x[1:])): "samples"}
+        # Other layers would draw other numbers for a second value.
+        if self.constants[name].shape not in over or x[0] != self.batch or first in self.used:
+            raise refused
+        self.used.append(first)
+        limits = {a.name: a.f for a in first.attribute if a.name in ("low", "high")}
+        low, high = limits.get("low", 0.0), limits.get("high", 1.0)
+        uniform = low + (high - low) * (np.arange(_DRAWS) + 0.5) / _DRAWS
+        dtype = self.onnx.helper.tensor_dtype_to_np_dtype(self.types[first.output[0]].tensor_type.elem_type)
+        draws = uniform.astype(dtype).reshape(-1, *(1 for _ in x[1:]))
+        try:
+            numbers = self._replayed(name, {first.output[0]: draws}).reshape(-1).astype(np.float64)
+        except (KeyError, UserError):
+            raise refused from None
+        kept = numbers[numbers != 0]
+        if numbers.size != draws.size or not 0 < kept.size < numbers.size or kept.min() < kept.max() or kept[0] < 0:
+            raise refused
+        attributes = {
+            "over": over[self.constants[name].shape],
+            "kept": kept.size / numbers.size,
+            "scale": kept[0],
+        }
+        dropout = self.onnx.helper.make_node(
+            "RandomFactors", [value], list(node.output), node.name, domain=DOMAIN, **attributes
+        )
+        dropout.metadata_props.extend(node.metadata_props)
+        self._operation(dropout)
 
     def _element(self, node: Any, split: Any) -> Any:
         """Return a part of a split value, as a slice of it."""
@@ -655,6 +719,11 @@ def _read(file: Path | Buffer, dtype: np.dtype, shape: Shape, offset: int) -> np
     if array.size != count:
         raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is truncated")
     return array.reshape(shape)
+
+
+def _no_numbers() -> np.ndarray:
+    """Read random numbers, which differ from step to step: raise ValueError."""
+    raise ValueError("random numbers in the place of constants")
 
 
 def _title(node: Any) -> str:

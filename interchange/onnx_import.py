@@ -23,6 +23,8 @@ from ..layers import (
     Add,
     Affine,
     BroadcastAdd,
+    ChannelDropout,
+    ChannelPad,
     Clamp,
     Concat,
     Conv,
@@ -43,6 +45,7 @@ from ..layers import (
     Reshape,
     Resize,
     Softmax,
+    StochasticDepth,
 )
 from ..layers.parameter import ForeignArray, GivenValues
 from .attention import ATTENTION
@@ -298,6 +301,17 @@ def _dropout(build: Builder, op: OnnxNode) -> Activation:
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 
+def _random_factors(build: Builder, op: OnnxNode) -> Activation:
+    """Import a dropout that the file has as random factors; their mean must be 1, as the factor in evaluation is."""
+    over, scale, kept = (op.attributes[key] for key in ("over", "scale", "kept"))
+    if abs(scale * kept - 1) > 1e-3:
+        raise build.refused(op, f"values divided by the part that is kept, {kept:.4g}", f"a factor of {scale}")
+    value = build.samples(op) if over == "channels" else build.value(op)
+    layer = {"elements": Dropout, "channels": ChannelDropout, "samples": StochasticDepth}[over]
+    # The file has the scale in float32, and the rate is the difference of two numbers near 1.
+    return value.of(build.add(op, layer(round(1 - 1 / scale, 7)), value.node))
+
+
 def _softmax(build: Builder, op: OnnxNode, kind: type[Layer] = Softmax) -> Activation:
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
@@ -427,7 +441,7 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
     if not -len(shape) <= axis < len(shape):
         raise build.refused(op, f"one of {len(shape)} axes", f"axis {axis}")
     axis %= len(shape)
-    # Zeros at the ends in space become padding; other constants can only be tokens.
+    # Zeros at the ends become padding; other constants can only be tokens.
     zeros = [name in build.graph.constants and build.graph.constants[name].is_all(0) for name in op.inputs]
     if any(name in build.graph.constants and not zero for name, zero in zip(op.inputs, zeros)):
         return with_tokens(build, op)
@@ -438,29 +452,29 @@ def _concat(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "samples with spatial axes", "flattened values")
     if axis == 0:
         raise build.refused(op, "values that are joined along the channels or in space", "the axis of samples")
-    if axis != (len(shape) - 1 if values[0].last else 1):
-        return _joined_in_space(build, op, axis)
-    if any(zeros):
-        raise build.refused(op, "values that depend on the data", "zeros", "begin with more channels")
+    if any(zeros) or axis != (len(shape) - 1 if values[0].last else 1):
+        return _joined_with_positions(build, op, axis)
     return values[0].of(build.add(op, Concat(), *(value.node for value in values)))
 
 
-def _joined_in_space(build: Builder, op: OnnxNode, axis: int) -> Activation:
-    """Import a concatenation along a spatial axis; zeros at its ends become padding."""
+def _joined_with_positions(build: Builder, op: OnnxNode, axis: int) -> Activation:
+    """Import a concatenation along an axis of samples with spatial axes; zeros at its ends become padding."""
     values = {i: build.value(op, i) for i, name in enumerate(op.inputs) if name not in build.graph.constants}
     values = {i: build.with_positions(op, i) if value.pooled else value for i, value in values.items()}
     first, last, value = min(values), max(values), next(iter(values.values()))
     if list(values) != list(range(first, last + 1)):
         raise build.refused(op, "zeros at the ends", "zeros between values", "pad one of the values")
-    spatial_axis = axis - (1 if value.last else 2)
+    # The axis in our order, in which the channels are the last one.
+    ours = axis - 1 if value.last else (axis - 2) % len(value.node.shape)
     node, rows = value.node, [build.shape(name)[axis] for name in op.inputs]
     if len(values) > 1:
-        layer = Concat(axis=axis_names(len(node.shape) + 1)[1 + spatial_axis])
+        layer = Concat(axis=axis_names(len(node.shape) + 1)[1 + ours])
         node = build.add(op, layer, *(part.node for part in values.values()))
     if len(values) < len(rows):
-        amounts = [(0, 0)] * (len(node.shape) - 1)
-        amounts[spatial_axis] = sum(rows[:first]), sum(rows[last + 1 :])
-        node = build.add(op.part("zeros"), Pad(tuple(amounts)), node)
+        amounts = [(0, 0)] * len(node.shape)
+        amounts[ours] = sum(rows[:first]), sum(rows[last + 1 :])
+        *spatial, channels = amounts
+        node = build.add(op.part("zeros"), ChannelPad(*channels) if any(channels) else Pad(tuple(spatial)), node)
     return value.of(node)
 
 
@@ -543,6 +557,7 @@ OPERATORS: dict[str, Operator] = {
     "Clip": _clip,
     "PRelu": _prelu,
     "Dropout": _dropout,
+    "RandomFactors": _random_factors,
     "Softmax": _softmax,
     "LogSoftmax": partial(_softmax, kind=LogSoftmax),
     "Affine": _affine,

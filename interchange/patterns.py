@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..layers import ELU, GELU, HardSigmoid, HardSwish, Layer, LeakyReLU, Mish, ReLU, Sigmoid, SiLU, Softplus, Tanh
-from .attention import attention
+from .attention import attention, number_of
 from .graph import Graph, OnnxConstant, OnnxNode, following
 from .shaping import SPATIAL
 
@@ -288,6 +288,14 @@ def _affine(graph: Graph, op: OnnxNode) -> None:
 
 #: Attributes of products and sums: numbers, the axis along which they vary, and the operator's name for messages.
 _AFFINE: dict[str, Any] = {"factor": 1.0, "shift": 0.0, "axis": None, "kind": "Mul"}
+
+
+def _random_factors(graph: Graph, op: OnnxNode) -> None:
+    """Join a dropout that does not scale what it keeps with the factor before it."""
+    before = graph.maker(op.inputs[0]) if op.kind == "RandomFactors" and op.attributes["scale"] == 1 else None
+    factor = None if before is None else number_of(before)
+    if before is not None and factor is not None and graph.only_reader(op.inputs[0]) is op:
+        graph.replace([before, op], op.changed(inputs=before.inputs, attributes=op.attributes | {"scale": factor}))
 
 
 def _with_constant(graph: Graph, op: OnnxNode) -> tuple[str, str]:
@@ -757,6 +765,7 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _gelu,
     _linear,
     _affine,
+    _random_factors,
     _channel_scale,
     attention,
     _residual,

@@ -15,6 +15,7 @@ from halograd.errors import UserError
 from ..dtensor import axis_names
 from ..layers import (
     AveragePool,
+    ChannelPad,
     ChannelShuffle,
     Concat,
     Flatten,
@@ -99,6 +100,9 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
         if op.kind == "Unsqueeze":
             got, remedy = f"a new axis there, {after}", "a stack can be added up, or joined by torch.cat(..., 1)"
         refusal = build.refused(op, f"the samples {before[0]} at axis 0", got, remedy)
+    elif op.kind == "Unsqueeze":
+        remedy = "a stack can be returned by forward(), where each value becomes an output, or be added up"
+        refusal = build.refused(op, "a new axis that a later layer removes", f"{after}", remedy)
     # A layer after Flatten has changed the features, so they cannot be traced back to axes.
     if value.spatial and value.axes is None:
         raise refusal
@@ -123,7 +127,7 @@ _PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wra
 
 
 def _pad(build: Builder, op: OnnxNode) -> Activation:
-    """Import padding of the spatial axes, with channels first or last in ONNX."""
+    """Import padding of the spatial axes, or by channels of zeros, with channels first or last in ONNX."""
     value = build.value(op)
     if not value.last:
         value = build.with_positions(op)
@@ -138,13 +142,16 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
     for i, axis in enumerate(chosen):
         amounts[axis] = numbers[i], numbers[i + len(chosen)]
     channels = amounts.pop(build.channels_at(op, value))
-    if any(map(any, (amounts[0], channels))):
-        raise build.refused(op, "rows around the spatial axes", f"{amounts[0]} samples and {channels} channels")
-    if not any(map(any, amounts)):
-        return value
-    number = (build.numbers(op, 2) or [0.0])[0]
-    layer = Pad(tuple(amounts[1:]), _PADS[mode], float(number))
-    return value.of(build.add(op, layer, value.node))
+    number = float((build.numbers(op, 2) or [0.0])[0])
+    zeros = mode == "constant" and number == 0 and min(channels) >= 0
+    if any(amounts[0]) or (any(channels) and not zeros):
+        expected = "rows around the spatial axes, or channels of zeros"
+        raise build.refused(op, expected, f"{amounts[0]} samples and {channels} channels")
+    if any(map(any, amounts)):
+        value = value.of(build.add(op, Pad(tuple(amounts[1:]), _PADS[mode], number), value.node))
+    if any(channels):
+        value = value.of(build.add(op.part("channels"), ChannelPad(*channels), value.node))
+    return value
 
 
 def _slice(build: Builder, op: OnnxNode) -> Activation:
@@ -388,6 +395,35 @@ def _amounts(rows: Sequence[Rows], n: int) -> tuple[str, int, int] | None:
     return None
 
 
+def _stacked_outputs(graph: Graph, op: OnnxNode) -> None:
+    """Replace an output that stacks values along a new axis, as for deep supervision, by one output per value."""
+    output = op.outputs[0]
+    if op.kind != "Concat" or output not in graph.outputs or graph.readers(output):
+        return
+    parts = [part for part in map(graph.maker, op.inputs) if part is not None and part.kind == "Unsqueeze"]
+    names = [f"{output}_{i}" for i in range(len(op.inputs))]
+    if len(parts) < len(names) or graph.shapes.keys() & set(names):
+        return
+    axis = op.attributes["axis"] % len(graph.shapes[output])
+    shapes = [graph.shapes[part.inputs[0]] for part in parts]
+    # The inserted axis is the one along which the values are joined.
+    if any(graph.shapes[name] != (*shape[:axis], 1, *shape[axis:]) for name, shape in zip(op.inputs, shapes)):
+        return
+    i = next(i for i, other in enumerate(graph.operations) if other is op)
+    graph.operations[i : i + 1] = [
+        part.changed(name=name, kind="Identity", inputs=part.inputs[:1], outputs=(name,))
+        for name, part in zip(names, parts)
+    ]
+    i = graph.outputs.index(output)
+    graph.outputs[i : i + 1] = names
+    graph.shapes |= dict(zip(names, shapes))
+    graph.leave_out_unread()
+    for name in names:
+        copied = graph.maker(name)
+        assert copied is not None
+        graph.leave_out(copied, copied.inputs[0])
+
+
 def _repeated(graph: Graph, op: OnnxNode) -> None:
     """Recognize a value of one position that is repeated over space: an expansion."""
     if op.kind != "Tile" or op.inputs[1] not in graph.constants:
@@ -597,6 +633,7 @@ def _means(array: np.ndarray, size: Sequence[int]) -> np.ndarray:
 #: These rules run before expansions are removed.
 SPATIAL: tuple[Callable[[Graph, OnnxNode], None], ...] = (
     _joined_rows,
+    _stacked_outputs,
     _repeated,
     _picked,
     _adaptive_means,

@@ -215,6 +215,13 @@ def _traced(call: _Call) -> Iterator[None]:
     torch, module = library("torch"), call.module
     modes = {submodule: submodule.training for submodule in module.modules()}
     buffers = {submodule: dict(submodule._buffers) for submodule in module.modules()}
+    # torch.export replaces lists by copies, also one that modules share; forward() may write to it.
+    containers = [
+        (vars(submodule), key, value, value.copy())
+        for submodule in module.modules()
+        for key, value in vars(submodule).items()
+        if isinstance(value, list | dict) and key not in vars(torch.nn.Module())
+    ]
     # By identity, because modules may share a buffer.
     numbers = {id(b): b.clone() for own in buffers.values() for b in own.values() if b is not None}
     # The traced `forward` hides that of the class; a module may also have one of its own already.
@@ -241,6 +248,13 @@ def _traced(call: _Call) -> Iterator[None]:
                 for buffer in there.values():
                     if buffer is not None and not torch.equal(buffer, numbers[id(buffer)]):
                         buffer.copy_(numbers[id(buffer)])
+        for attributes, key, container, content in containers:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+            attributes[key] = container
         for submodule, mode in modes.items():
             submodule.training = mode
 

@@ -102,6 +102,36 @@ def _convnext() -> Made:
     return ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)], num_classes=5), (3, 32, 32)
 
 
+def _efficient(axes: int) -> Made:
+    from monai.networks.nets.efficientnet import EfficientNet
+
+    # The first stage has 32 channels, as that of EfficientNetBN("efficientnet-b0").
+    blocks = ["r1_k3_s11_e1_i32_o8_se0.25", "r2_k3_s22_e2_i8_o8_se0.25"]
+    return EfficientNet(blocks, axes, 1, 3, image_size=16), (1,) + (16,) * axes
+
+
+_DYNAMIC_UNET: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 2,
+    "kernel_size": [3, 3, 3, 3],
+    "strides": [1, 2, 2, 2],
+    "upsample_kernel_size": [2, 2, 2],
+    "filters": [4, 4, 8, 8],
+    "deep_supervision": True,
+    "deep_supr_num": 2,
+    "res_block": True,
+}
+_HIGH_RESOLUTION: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 2,
+    "layer_params": (
+        {"name": "conv_0", "n_features": 4, "kernel_size": 3},
+        {"name": "res_1", "n_features": 4, "kernels": (3, 3), "repeat": 1},
+        {"name": "res_2", "n_features": 9, "kernels": (3, 3), "repeat": 2},
+        {"name": "conv_1", "n_features": 8, "kernel_size": 1},
+        {"name": "conv_2", "kernel_size": 1},
+    ),
+}
 _ATTENTION_UNET: dict[str, Any] = {"in_channels": 1, "out_channels": 2, "channels": (4, 8, 16), "strides": (2, 2)}
 
 #: Functions that make a module and the shape of a sample, by the name in the table of docs/torch.md.
@@ -128,6 +158,12 @@ NETWORKS: dict[str, Callable[[], Made]] = {
     ),
     "MONAI AttentionUnet, 2-D": lambda: _monai("AttentionUnet", (1, 16, 16), spatial_dims=2, **_ATTENTION_UNET),
     "MONAI AttentionUnet, 3-D": lambda: _monai("AttentionUnet", (1, 16, 16, 16), spatial_dims=3, **_ATTENTION_UNET),
+    "MONAI DynUNet, 2-D": lambda: _monai("DynUNet", (1, 32, 32), spatial_dims=2, **_DYNAMIC_UNET),
+    "MONAI DynUNet, 3-D": lambda: _monai("DynUNet", (1, 16, 16, 16), spatial_dims=3, **_DYNAMIC_UNET),
+    "MONAI HighResNet, 2-D": lambda: _monai("HighResNet", (1, 16, 16), spatial_dims=2, **_HIGH_RESOLUTION),
+    "MONAI HighResNet, 3-D": lambda: _monai("HighResNet", (1, 8, 8, 8), spatial_dims=3, **_HIGH_RESOLUTION),
+    "MONAI EfficientNet, 2-D": lambda: _efficient(2),
+    "MONAI EfficientNet, 3-D": lambda: _efficient(3),
     "MONAI UNETR, 2-D": lambda: _monai(
         "UNETR",
         (1, 32, 32),
@@ -190,6 +226,8 @@ def make(name: str) -> Made:
             layer.p = 0.0
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0
+        if hasattr(layer, "drop_connect_rate"):
+            layer.drop_connect_rate = 0.0
     return module.double(), shape
 
 
@@ -216,11 +254,7 @@ def returned(name: str, comm: hg.Communicator, cut: Mapping[str, int]) -> float:
     _, x, (_, after, trained) = _trained(name, comm, cut, "float32", 3)
 
     def difference() -> float:
-        import torch
-
-        with torch.no_grad():
-            outputs = _listed(trained.eval()(first(x)))
-        return max(float(np.abs(last(y) - ours).max()) for y, ours in zip(outputs, after, strict=True))
+        return max(float(np.abs(y - ours).max()) for y, ours in zip(_outputs(trained, x), after, strict=True))
 
     return on_root(comm.mpi, difference)
 
@@ -259,14 +293,12 @@ def _differences(module: Any, x: np.ndarray, found: list[np.ndarray], trained: A
     import torch
 
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    module.eval()
-    with torch.no_grad():
-        outputs = [last(y) for y in _listed(module(first(x)))]
+    outputs = _outputs(module, x)
     assert len(outputs) == len(found)
     largest = max(float(np.abs(y).max()) for y in outputs)
     wrong = max(float(np.abs(y - other).max()) for y, other in zip(outputs, found))
     module.train()
-    sum(((y - 1) ** 2).mean() for y in _listed(module(first(x)))).backward()
+    sum(((y - 1) ** 2).mean() for y in _listed(module(first(x)), x.ndim)).backward()
     torch.optim.SGD(module.parameters(), RATE).step()
     step, change = 0.0, 0.0
     for key, value in trained.state_dict().items():
@@ -277,8 +309,24 @@ def _differences(module: Any, x: np.ndarray, found: list[np.ndarray], trained: A
     return wrong / largest, step / change
 
 
-def _listed(y: Any) -> list[Any]:
-    return list(y) if isinstance(y, tuple | list) else [y]
+def _outputs(module: Any, x: np.ndarray) -> list[np.ndarray]:
+    """Return all outputs of a module in evaluation.
+
+    MONAI's DynUNet returns those of deep supervision only if it is in training itself; norms and dropout are its parts.
+    """
+    import torch
+
+    module.eval()
+    module.training = type(module).__name__ == "DynUNet"
+    with torch.no_grad():
+        return [last(y) for y in _listed(module(first(x)), x.ndim)]
+
+
+def _listed(y: Any, axes: int) -> list[Any]:
+    """Return the outputs ``(N, C, *spatial)``, of so many axes; those of a stack are along axis 1."""
+    if isinstance(y, tuple | list):
+        return list(y)
+    return list(y.unbind(1)) if y.ndim > axes else [y]
 
 
 def main(wanted: list[str]) -> None:

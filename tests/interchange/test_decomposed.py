@@ -73,6 +73,10 @@ def _functions():
         "roll": (lambda m, y: lib.roll(y, (1, -2), (2, 3)), ["Roll"]),
         "rows that are joined": (lambda m, y: lib.cat([y[:, :, 3:], lib.tanh(y[:, :, 1:4])], 2), None),
         "zeros that are joined": (lambda m, y: lib.cat([lib.zeros_like(y[:, :, :2]), y[:, :, 2:]], 2), None),
+        "channels of zeros": (
+            lambda m, y: lib.cat([y, lib.zeros_like(y)], 1) + functional.pad(y, (0, 0, 0, 0, 1, 3)),
+            ["ChannelPad", "ChannelPad", "Add"],
+        ),
         "every second row": (lambda m, y: functional.pad(y[:, :, 1::2, ::2], (1, 1, 1, 2)), None),
         "mean along one axis": (lambda m, y: y + y.mean(3, keepdim=True), ["AveragePool", "BroadcastAdd"]),
         "mean along each axis": (

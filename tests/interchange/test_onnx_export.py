@@ -54,6 +54,7 @@ LAYERS = {
     "replicate": (lambda: [hg.Pad(2, "replicate")], IMAGE),
     "circular": (lambda: [hg.Pad(((1, 0), (2, 2)), "circular")], IMAGE),
     "slice": (lambda: [hg.Slice(1, 3)], IMAGE),
+    "channel pad": (lambda: [hg.ChannelPad(1, 2)], IMAGE),
     "activations": (
         lambda: [
             hg.LeakyReLU(0.2),

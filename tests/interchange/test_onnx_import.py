@@ -357,7 +357,7 @@ def _refused():
             flattened_in_two_ways, linear=nn.Linear(96, 5)
         ),
         r"\(Pad\): expected rows around the spatial axes": as_module(
-            lambda m, x: functional.pad(x, (0, 0, 0, 0, 1, 1))
+            lambda m, x: functional.pad(x, (0, 0, 0, 0, 1, 1), value=1.0)
         ),
     }
 

@@ -87,6 +87,29 @@ def test_a_module_is_not_modified(exporter):
         np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 
+def test_lists_of_a_module_stay(exporter):
+    """Also one that two modules share and that forward() fills, as MONAI's DynUNet does for deep supervision."""
+    nn, x = torch().nn, torch().zeros(1, 2, 4, 4)
+
+    class Part(nn.Module):
+        def __init__(self, heads, sizes):
+            super().__init__()
+            self.heads, self.sizes, self.conv = heads, sizes, nn.Conv2d(2, 2, 1)
+
+        def forward(self, x):
+            self.heads[0] = self.conv(x)
+            self.sizes["last"] = x.shape[-1]
+            return self.heads[0]
+
+    heads, sizes = [None], {"last": 0}
+    model = as_module(lambda m, x: m.first(x) + m.heads[0].relu(), first=Part(heads, sizes))
+    model.heads = heads
+    hg.from_torch(model, x)
+    assert model.heads is model.first.heads is heads and heads == [None]
+    assert model.first.sizes is sizes and sizes == {"last": 0}
+    assert model(x).shape == x.shape
+
+
 def test_a_step_is_that_of_torch(exporter):
     """The buffer is not trained, and the layer with two names has the first."""
     model = _network().double()
@@ -236,6 +259,117 @@ def test_dropout_of_channels(exporter):
         hg.from_torch(tokens, first(x).float())
     tokens.function = lambda m, x: off(m.b(x))
     assert [node.layer.kind for node in hg.from_torch(tokens, first(x).float()).layers.values()] == ["Conv"]
+
+
+def _random_depth():
+    """Return functions of torch's libraries that leave out whole samples, as they compute it."""
+    lib = torch()
+
+    def per_sample(x):
+        return (len(x), *(1 for _ in x.shape[1:]))
+
+    def bernoulli(x, rate):
+        noise = lib.empty(per_sample(x), dtype=x.dtype, device=x.device).bernoulli_(1 - rate)
+        return x * noise.div_(1 - rate)
+
+    def new(x, rate):
+        noise = x.new_empty(per_sample(x)).bernoulli_(1 - rate)
+        return x * noise.div_(1 - rate)
+
+    def rounded(x, rate):
+        return x / (1 - rate) * lib.floor(lib.rand(per_sample(x), dtype=x.dtype, device=x.device) + (1 - rate))
+
+    return {"torchvision": bernoulli, "timm": new, "MONAI": rounded}
+
+
+@pytest.mark.parametrize("name", ["torchvision", "timm", "MONAI"])
+def test_random_depth(exporter, name):
+    """As one layer: the identity in evaluation, and in training zero or the factor that keeps the mean."""
+    drop = _random_depth()[name]
+    module = as_module(
+        lambda m, x: x + (drop(m.conv(x), 0.2) if m.training else m.conv(x)), conv=torch().nn.Conv2d(3, 3, 1)
+    ).double()
+    x = samples(4, 5, 3)
+    network = hg.from_torch(module, first(x))
+    layers = [node.layer for node in network.layers.values()]
+    assert [layer.kind for layer in layers] == ["Conv", "StochasticDepth", "Add"]
+    assert layers[1].rate == pytest.approx(0.2, abs=2e-7)
+    branch = (last(module.eval()(first(x))) - x)[:1]
+    np.testing.assert_allclose(predicted(network, x)["output"][:1], x[:1] + branch, rtol=1e-12, atol=1e-15)
+    many = np.repeat(x[:1], 200, 0)
+    with (
+        hg.Communicator(MPI.COMM_SELF) as alone,
+        Executor(network, alone, get_backend("numpy"), len(many), dtype="float64", trainable=False) as executor,
+    ):
+        executor.set_input("x", many)
+        executor.forward(training=True)
+        factors = (executor.gather(network.names[network.outputs["output"]]) - many) / branch
+    kept = factors.mean((1, 2, 3)) > 0.5
+    np.testing.assert_allclose(factors, np.where(kept, 1.25, 0.0).reshape(-1, 1, 1, 1) + 0 * factors, atol=1e-5)
+    assert 0.7 < kept.mean() < 0.9
+
+
+def test_dropout_in_place(exporter):
+    """The new exporter writes it as random numbers; the old one refuses that of channels."""
+    nn = torch().nn
+    old = exporter == "TorchScript"
+    parts = [nn.Conv2d(3, 3, 1), nn.Dropout(0.1, True), nn.ReLU(), nn.Dropout2d(0.2, not old), nn.Conv2d(3, 2, 1)]
+    parts += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3, True), nn.Linear(2, 2)]
+    module, x = nn.Sequential(*parts).double(), samples(4, 5, 3)
+    network = hg.from_torch(module, first(x))
+    drops = [node.layer for node in network.layers.values() if "Dropout" in node.layer.kind]
+    assert [layer.kind for layer in drops] == ["Dropout", "ChannelDropout", "Dropout"]
+    np.testing.assert_allclose([layer.rate for layer in drops], [0.1, 0.2, 0.3], atol=2e-7)
+    found = predicted(network, x)["output"]
+    np.testing.assert_allclose(found, module.eval()(first(x)).detach().numpy(), rtol=1e-12, atol=1e-15)
+
+
+def test_other_random_numbers_are_refused(exporter):
+    lib, x = torch(), first(samples(4, 5, 3))
+    drop = _random_depth()["MONAI"]
+
+    def noise(x, *shape):
+        return lib.floor(lib.rand(*shape, dtype=x.dtype) + 0.8) / 0.8
+
+    def twice(m, x):
+        mask = noise(x, 2, 1, 1, 1)
+        return m.conv(x) * mask + x * mask
+
+    conv = lib.nn.Conv2d(3, 3, 1)
+    other = "got random numbers that are not those of a dropout of elements, channels or samples"
+    cases = {
+        "whole batch": (lambda m, x: m.conv(x) * noise(x, 1, 1, 1, 1), other),
+        "rows": (lambda m, x: m.conv(x) * noise(x, 2, 1, 4, 1), other),
+        "two values": (twice, other),
+        "two limits": (lambda m, x: m.conv(x) * (noise(x, 2, 1, 1, 1) + 0.5), other),
+        "learned": (lambda m, x: m.conv(x) * (noise(x, 2, 1, 1, 1) * m.gain), other),
+        "sum": (lambda m, x: m.conv(x) + noise(x, 2, 1, 1, 1), other),
+        "not scaled": (lambda m, x: m.conv(x) * (noise(x, 2, 1, 1, 1) * 0.8), "divided by the part that is kept, 0.8"),
+        "scaled otherwise": (lambda m, x: drop(m.conv(x) * 2, 0.2), "by the part that is kept, 0.8, got .* 2.5"),
+    }
+    for function, message in cases.values():
+        module = as_module(function, conv=conv)
+        module.gain = lib.nn.Parameter(lib.ones(1))
+        with pytest.raises(UserError, match=message):
+            hg.from_torch(module.double(), x)
+
+
+def test_a_stack_of_results(exporter):
+    """Each value of a stack becomes an output, also one that other layers read, and one that is repeated."""
+    lib = torch()
+
+    def forward(m, x):
+        y = m.conv(x)
+        return {"deep": lib.stack([y.relu(), y, y, x], -1), "sum": y.relu() + 1}
+
+    module, x = as_module(forward, conv=lib.nn.Conv2d(3, 3, 1)).double(), samples(4, 5, 3)
+    found, y = predicted(hg.from_torch(module, first(x)), x), module(first(x))
+    assert list(found) == ["deep_0", "deep_1", "deep_2", "deep_3", "sum"]
+    for array, tensor in zip(found.values(), [*y["deep"].unbind(-1), y["sum"]], strict=True):
+        np.testing.assert_allclose(array, last(tensor), rtol=1e-12, atol=1e-15)
+    module.function = lambda m, x: lib.stack([m.conv(x), x], 1) * 2
+    with pytest.raises(UserError, match=r"\(Unsqueeze\): .*; a stack can be returned by forward\(\), where each"):
+        hg.from_torch(module, first(x))
 
 
 def test_what_is_refused():
