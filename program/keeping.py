@@ -130,16 +130,16 @@ class Keeping:
         # Number of operations of the forward pass; those of the backward pass follow.
         begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
         #: Layer of each operation of the backward pass, in the order of the pass.
+        # The gradient of an input is complete after the backward pass of the first layer.
         self._positions = np.repeat(
-            [number.get(s.name, number.get(s.name.partition(" (")[0], count - 1)) for s in program.backward],
+            [number.get(program.layer_of(s), 0) for s in program.backward],
             [len(s.before) + len(s.operations) + len(s.after) for s in program.backward],
         )
         here = len(self._positions)
         #: Last layer whose backward pass reads each output; -1: there is none.
         self._readers = np.full(count, -1)
         for segment in program.backward:
-            # A segment such as "conv1 (sum)" belongs to layer conv1.
-            position = number.get(segment.name, number.get(segment.name.partition(" (")[0], count - 1))
+            position = number.get(program.layer_of(segment), 0)
             for buffer in (b for o in segment.operations for b in o.buffers() if b in owners):
                 self._readers[owners[buffer]] = max(self._readers[owners[buffer]], position)
         #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays: during the

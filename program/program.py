@@ -209,6 +209,15 @@ class Program:
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]
         return [*values, *(region.view.buffer for region in probed if region is not None)]
 
+    def layer_of(self, segment: Segment) -> str:
+        """Return the layer to which a segment belongs, or the probed input: ``"conv1 (sum)"`` belongs to conv1."""
+        # A name of a layer may end in brackets too.
+        return segment.name if segment.name in self._names else segment.name.rpartition(" (")[0]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(step.name for step in self.steps)
+
     @cached_property
     def placement(self) -> Placement:
         """Offsets of the buffers of the layers in the arena; operations on gradients do not change them."""
@@ -234,8 +243,7 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
     yield f"program of {program.network}: rank {rank} of {target.size}, {kind}"
     for way, segments in (("forward", program.forward), ("backward", program.backward)):
         for segment in segments:
-            # Segments such as "conv1 (sum)" belong to layer conv1.
-            if layers is None or segment.name.partition(" (")[0] in layers:
+            if layers is None or program.layer_of(segment) in layers:
                 for operation in (*segment.before, *segment.operations, *segment.after):
                     yield f"{'again' if segment.again else way:8} {operation.layer:20} {_text(program, operation)}"
     for layer, text in program.unfused:

@@ -21,7 +21,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.program import arena
 from halograd.program.arena import lifetimes, placement_of
 from halograd.program.compiler import compile_program
-from halograd.program.keeping import keep_few
+from halograd.program.keeping import Keeping, keep_few
 from halograd.program.program import Target, lines_of
 from halograd.program.traffic import Move
 from halograd.training import SGD, Constant, Trainer
@@ -314,6 +314,22 @@ def test_listing_names_what_ends_and_what_is_made_again():
     lines = list(lines_of(program))
     assert any("release 1 arrays" in line for line in lines)
     assert any(line.startswith("again") and ".normalize(" in line for line in lines)
+
+
+@pytest.mark.parametrize("other", ["b", "a (b)", "a (sum)"])
+def test_names_of_layers_may_end_in_brackets(other):
+    """A segment such as "a (b) (sum)" belongs to layer "a (b)", not to "a"."""
+    x = hg.Input((16, 16, 4), name="x")
+    y = hg.ReLU(name=other)(hg.Conv(8, 3, padding=1, name="a")(x))
+    y = hg.Conv(1, 1, name="last")(hg.Add()(hg.GELU()(y), y, hg.Conv(8, 1)(x)))
+    network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((16, 16, 1), name="t"))})
+    target = Target(BATCH, probed=frozenset({"x"}))
+    program = compile_program(network, Strategy({}), target)
+    for name, segments in (("a", {"a"}), (other, {other, f"{other} (sum)"})):
+        assert {line[9:29].strip() for line in [*lines_of(program, frozenset({name}))][1:]} == segments
+    keeping = Keeping(network, Strategy({}), target)
+    assert np.all(np.diff(keeping._positions) <= 0), "the order of the backward pass"
+
 
 
 def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():
