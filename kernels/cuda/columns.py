@@ -13,6 +13,7 @@ from ..convolution import Convolutions
 from ..kernel import FusedActivation, Kernel, KernelError, ScratchKernel, run_all
 from ..memory import Scratch
 from .launch import (
+    MOST_BLOCKS,
     THREADS,
     Launch,
     Launcher,
@@ -64,9 +65,9 @@ class ColumnsGrid:
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
         # With sums not more blocks than run at the same time, and not more chunks than give every thread a tile of
-        # rows: each chunk leaves partial sums to write and read. 65535 is CUDA's limit of blocks along y.
+        # rows: each chunk leaves partial sums to write and read.
         parts = launcher.blocks(2 if sums else 8) // (tiles * batch)
-        chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), 65535))
+        chunks = max(1, min(parts, math.ceil(rows / (block[1] * TILE)), MOST_BLOCKS))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
 
     @classmethod

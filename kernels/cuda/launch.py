@@ -13,9 +13,9 @@ from ..kernel import FusedActivation, Kernel, KernelError, run_all
 from .sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 
 __all__ = [
-    "LARGE", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator", "address",
-    "alpha_of", "is_float", "is_large", "items_grid", "power_of_two", "scalar_program", "sequence", "suffix",
-    "vector_lanes",
+    "LARGE", "MOST_BLOCKS", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator",
+    "address", "alpha_of", "is_float", "is_large", "items_grid", "power_of_two", "scalar_program", "sequence",
+    "suffix", "vector_lanes",
 ]  # fmt: skip
 
 #: Arrays below this extent use 32-bit offsets. The margin keeps a grid step beyond the end from overflowing.
@@ -24,6 +24,8 @@ LARGE = 1 << 30
 ACCESS = 16
 #: Threads per block of all kernels.
 THREADS = 256
+#: Limit of CUDA on the blocks of a grid along y, and along z; along x it is 2^31 - 1.
+MOST_BLOCKS = 65535
 
 #: A compiled kernel, for :meth:`Launcher.bind`.
 Function = Any
@@ -190,9 +192,12 @@ class Launch:
 
 def _three(extents: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*extents, 1, 1)[:3]
-    # CUDA's limits; along x a grid may have 2^31 - 1 blocks.
-    if y > 65535 or z > 65535:
-        raise KernelError(f"expected at most 65535 blocks in y and z, got {tuple(extents)}; split the batch")
+    # Samples are the only blocks that may be so many: factories limit the others.
+    if max(y, z) > MOST_BLOCKS:
+        raise KernelError(
+            f"expected at most {MOST_BLOCKS} samples of a rank, which are blocks of a grid, got {max(y, z)}; use more "
+            "parts of the batch (training.accumulate) or more ranks"
+        )
     return int(x), int(y), int(z)
 
 

@@ -235,6 +235,12 @@ def test_unknown_arguments_are_refused(host):
         Launch(host, CudaProgram("reduce"), "clip", (1,), max_norms=1.0)
 
 
+def test_more_samples_than_a_grid_has_blocks_are_refused(host):
+    Launch(host, CudaProgram("reduce"), "clip", (1, 1, 65535), max_norm=1.0)
+    with pytest.raises(KernelError, match=r"at most 65535 samples .*got 70000; .*\(training.accumulate\)"):
+        Launch(host, CudaProgram("reduce"), "clip", (1, 1, 70000), max_norm=1.0)
+
+
 class Memory:
     """Double of a device array: an address that the host cannot read."""
 
