@@ -180,8 +180,8 @@ def _one_way(
     nbytes = ((own[1] - own[0]).prod(axis=1)[:, None] - kept) * itemsize
     packing = np.zeros(nbytes.shape)
     if not network_model.packed:
-        # The sender packs, and the receiver unpacks.
-        packing += network_model.copy(1.0) * 2 * nbytes + network_model.machine.launch * messages
+        # The sender packs, and the receiver unpacks, each by one kernel per message.
+        packing += 2 * (network_model.copy(1.0) * nbytes + network_model.machine.launch * messages)
     width = network_model.per_node
     near_messages, near_bytes = messages, nbytes
     if ranks > width:

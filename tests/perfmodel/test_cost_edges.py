@@ -63,7 +63,7 @@ def test_tables_know_the_nodes_of_an_emulated_network(node, seconds):
 @pytest.mark.parametrize("packed", [False, True])
 def test_tables_pack_where_links_do_not(packed):
     shape, runtime = (4, 8, 8, 8), Overheads(packed=packed)
-    network_model = NetworkModel(dataclasses.replace(MACHINE, memory_bandwidth=16.0, runtime=runtime))
+    network_model = NetworkModel(dataclasses.replace(MACHINE, memory_bandwidth=16.0, launch=100.0, runtime=runtime))
     move = Move(cut(shape, SAMPLES), cut(shape, ROWS), 4)
     found = edge_seconds(shape, [SAMPLES], [ROWS], network_model, 4, 4)
     assert found == pytest.approx(sum(network_model.exchange(move)[:2]))
