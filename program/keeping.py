@@ -250,13 +250,14 @@ class Keeping:
 
     def fewest(self) -> Strategy:
         """Return the strategy with the smallest arena that was found."""
-        best, least = self._strategy, self.most
+        chosen = dict[frozenset[str], None]()
         for capacity in CAPACITIES:
-            chosen = self.choice(capacity * self.least)
-            size = least if chosen is None else self.arena(chosen)
-            if chosen is not None and size < least:
-                best, least = chosen, size
-        return best
+            # The fastest choice and that which keeps least: their arenas differ in gaps between arrays, too.
+            found = [again for _, again in self._search(capacity * self.least)]
+            chosen.update(dict.fromkeys((*found[:1], *found[-1:])))
+        # The first one if several arenas are equal.
+        best = min((*chosen, *self._rules()), key=self._compiled)
+        return self.strategy(best) if self._compiled(best) < self.most else self._strategy
 
     def choice(self, capacity: float) -> Strategy | None:
         """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B], or None."""
@@ -267,33 +268,44 @@ class Keeping:
 
         The choices that are compiled first do not depend on the capacity. So a choice is found again if its arena is
         the capacity, and a larger capacity does not give a slower one of them. If none of them fits, some are compiled
-        that keep less than the fastest of the same estimate.
+        that keep less than the fastest of the same estimate, those that repeat all layers of a kind, and that with the
+        smallest arena.
         """
         limit, chosen = self._first_estimate(capacity), list[frozenset[str]]()
         while limit > self.least * RATIO:
             for _, again in islice(self._search(max(limit, self.least)), 1):
                 chosen.append(again)
-                if self._fits(again, capacity):
+                if self._compiled(again) <= capacity:
                     return self.strategy(again)
             # No choice of this estimate fits when it is compiled: try a smaller estimate.
             limit *= RATIO
+        others = list[frozenset[str]]()
         if chosen:
             # An array has the same offset whenever it is computed, so that an arena may exceed its estimate: by an
             # output that is kept, above all.
             others = [again for _, again in self._search(max(capacity, self.least))]
-            for again in others[:: -(1 + len(others) // OTHERS)][::-1]:
-                if self._fits(again, capacity):
-                    return self.strategy(again)
-        return None
+        for again in (*others[:: -(1 + len(others) // OTHERS)][::-1], *self._rules()):
+            if self._compiled(again) <= capacity:
+                return self.strategy(again)
+        fewest = self.fewest()
+        return fewest if self.arena(fewest) <= capacity else None
 
-    def _fits(self, again: frozenset[str], capacity: float) -> bool:
-        """Return whether the arena of a choice, compiled at the first call, is at most `capacity` [B]."""
+    def _rules(self) -> list[frozenset[str]]:
+        """Return the choices that repeat all pointwise layers, and all that may be repeated."""
+        layers = [step for step, fixed in zip(self._steps, self._fixed) if not fixed]
+        return [
+            frozenset(step.name for step in layers if step.layer.recomputation in kinds)
+            for kinds in (("pointwise",), ("pointwise", "block"))
+        ]
+
+    def _compiled(self, again: frozenset[str]) -> int:
+        """Return the size of the arena of a choice [B], compiled at the first call."""
         if again not in self._arenas:
             self._arenas[again] = self.arena(self.strategy(again))
-        return self._arenas[again] <= capacity
+        return self._arenas[again]
 
     def may_fit(self, capacity: float) -> bool:
-        """Return whether :meth:`within` tries any choice for an arena of `capacity` [B]."""
+        """Return whether :meth:`within` compiles choices of estimates that do not depend on the capacity [B]."""
         return self._first_estimate(capacity) > self.least * RATIO
 
     def _first_estimate(self, capacity: float) -> float:
