@@ -101,6 +101,22 @@ def test_a_limit_far_below_the_least_memory_is_refused_at_once(monkeypatch):
     assert plan(network, limit=least).prediction.memory_bytes <= least
 
 
+def test_a_limit_is_searched_though_the_choice_of_the_fewest_permanent_arrays_needs_many_messages(monkeypatch):
+    """Cuts of channels hold the fewest parameters, but their messages need more than twice the memory of the plan."""
+    y, explored = hg.Input((8, 8, 8)), []
+    for channels in (64, 256, 64, 256):
+        y = hg.BatchNorm(activation="relu")(hg.Conv(channels, kernel=1, bias=False)(y))
+    scores = hg.Dense(10)(hg.GlobalAveragePool()(y))
+    network = hg.Network({"loss": hg.SoftmaxCrossEntropy()(scores, hg.Input((1,), "t", "int32"))})
+    machine = Machine.load("dgx-h100")
+    free = plan_network(network, 64, 16, machine, RooflineTimes(machine))
+    limit = 0.9 * free.prediction.memory_bytes
+    explore = StrategySearch._explore
+    monkeypatch.setattr(StrategySearch, "_explore", lambda self, limit: explored.append(limit) or explore(self, limit))
+    found = plan_network(network, 64, 16, machine, RooflineTimes(machine), Planning(limit=limit))
+    assert found.prediction.memory_bytes <= limit and len(explored) > 1
+
+
 def test_a_frontier_falls_in_memory_and_rises_in_time():
     found = list(plan_frontier(NETWORKS["mesh"](), BATCH, RANKS, LASSEN, RooflineTimes(LASSEN)))
     memory = [one.prediction.memory_bytes for one in found]
