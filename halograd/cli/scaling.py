@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Point", "Predictor", "Series", "parts_of"]
 
+#: Relative difference of times above which a table names faster predictions.
+VISIBLE = 1e-3
+
 
 @dataclass(frozen=True)
 class Point:
@@ -188,6 +191,15 @@ class Series:
         # The ideal speed-up is the ratio of ranks, for strong and weak scaling.
         return speed_up, speed_up * first.ranks / point.ranks
 
+    def faster_on(self, point: Point) -> int | None:
+        """Return on how many fewer ranks a step of the same batch is fastest, if it is faster there; else None."""
+        if point.seconds is None:
+            return None
+        fewer = [p for p in self.points if p.ranks < point.ranks and p.batch == point.batch and p.fits]
+        steps = {p.ranks: p.seconds for p in fewer if p.seconds is not None}
+        ranks = min(steps, key=lambda count: steps[count], default=None)
+        return ranks if ranks is not None and steps[ranks] < (1 - VISIBLE) * point.seconds else None
+
     def as_list(self) -> list[dict[str, Any]]:
         """Return the predictions as plain data, for JSON, with speed-up and efficiency."""
         rows = []
@@ -215,7 +227,9 @@ class Series:
             row.append(mebibytes(p.memory_bytes))
             for name in names:
                 row.append(_bracketed(point.baselines, name))
-            rows.append([*row, "" if point.fits else "does not fit"])
+            faster, remarks = self.faster_on(point), [] if point.fits else ["does not fit"]
+            remarks += [] if faster is None else [f"fewer ranks are faster: {faster}"]
+            rows.append([*row, ", ".join(remarks)])
         what = {"strong": "strong scaling: same batch", "weak": "weak scaling: same samples per rank"}[self.kind]
         lines = [what, *table(heading, rows, left=0)]
         if any(not fits for p in self.points for _, fits in (p.baselines or {}).values()):

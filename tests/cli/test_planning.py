@@ -17,6 +17,7 @@ from mpi4py import MPI
 from halograd.auto import plan_run
 from halograd.cli import pictures
 from halograd.cli.run import run as command
+from halograd.cli.scaling import Point, Series
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.measuring import near_baselines
@@ -25,7 +26,7 @@ from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.plans import Alternative, Plan
+from halograd.perfmodel.plans import Alternative, Plan, Prediction
 from halograd.perfmodel.predict import Planning, plan_network
 from halograd.perfmodel.robust import RobustPlan
 from halograd.plan_text import plan_text, robust_text
@@ -352,6 +353,20 @@ def test_predict_where_some_numbers_of_ranks_have_no_grid(typed, tmp_path):
     assert [GRID in p["baselines"] for p in json.loads(out)["strong"]] == [True, False]
     code, text, _ = typed(*arguments)
     assert code == 0 and GRID in text
+
+
+def test_scaling_says_where_fewer_ranks_are_faster():
+    """Only a search for the other number of ranks finds such a plan, and fewer ranks are what a job needs for it."""
+    steps = {2: 3.0, 4: 2.0, 8: 2.2, 16: 2.001, 32: 1.0}
+    made = {n: Prediction("net", "machine", 4, n, "float32", (), t, 0.0, 0.0, 0.0, 0.0, 0.0) for n, t in steps.items()}
+    strong = Series("strong", tuple(Point(n, 4, p) for n, p in made.items()))
+    assert [strong.faster_on(point) for point in strong.points] == [None, None, 4, None, None]
+    (line,) = (line for line in strong.text() if "faster" in line)
+    assert line.split()[0] == "8" and line.endswith("fewer ranks are faster: 4")
+    weak = Series("weak", tuple(Point(n, n, p) for n, p in made.items()))
+    assert not any(weak.faster_on(point) for point in weak.points)
+    full = Series("strong", tuple(Point(n, 4, p, fits=n != 4) for n, p in made.items()))
+    assert [full.faster_on(point) for point in full.points] == [None] * 5
 
 
 def test_predict_says_where_nothing_fits(typed):
