@@ -165,7 +165,7 @@ class Registry(Generic[Kind]):
         # A string such as `mpi:4` would otherwise be searched as `4` in a module `mpi`.
         head = name.partition(":")[0]
         if head in self.names and head != name:
-            raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value", got {shown(text)}')
+            raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value,key=value", got {shown(text)}')
         cls = self.find(name, at)
         has_settings = dataclasses.is_dataclass(cls) and len(dataclasses.fields(cls)) > 0
         if values and not has_settings:

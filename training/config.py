@@ -474,8 +474,9 @@ class OutputConfig(Table):
     metrics: list[Text] = Field(default_factory=list)
     """Metrics of the first prediction, in addition to those of the loss: ``"dice"`` and ``"iou"`` (means over the
     foreground and over all classes; ``"dice:each=true"`` also each class), ``"errors"`` (``mae`` and ``rmse``),
-    ``"weighted"`` (the same errors with weights, and the correlation of anomalies), or one of your own,
-    ``"FILE.py:CLASS"``, with settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
+    ``"weighted"`` (the same errors with weights, and the correlation of anomalies; ``"weighted:each=true"`` also of
+    each channel), or one of your own, ``"FILE.py:CLASS"``, with settings ``"FILE.py:CLASS:key=value"``. `best` may be
+    one of their scores."""
     timeline: bool = False
     """Whether to measure every step of every rank: ``timeline.json``, and the hidden share of the communication."""
     rank_logs: bool = False

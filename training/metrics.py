@@ -485,7 +485,8 @@ class Weighted(Metric):
     ``weighted_mae`` is ``sum w |x - t| / sum w``, ``weighted_rmse`` the root of ``sum w (x - t)^2 / sum w``.
     ``anomaly_correlation`` is ``sum w x' t' / sqrt(sum w x'^2 sum w t'^2)`` per channel, then the mean over channels;
     anomalies ``x'`` and ``t'`` are differences from the weighted means of a channel over all samples, or with
-    ``center = "none"`` the numbers themselves, for data that are anomalies already. Without weights, all are 1.
+    ``center = "none"`` the numbers themselves, for data that are anomalies already. Without weights, all are 1. With
+    ``each = true`` there are also the three scores of every channel: ``weighted_mae_0``, ...
 
     Attributes
     ----------
@@ -498,11 +499,15 @@ class Weighted(Metric):
     better = MappingProxyType({"weighted_mae": "lower", "weighted_rmse": "lower", "anomaly_correlation": "higher"})
 
     center: Literal["mean", "none"] = "mean"
+    each: bool = False
 
     def compare(self, spec: MetricSpec, shape: tuple[int, ...]) -> None:
         if spec.classes is not None:
             raise UserError(f"output.metrics: {self.name}: expected a loss of numbers, got one of classes; remove it")
         self.counts = np.zeros((shape[-1], 8))
+        better, channels = type(self).better, range(shape[-1] if self.each else 0)
+        more = {f"{key}_{c}": way for c in channels for key, way in better.items()}
+        self.better = MappingProxyType({**better, **more})
 
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Add a block; where the weight is 0, numbers may be NaN. Local."""
@@ -519,11 +524,18 @@ class Weighted(Metric):
 
     def scores(self) -> dict[str, float | None]:
         """Compute the scores of the sums."""
-        weight, absolute, squares = self.counts[:, :3].sum(axis=0).tolist()
-        scores: dict[str, float | None] = dict.fromkeys(self.better)
+        scores = self._scores(self.counts)
+        for c in range(len(self.counts) if self.each else 0):
+            scores |= {f"{key}_{c}": score for key, score in self._scores(self.counts[c : c + 1]).items()}
+        return scores
+
+    def _scores(self, counts: np.ndarray) -> dict[str, float | None]:
+        """Compute the scores of some channels together."""
+        weight, absolute, squares = counts[:, :3].sum(axis=0).tolist()
+        scores: dict[str, float | None] = dict.fromkeys(type(self).better)
         if weight > 0:
             scores["weighted_mae"], scores["weighted_rmse"] = absolute / weight, float(np.sqrt(squares / weight))
-        each = self.counts[self.counts[:, 0] > 0]
+        each = counts[counts[:, 0] > 0]
         w, x, t, xx, tt, xt = each[:, [0, 3, 4, 5, 6, 7]].T
         if self.center == "mean":
             # Sums about the weighted means: sum w (x - mean)^2 = sum w x^2 - (sum w x)^2 / sum w.

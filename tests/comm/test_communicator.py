@@ -139,7 +139,7 @@ def test_scalars(plain):
     [
         ("", "transport: expected auto, mpi, shared, emulated, or \"FILE.py:CLASS\", got ''"),
         ("tcp", "transport: expected auto, mpi, shared, emulated, or .*, got 'tcp'"),
-        ("mpi:fast", "transport: expected settings of mpi as in \"mpi:key=value\", got 'mpi:fast'"),
+        ("mpi:fast", "transport: expected settings of mpi as in \"mpi:key=value,key=value\", got 'mpi:fast'"),
         ("mpi:alpha=1", "transport: expected mpi, which has no settings, got 'mpi:alpha=1'"),
         ("emulated", "transport.alpha: expected a value, got nothing"),
         ("emulated:alpha=1", "transport.beta: expected a value, got nothing"),

@@ -313,15 +313,21 @@ def test_weighted_errors(comm, center):
         "weighted_rmse": np.sqrt(np.average((x - t) ** 2, weights=w)),
         "anomaly_correlation": np.mean(each),
     }
-    for found, names in count(comm, [f"weighted:center={center}"], hg.MeanSquaredError(), 2, "compute", batches):
+    for c in range(2):
+        parts = x[..., c], t[..., c], w[..., c]
+        want[f"weighted_rmse_{c}"] = np.sqrt(np.average((parts[0] - parts[1]) ** 2, weights=parts[2]))
+        want[f"anomaly_correlation_{c}"] = each[c]
+    name = f"weighted:center={center},each=true"
+    for found, names in count(comm, [name], hg.MeanSquaredError(), 2, "compute", batches):
         assert {key: found[key] for key in want} == pytest.approx(want, rel=1e-10)
         assert found["rmse"] != pytest.approx(want["weighted_rmse"], rel=1e-3)
-        assert [names[key] for key in want] == ["lower", "lower", "higher"]
+        assert [names[key] for key in want] == ["lower", "lower", "higher", *["lower", "higher"] * 2]
 
 
 def test_scores_of_nothing_are_undefined():
     x, w = np.zeros((NAMED_BATCH, *NAMED_SHAPE, 2)), np.zeros((NAMED_BATCH, NAMED_SHAPE[0], 1, 1))
     ((found, _),) = count(MPI.COMM_SELF, ["weighted"], hg.MeanSquaredError(), 2, "compute", [(x, x, w, 4)])
+    assert "weighted_mae_0" not in found
     assert [found[key] for key in ("weighted_mae", "weighted_rmse", "anomaly_correlation")] == [None] * 3
     ((found, _),) = count(MPI.COMM_SELF, ["weighted"], hg.MeanSquaredError(), 2, "compute", [(x, x, w + 1, 4)])
     assert found["weighted_rmse"] == 0 and found["anomaly_correlation"] is None
