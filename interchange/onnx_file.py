@@ -373,9 +373,13 @@ class _Folding:
                 raise refused
             self.types |= self._inferred(node)
             for name in node.output:
-                self.drawn[name] = next((self.drawn[source] for source in node.input if source in self.drawn), node)
-                self.computing[name] = node
-                self._keep(name, OnnxConstant(_shape_of(self.types[name]) or (), np.dtype(np.float32), _no_numbers))
+                shape = _shape_of(self.types[name]) or ()
+                first = next((self.drawn[source] for source in node.input if source in self.drawn), node)
+                # Only functions of each number: their results for many numbers need no more memory than these.
+                if first is not node and shape != self.constants[first.output[0]].shape and math.prod(shape) > 1:
+                    raise refused
+                self.drawn[name], self.computing[name] = first, node
+                self._keep(name, OnnxConstant(shape, np.dtype(np.float32), _no_numbers))
             return
         if node.op_type != "Mul" or len(values) != 1:
             raise refused
@@ -393,7 +397,7 @@ class _Folding:
         draws = uniform.astype(dtype).reshape(-1, *(1 for _ in x[1:]))
         try:
             numbers = self._replayed(name, {first.output[0]: draws}).reshape(-1).astype(np.float64)
-        except (KeyError, UserError):
+        except (KeyError, UserError, RecursionError):
             raise refused from None
         kept = numbers[numbers != 0]
         if numbers.size != draws.size or not 0 < kept.size < numbers.size or kept.min() < kept.max() or kept[0] < 0:
@@ -534,7 +538,7 @@ class _Folding:
         norms = np.sqrt(np.sum(directions**2, axis=tuple(range(1, directions.ndim)), keepdims=True))
         try:
             weights = self._replayed(name, dict(tried))
-        except (KeyError, UserError):
+        except (KeyError, UserError, RecursionError):
             return None
         expected = lengths * directions / norms
         expected = expected.T if moved else expected

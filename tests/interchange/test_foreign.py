@@ -44,6 +44,9 @@ RETURNED = (
     "nnU-Net ResidualEncoderUNet, 3-D",
     "MONAI BasicUNet, 2-D",
     "MONAI AttentionUnet, 3-D",
+    "MONAI DynUNet, 2-D",
+    "MONAI HighResNet, 2-D",
+    "MONAI EfficientNet, 2-D",
     "torchvision ConvNeXt",
 )
 #: Networks like others here, which only the program compares: they would take more than two minutes.

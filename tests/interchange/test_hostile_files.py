@@ -61,6 +61,18 @@ def _computed():
             {"v": np.array(0), "n": np.array(10**10), "d": np.array(1)},
         ),
         r"\(Concat\): expected .*, got constants of": (doubled, {"a": [1.0], "b0": np.ones(64, np.float32)}),
+        r"\(Tile\): expected .*, got random numbers": (
+            [node("RandomUniform", [], ["r"], shape=[1]), node("Tile", ["r", "n"], ["made"])],
+            {"n": np.array([10**6])},
+        ),
+        r"\(Mul\): expected .*, got random numbers": (
+            [
+                node("RandomUniform", [], ["r0"], shape=[1, 1, 1, 1]),
+                *(node("Floor", [f"r{i}"], [f"r{i + 1}"]) for i in range(3000)),
+                node("Mul", ["x", "r3000"], ["made"]),
+            ],
+            {},
+        ),
         r"\(RandomNormal\): expected .*, got random numbers": ([node("RandomNormal", [], ["made"], shape=[3])], {}),
     }
 
@@ -71,6 +83,17 @@ def test_constants_are_computed_within_bounds(message, tmp_path):
     relu = _onnx().helper.make_node("Relu", ["x"], ["y"])
     with pytest.raises(UserError, match=message):
         hg.onnx.load(_file(tmp_path / "m.onnx", [*nodes, relu], weights))
+
+
+def test_weights_of_a_long_chain_are_refused_by_name(tmp_path):
+    """Also if they could be those of weight norm, for which the chain would be computed again."""
+    node = _onnx().helper.make_node
+    chain = [node("Mul", ["c.weight_v", "c.weight_g"], ["0"])]
+    chain += [node("Abs", [f"{i}"], [f"{i + 1}"]) for i in range(3000)]
+    weights = {"c.weight_v": np.ones((3, 3, 1, 1), np.float32), "c.weight_g": np.ones((3, 1, 1, 1), np.float32)}
+    path = _file(tmp_path / "m.onnx", [*chain, node("Conv", ["x", "3000"], ["y"], "c")], weights)
+    with pytest.raises(UserError, match=rf"^{path}: node 'c' \(Conv\): expected parameters as they are trained, got"):
+        hg.onnx.load(path)
 
 
 @pytest.mark.parametrize("group", [0, -1, 2])
