@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from ..device import HOST, Device
 from . import checks
 from .kernel import FusedActivation, Kernel, Substitute, chain
+from .memory import OwnArrays
 
 __all__ = ["Base"]
 
@@ -53,9 +55,17 @@ class Base(ABC):
     @property
     @abstractmethod
     def held_bytes(self) -> int:
-        """Memory that open kernels hold in addition to their arguments: scratch memory and the workspaces of libraries,
-        without work arrays of NumPy's kernels [B].
+        """Memory that kernels hold in addition to their arguments: shared scratch memory, workspaces of libraries, and
+        what single kernels keep [B].
+
+        It does not include arrays whose size does not depend on that of a block: of one element per channel, and work
+        arrays of a chunk of elements, which a kernel allocates in its first call.
         """
+
+    @cached_property
+    def own(self) -> OwnArrays:
+        """Arrays that single kernels keep."""
+        return OwnArrays()
 
     @abstractmethod
     def close(self) -> None:

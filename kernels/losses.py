@@ -177,7 +177,7 @@ class Losses(Base):
         if not pairs:
             return kernel
         copy = Kernel(self.device.copies(pairs), "copy")
-        return _Packed(copy, kernel, sum(int(target.nbytes) for target, _ in pairs))
+        return _Packed(copy, kernel, self.own.add(*(target for target, _ in pairs)))
 
     @abstractmethod
     def _softmax_cross_entropy(

@@ -6,6 +6,7 @@ Named buffers are kept and used again. They serve elementwise work in chunks tha
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .guards import GUARDS
 __all__ = [
     "ALIGNMENT",
     "CHUNK",
+    "OwnArrays",
     "Scratch",
     "Workspace",
     "aligned_empty",
@@ -158,6 +160,31 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)  # NumPy guarantees 16 bytes only
     offset = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+
+
+class OwnArrays:
+    """Count of the arrays that single kernels hold in addition to their arguments, as long as the arrays exist.
+
+    Attributes
+    ----------
+    nbytes
+        Size of these arrays [B].
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, *arrays: Any) -> int:
+        """Count arrays that a kernel has allocated. Return their size [B]."""
+        nbytes = [int(array.nbytes) for array in arrays]
+        for array, size in zip(arrays, nbytes):
+            # Kernels may be dropped without `close`.
+            weakref.finalize(array, self._subtract, size).atexit = False
+            self.nbytes += size
+        return sum(nbytes)
+
+    def _subtract(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
 
 
 class Scratch:

@@ -78,6 +78,10 @@ class _Pool(Layer, ABC):
         taps = math.prod(w.kernel for w in self.windows(shapes[0]))
         return taps * math.prod(self.output_shape(*shapes))
 
+    def position_bytes(self, taps: int) -> int:
+        """Return the memory per output that forward writes for backward [B], with windows of `taps` elements."""
+        return 0
+
     @abstractmethod
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         """Return the forward and the backward kernel of the backend."""
@@ -104,6 +108,7 @@ class _Pool(Layer, ABC):
             # `own`: outside of what owned outputs read the gradient is zero, and is not sent.
             returned = context.return_gradient(0, boxes, own)
             kernel.add(dy=self._own_gradient(context), dx=returned.view)
+            kernel.keeps = self.position_bytes(math.prod(geometry().kernel)) * math.prod(context.box.shape)
             # Forward has stored the positions of the maxima.
             context.run(kernel, "backward", timing=context.timing("backward_data"))
             returned.run()
@@ -160,6 +165,9 @@ class MaxPool(_Pool):
 
     # The position of each maximum is stored.
     passes = Passes((1, 1.25), (1, 1.25))
+
+    def position_bytes(self, taps: int) -> int:
+        return 1 if taps <= 255 else 4
 
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         return backend.max_pool(x, y, dy, dx, geometry)

@@ -163,6 +163,8 @@ class KernelSpec:
         Variant that computes the sums of a norm.
     forks
         Whether the kernel may run at the same time as others: it uses no work space that kernels on other streams use.
+    keeps
+        Memory that the kernel alone keeps from its forward to its backward method, with any backend [B].
     """
 
     make: Callable[..., Any]
@@ -174,6 +176,7 @@ class KernelSpec:
     norm: NormSums | None = None
     summing: Summing | None = None
     forks: bool = False
+    keeps: int = 0
 
     def add(self, **views: View | None) -> None:
         """Add arrays, such as those of the backward pass, which are not known when the forward pass is lowered."""

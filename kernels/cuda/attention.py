@@ -42,7 +42,7 @@ class CudaAttention(Attentions):
         if a.dbias is not None:
             entries = (geometry.heads[1] - geometry.heads[0]) * math.prod(geometry.bias_extents)
             launches.append(self._launch("attention_bias", entries, a, geometry, delta))
-        kernel = sequence("attention gradient", *launches, workspace_bytes=delta.nbytes)
+        kernel = sequence("attention gradient", *launches, workspace_bytes=self.launcher.own.add(delta))
         # The kernel writes the entries of its heads only.
         return kernel if a.dbias is None or geometry.merge else chain(filled(0, a.dbias), kernel)
 

@@ -150,7 +150,7 @@ def _kernel(
     launch = Launch(launcher, program, name, (blocks,), pieces=pieces, count=len(joined))
     # The table holds bare addresses: the arrays must live as long as the kernel.
     launch.keep(kept)
-    return sequence(name.rsplit("_", 1)[0], launch, workspace_bytes=table.nbytes)
+    return sequence(name.rsplit("_", 1)[0], launch, workspace_bytes=launcher.own.add(pieces))
 
 
 @dataclass(frozen=True)

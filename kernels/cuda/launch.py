@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..kernel import FusedActivation, Kernel, KernelError, run_all
+from ..memory import OwnArrays
 from .sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 
 __all__ = [
@@ -43,6 +45,11 @@ class Launcher(ABC):
     """
 
     units: int
+
+    @cached_property
+    def own(self) -> OwnArrays:
+        """Arrays on the device that single kernels keep."""
+        return OwnArrays()
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:

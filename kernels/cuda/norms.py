@@ -292,7 +292,7 @@ class CudaNorms(Norms):
         block = (lanes, THREADS // lanes)
         grid = (max(1, min(-(-rows // block[1]), launcher.blocks(16))),)
         program = scalar_program("channel_norm", x, y, dy, dx, activation=a.activation)
-        kept = rows * 2 * np.dtype(dtype).itemsize if moments is not None else 0
+        kept = 0 if moments is None else launcher.own.add(moments)
         launch = Launch(launcher, program, "channel_forward", grid, block, **members)
         forward = sequence("channel_norm", launch, workspace_bytes=kept)
         if dy is None:

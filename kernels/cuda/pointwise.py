@@ -70,7 +70,7 @@ class CudaPointwise(Pointwise):
             wide = geometry.taps > np.iinfo(np.uint8).max + 1
             position = self.launcher.empty(y.shape, np.int32 if wide else np.uint8)
             members.update(position=position, wide=wide)
-            kept = y.size * (4 if wide else 1)
+            kept = self.launcher.own.add(position)
         return _pair(self.launcher, "max", (x, y, dy, dx), members, kept)
 
     def _average_pool(
@@ -93,7 +93,7 @@ class CudaPointwise(Pointwise):
         members = {"x": x, "y": y, "dy": dy, "dx": dx, "samples": x.shape[0], "channels": x.shape[-1]}
         members.update({"in": inputs, "out": outputs, "taps": [weights.shape[1] for _, weights in tables]})
         members.update({name: [self.launcher.upload(a) for a in arrays] for name, arrays in parts.items()})
-        kept = sum(a.nbytes for arrays in parts.values() for a in arrays)
+        kept = self.launcher.own.add(*(a for name in parts for a in members[name]))
         return _pair(self.launcher, "resize", (x, y, dy, dx), members, kept)
 
     def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:

@@ -171,8 +171,8 @@ class CudnnBackend(CudaKernels):
 
     @property
     def held_bytes(self) -> int:
-        own = self._engine.kernel_bytes + self._attention.memory.held_bytes
-        return self.workspaces.nbytes + own + self.scratch.held_bytes
+        kept = self._engine.kernel_bytes + self.own.nbytes + self.launcher.own.nbytes
+        return self.workspaces.nbytes + kept + self._attention.memory.held_bytes + self.scratch.held_bytes
 
     def close(self) -> None:
         # Plans before the handles on which they were built, and memory last.

@@ -76,7 +76,7 @@ class NumpyBackend(StagedKernels):
 
     @property
     def held_bytes(self) -> int:
-        return self.scratch.nbytes + self.stage.nbytes
+        return self.scratch.nbytes + self.stage.nbytes + self.own.nbytes
 
     def emulates(self, dtype: str) -> str:
         return "NumPy has only arithmetic of 32 and 64 bits" if is_low(dtype) else ""

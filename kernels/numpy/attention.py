@@ -671,6 +671,7 @@ class NumpyAttention(Attentions):
 
     def _attention(self, kind: type[_Share], arrays: AttentionArrays, geometry: AttentionGeometry) -> Kernel:
         whole = _Pass(kind, arrays, geometry, self.scratch, self._tile_operations())
+        self.own.add(*(whole.counters or ()))
         return whole.kernel(f"{self.name}:attention", self._together)
 
     def _tile_operations(self) -> Sequence[TileOperations]:

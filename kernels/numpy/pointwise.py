@@ -118,7 +118,7 @@ class NumpyPointwise(NumpyWindows):
 
             return run
 
-        kept = outer.nbytes + inner.nbytes
+        kept = self.own.add(outer, inner)
         return ScratchKernel(bind, scratch, 2 * size + nbytes_of(shape, np.bool_), "numpy:dropout", kept)
 
 

@@ -176,7 +176,7 @@ class NumpyUpdates(Updates):
                 if not np.isfinite(piece, out=finite[: piece.size]).all():
                     flag[0] = 1
 
-        return Kernel(run, "numpy:find_nonfinite", finite.nbytes)
+        return Kernel(run, "numpy:find_nonfinite", self.own.add(finite))
 
     def _update_loss_scale(self, state: Any, flag: Any, growth: float, backoff: float, interval: int) -> Kernel:
         def run() -> None:

@@ -31,7 +31,7 @@ class NumpyWindows(Pointwise):
         # Among elements that are all -inf, the maximum is the first, and no padding before it.
         before = position is not None and any(lo > 0 for lo, _ in geometry.padding)
         start: Any = first_taps(outputs, geometry, np.uint8 if small else np.int32) if before else 0
-        kept = sum(array.nbytes for array in (position, start) if isinstance(array, np.ndarray))
+        kept = self.own.add(*(array for array in (position, start) if isinstance(array, np.ndarray)))
         first, mask_bytes = round_up(margins.nbytes), round_up(y.size)
         scratch_bytes = first + 2 * mask_bytes
 
@@ -103,7 +103,7 @@ class NumpyWindows(Pointwise):
             return run
 
         impl, first = "numpy:average_pool", round_up(margins.nbytes)
-        forward = ScratchKernel(bind_forward, scratch, first, impl, factor.nbytes)
+        forward = ScratchKernel(bind_forward, scratch, first, impl, self.own.add(factor))
         if dx is None:
             return forward, None
         scratch_bytes = first + dy.nbytes

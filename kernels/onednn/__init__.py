@@ -109,7 +109,7 @@ class OnednnBackend(NumpyBackend):
 
     @property
     def held_bytes(self) -> int:
-        return self._engine.workspace_bytes + self._engine.scratch.nbytes + self.stage.nbytes
+        return self._engine.workspace_bytes + super().held_bytes
 
     def close(self) -> None:
         if self._pool is not None:

@@ -133,14 +133,16 @@ def memory_of(
 
 
 def workspace_of(program: Program) -> int:
-    """Estimate the scratch memory of kernels, which all share one buffer, on the program's rank [B].
+    """Estimate the memory that kernels hold in addition to their arrays on the program's rank [B].
 
-    A convolution copies its weights to the format that oneDNN requires. In three dimensions it also copies the input of
-    one sample and, for one plane of the output, the input of each product, and it holds four partial gradients of the
-    weights. This is exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks
-    of activations and pools are left out: 1 % of the arrays of U-Nets.
+    All kernels share one buffer of scratch memory, to which a convolution copies its weights in the format that oneDNN
+    requires. In three dimensions it also copies the input of one sample and, for one plane of the output, the input of
+    each product, and it holds four partial gradients of the weights. This is exact to 1 % with AVX2, and too much where
+    oneDNN has kernels without these copies (AVX-512). The positions of max pools are added. Masks of activations depend
+    on the backend and are left out: less than 1 % of the arrays of U-Nets.
     """
-    return max((_scratch(run.kernel.views) for run in program if isinstance(run, Run)), default=0)
+    kernels = dict.fromkeys(run.kernel for run in program if isinstance(run, Run))
+    return max((_scratch(kernel.views) for kernel in kernels), default=0) + sum(kernel.keeps for kernel in kernels)
 
 
 def _scratch(views: Mapping[str, View | None]) -> int:

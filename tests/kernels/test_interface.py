@@ -17,7 +17,7 @@ import pytest
 import halograd as hg
 import halograd.kernels.backends as choice
 from halograd.errors import UserError
-from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, get_backend
+from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, ClassTargets, DropoutMask, Geometry, get_backend
 from halograd.kernels.access import ANY, Access, access_of, makes, reads, writes
 from halograd.kernels.geometry import channels_in_memory
 from halograd.kernels.kernel import BatchNormArrays
@@ -351,6 +351,41 @@ def test_kernels_describe_themselves(arrays):
         arrays.draw(2, 8, 8, 16), arrays.draw(2, 4, 4, 16), arrays.draw(2, 4, 4, 16), arrays.draw(2, 8, 8, 16), G2
     )
     assert forward.workspace_bytes == 2 * 4 * 4 * 16
+
+
+def test_what_single_kernels_keep_is_counted_until_they_are_dropped(arrays):
+    """The memory of a backend includes positions of maxima, dropout counters, and copies of strided targets."""
+    backend, total = arrays.backend, np.zeros(1)
+
+    def own_bytes():
+        stage = getattr(backend, "stage", None)
+        return backend.held_bytes - backend.scratch.nbytes - (0 if stage is None else stage.nbytes)
+
+    def pool(kind, *more):
+        x, y = ((arrays.draw(2, n, n, 16), arrays.draw(2, n, n, 16)) for n in (9, 5))
+        return getattr(backend, kind)(x[0], y[0], y[1], x[1], Geometry.of((3, 3), 2, 1), *more)
+
+    def dropout():
+        mask = DropoutMask(0.5, 1, (4, 6, 5), (0, 0, 0), np.zeros(3, np.uint64))
+        return backend.dropout(*(arrays.draw(4, 6, 5) for _ in range(4)), mask)
+
+    makes = {
+        "positions": lambda: pool("max_pool"),
+        "counts": lambda: pool("average_pool", False),
+        "counters": dropout,
+        "copies": lambda: (backend.target_weight(np.zeros((4, 6, 1), np.uint8)[:, ::2], total, ClassTargets(2)),),
+    }
+    gc.collect()  # kernels of other tests
+    for what, make in makes.items():
+        before = own_bytes()
+        kernels = make()
+        assert own_bytes() - before == sum(kernel.workspace_bytes for kernel in kernels), what
+        assert what == "counts" or own_bytes() > before, what
+        for kernel in kernels:
+            kernel.close()
+        del kernel, kernels
+        gc.collect()
+        assert own_bytes() == before, what
 
 
 def test_kernels_may_outlive_their_backend(backend):

@@ -1,6 +1,8 @@
 """Tests of memory: the sum of a rank, no allocation in a step, computing again, and messages where it is missing."""
 
+import gc
 import json
+import math
 import re
 
 import numpy as np
@@ -10,7 +12,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, MeanSquaredError, Network
+from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, MaxPool, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Transfer
 from halograd.models import mesh, resnet, unet
@@ -55,6 +57,27 @@ def test_the_estimate_is_close_to_what_kernels_reserve(extents):
         assert held < 1.2 * estimate
         if backend.instruction_set == "AVX2":
             assert held > 0.8 * estimate
+
+
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("kernel, nbytes", [(3, 1), (16, 4)])
+def test_positions_of_maxima_are_planned_and_counted(backend, kernel, nbytes):
+    """A plan counts what a run holds: one byte per output, or four for windows of more than 255 elements."""
+    x, strategy = Input((35, 32, 8), "x"), Strategy()
+    y = MaxPool(kernel, 1)(x)
+    network = Network({"loss": MeanSquaredError()(y, Input(y.shape, "target"))})
+    with get_backend(backend) as kernels, Communicator(MPI.COMM_SELF) as comm:
+        blocks = parameter_blocks(network, strategy, 1)
+        for trainable in (True, False):
+            probed = ["x"] if trainable else []
+            with Executor(network, comm, kernels, 2, strategy, "float32", trainable, probed=probed) as executor:
+                positions = nbytes * 2 * math.prod(y.shape) * trainable
+                found = executor.predicted_bytes["kernel workspace"]
+                assert found == kernels.held_bytes == kernels.scratch.nbytes + positions
+                assert memory_of(executor.program, blocks)["kernel workspace"] == positions
+        kernels.scratch.release()
+        gc.collect()
+        assert kernels.held_bytes == 0
 
 
 @pytest.mark.ranks(1, 2)

@@ -19,6 +19,7 @@ from halograd.kernels.cudnn import CudnnBackend
 from halograd.kernels.cudnn.frontend import Frontend
 from halograd.kernels.cudnn.runtime import Runtime
 from halograd.kernels.kernel import Kernel
+from halograd.kernels.memory import OwnArrays
 from halograd.kernels.numpy.losses import NumpyLosses
 from halograd.kernels.numpy.norms import NumpyNorms
 from halograd.kernels.numpy.pointwise import NumpyPointwise
@@ -223,7 +224,7 @@ class BoxesDouble(Boxes):
     """Double of the kernels for boxes: copies, sums and fills in NumPy."""
 
     def __init__(self) -> None:
-        super().__init__(SimpleNamespace(empty=device_empty, units=132))  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(empty=device_empty, units=132, own=OwnArrays()))  # type: ignore[arg-type]
 
     def copy(self, pairs: Any) -> Kernel:
         return Kernel(lambda: [target.__setitem__(..., source) for source, target in pairs], "cuda:copy")

@@ -112,7 +112,8 @@ def test_a_pass_allocates_nothing_and_kernels_share_their_memory(opened, machine
     shared = backend._attention.memory.held_bytes
     assert 0 < shared <= pairs[0].scratch_bytes + pairs[1].scratch_bytes, "one buffer for both kernels of a direction"
     backend.before_capture()
-    assert backend.held_bytes == shared + backend.workspaces.nbytes + backend._engine.kernel_bytes
+    tables = backend.launcher.own.nbytes
+    assert backend.held_bytes == shared + backend.workspaces.nbytes + backend._engine.kernel_bytes + tables
     with machine.cupy.capture():
         for kernel in pairs:
             kernel()
