@@ -597,3 +597,58 @@ def test_channels_of_layers_of_ones_own(monkeypatch):
     axes = ("sample", "height", "channel")
     check_layer(Blur, (7, 5, 6), axes=axes)
     check_layer(lambda: GateOfChannels(1), [(7, 6, 5)] * 2, axes=axes, gradient=False)
+
+
+# -- check_layer of a loss ---------------------------------------------------------------------------
+
+
+class Cubic(hg.Loss):
+    """mean over positions of w sum_c |x - t|^3; with a `factor` its gradient is wrong."""
+
+    takes_weights = True
+    factor = 3
+
+    def local(self, prediction, target, dx, scale, work, weights=None):
+        error, weight = prediction - target, scale if weights is None else scale * weights
+        if dx is not None:
+            np.multiply(error * np.abs(error), self.factor * weight, out=dx)
+        return np.sum(weight * np.abs(error) ** 3)
+
+
+class Wrong(Cubic):
+    factor = 3.1
+
+
+class Slopes(hg.Loss):
+    """mean of (d x - d t)^2 for differences d along rows; with `forgets` its gradient omits the halo."""
+
+    stencil = hg.Stencil(kernel=(3, 1))
+    forgets = False
+
+    def local(self, prediction, target, dx, scale, work, weights=None):
+        error = prediction - target
+        slope = error[:, 2:] - error[:, :-2]
+        if dx is not None:
+            dx.fill(0)
+            dx[:, 2:] += 2 * scale * slope
+            dx[:, :-2] -= 2 * scale * slope
+            if self.forgets and dx.shape[1] < 9:
+                dx[:, 0] = dx[:, -1] = 0
+        return scale * np.sum(slope**2)
+
+
+class Forgetful(Slopes):
+    forgets = True
+
+
+@pytest.mark.ranks(1, 2)
+def test_check_layer_takes_a_loss():
+    shapes = [(9, 8, 3), (9, 8, 3)]
+    check_layer(Cubic, shapes)
+    check_layer(Cubic("cubic"), [*shapes, (9, 8, 1)])
+    check_layer(Slopes, shapes)
+    with pytest.raises(AssertionError, match=r"gradient dx0: .* from backward\(\), .* numerically"):
+        check_layer(Wrong, shapes)
+    if MPI.COMM_WORLD.size > 1:
+        with pytest.raises(AssertionError, match="dx0 differs from one process by"):
+            check_layer(Forgetful, shapes)

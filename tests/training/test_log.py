@@ -28,7 +28,7 @@ from halograd.training.log import RankLog, TensorBoard, parse_line, parse_lines,
 from halograd.training.run import train
 from halograd.training.step_times import STEPS, StepTimes
 from halograd.training.timeline import Timeline, kind_of, merge_traces, overlap_ratio, trace_events, write_trace
-from tests.harness.limits import LIMIT
+from tests.harness.limits import LIMIT, scaled
 from tests.launch import find_mpiexec, mpiexec
 from tests.support.terminal import on_terminal
 from tests.training.launching import sets
@@ -537,7 +537,7 @@ def test_spans_of_another_thread_while_sums_are_read():
             for item in items:
                 threads.append(threading.Thread(target=timeline.span, args=(f"read {len(threads)}", "io", 0.0, 1.0)))
                 threads[-1].start()
-                threads[-1].join(0.02)
+                threads[-1].join(scaled(0.02))
                 yield item
 
         def items(self):
