@@ -499,7 +499,11 @@ def _samples(folder: Path, datasets: Mapping[str, str], others: Mapping[str, str
                 (own.add if pattern in needed else own.discard)(file)
     names = sorted({best[file] for file in own}, key=natural)
     if not names:
-        raise DataError(f"data.path: expected files {next(iter(needed))} in {folder}, got none; correct the pattern")
+        name, pattern = next(iter(datasets)), next(iter(needed))
+        raise DataError(
+            f"data.path: expected files {pattern} in {folder}, got none; give the folder that they are in, or correct "
+            f"the pattern, data.inputs.{name}"
+        )
     lacking = {}
     for sample in names:
         files = [_split(pattern)[0].replace(SAMPLE, sample) for pattern in needed]

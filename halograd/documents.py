@@ -35,6 +35,7 @@ __all__ = [
     "read_json",
     "read_toml",
     "replacing",
+    "score_text",
     "shown",
     "shown_path",
     "to_toml",
@@ -491,3 +492,12 @@ def writing(what: str, remedy: str = "", kind: type[UserError] = UserError) -> I
         reason = f"{error.strerror or one_line(error)}{f' at {shown_path(name)}' if named else ''}"
         remedy = remedy or _REMEDIES.get(error.errno or 0, "choose another")
         raise kind(f"{what}: expected a path that can be written, got an error ({reason}); {remedy}") from error
+
+
+def score_text(value: float, digits: int = 4) -> str:
+    """Return a score with `digits` decimals, or, if these are few digits of a small number, with four digits.
+
+    >>> score_text(0.98765), score_text(0.004404368), score_text(1.5e-05), score_text(0.0)
+    ('0.9877', '0.004404', '1.5e-05', '0.0000')
+    """
+    return f"{value:.4g}" if 0 < abs(value) < 10.0 ** (3 - digits) else f"{value:.{digits}f}"

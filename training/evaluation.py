@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from halograd.documents import score_text
 from halograd.errors import UserError
 
 from ..data import Batch, ChannelStatistics
@@ -371,7 +372,7 @@ def evaluate_parts(
 
 def describe(metrics: dict[str, Any]) -> str:
     """Return the metrics as a string of one line."""
-    return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())
+    return ", ".join(f"{name} {'undefined' if value is None else score_text(value)}" for name, value in metrics.items())
 
 
 def check_predictions(path: Path) -> None:

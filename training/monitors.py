@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
 
+from halograd.documents import score_text
 from halograd.errors import UserError
 
 __all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "SamplePredictions", "is_defined"]
@@ -163,7 +164,7 @@ class BestScore:
 
     def describe(self) -> str:
         """Return a string about the best validation; empty if there is none."""
-        return "" if math.isnan(self.value) else f"best {self.name} {self.value:.4f} at step {self.step}"
+        return "" if math.isnan(self.value) else f"best {self.name} {score_text(self.value)} at step {self.step}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`load_state_dict`."""

@@ -17,7 +17,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from halograd.documents import bytes_text, writing
+from halograd.documents import bytes_text, score_text, writing
 from halograd.errors import UserError
 
 from ..comm import Communicator, boot
@@ -471,7 +471,7 @@ class TrainingRun:
     def _log_step(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = step + self.sampler.left(self.epochs)
-        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
+        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {score_text(self.watch.mean)}")
         first = step + self.trainer.ahead == 1  # later losses are compared with it
         if step % every and step != total and not first:
             return
@@ -535,7 +535,8 @@ class TrainingRun:
         text = f"epoch {epoch + 1}/{self.epochs}, step {self.optimizer.step}"
         if ended:
             mean = self.watch.end_epoch()
-            text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
+            begun = "resumed" if math.isnan(mean) else f"mean loss {score_text(mean, 5)}"
+            text = f"epoch {epoch + 1}/{self.epochs}: {begun}"
         if self._validates(ended):
             scores = self.validate()
             if scores is None:

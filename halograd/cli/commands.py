@@ -202,7 +202,7 @@ def train(
       mpiexec -n 4 halograd train flowers.toml --init resnet50.safetensors --set 'training.init_fresh=["dense"]'
     """
     from ..auto import plan_run, rank_schemes_of
-    from ..documents import to_toml
+    from ..documents import score_text, to_toml
     from ..training.run import train as run
     from ..training.signals import CHECKPOINTED
 
@@ -220,7 +220,9 @@ def train(
     best, folder = result["best"], Path(result["directory"])
     there = [name for name in ("log.jsonl", "checkpoints") if (folder / name).exists()]
     named = ": best.h5" if (folder / "checkpoints" / "best.h5").exists() else ""
-    best_text = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}{named})" if best["step"] else ""
+    best_text = ""
+    if best["step"]:
+        best_text = f" (best {best['name']} {score_text(best['value'])}, of step {best['step']}{named})"
     print(f"{done} to step {result['steps']}; {folder} holds {' and '.join(there) or 'nothing'}{best_text}")
     return 0
 

@@ -126,7 +126,9 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
         steps, events = _sorted(path, tail)
         return Record(directory, steps, events, path.stat().st_mtime)
     except OSError as error:
-        reason = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = "there is none, as before the first step of a run" if directory.is_dir() else "there is none"
         raise UserError(
             f"{directory}: expected the directory of a run, which has a log.jsonl: {reason}; give output.directory of "
             "its configuration"

@@ -223,7 +223,7 @@ def test_a_sample_without_all_files_is_named(tmp_path):
     message = r"expected 2 files of each of the 12 samples in .*, got fewer of p7 \(no p7_t2.nii\), p8 .*, and 2 more;"
     with pytest.raises(DataError, match=message):
         found(tmp_path, ["{sample}_t1.nii", "{sample}_t2.nii"])
-    with pytest.raises(DataError, match=r"expected files {sample}.tif in .*, got none; correct the pattern"):
+    with pytest.raises(DataError, match=r"expected files {sample}.tif in .*, got none; give .* data\.inputs\.x"):
         found(tmp_path, "{sample}.tif")
     with pytest.raises(DataError, match=r"expected {sample} in all names of datasets or in none, got 'mask'"):
         found(tmp_path, "{sample}_t1.nii", "mask")

@@ -213,5 +213,8 @@ def test_a_checkpoint_that_has_just_been_removed(tmp_path):
 
 
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(UserError, match=r"expected the directory of a run, which has a log\.jsonl: there is none"):
+    message = r"expected the directory of a run, which has a log\.jsonl: there is none"
+    with pytest.raises(UserError, match=rf"{message}, as before the first step of a run; give"):
         read_record(tmp_path)
+    with pytest.raises(UserError, match=rf"{message}; give"):
+        read_record(tmp_path / "none")
