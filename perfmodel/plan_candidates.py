@@ -124,6 +124,17 @@ class PlanCandidates:
             self._variants[key] = sorted(variants, key=lambda variant: variant.seconds)
         return self._variants[key]
 
+    def least_memory(self, plan_candidate: PlanCandidate, kinds: Collection[str], enough: float) -> float:
+        """Return an estimate of the least memory with the same cuts [B].
+
+        Outputs of layers of `kinds` are computed again if it is more than `enough` without that.
+        """
+        least: float = min(variant.memory_bytes for variant in self.variants(plan_candidate))
+        if kinds and least > enough:  # else it is not needed, and takes as long as a simulation
+            keeping = plan_candidate.simulation.keeping(kinds)
+            least += keeping.least - keeping.most
+        return least
+
     def allows(self, strategy: Strategy, scheme: Scheme) -> bool:
         """Return whether a scheme is among those to try for a strategy."""
         return any(scheme == allowed for allowed, _ in self._schemes(strategy))

@@ -342,7 +342,8 @@ class StrategySearch:
         # the limit? That choice may need much memory for messages, as each layer has a cut of its own.
         if level > self.limit:
             leanest = self.choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
-            self._hopeless = all(self._least_of(one) > HOPELESS * self.limit for one in (best, leanest))
+            kinds, most = KINDS[self.planning.recompute], HOPELESS * self.limit
+            self._hopeless = all(self.plan_candidates.least_memory(c, kinds, most) > most for c in (best, leanest))
             if self._hopeless:
                 return None
         while level > self.limit:
@@ -534,15 +535,6 @@ class StrategySearch:
             for spec in self.network.own_parameters(layer).values()
             if spatial or not spec.spatial_axes
         )
-
-    def _least_of(self, plan_candidate: PlanCandidate) -> float:
-        """Return an estimate of the least memory with the cuts of a strategy, outputs computed again if need be [B]."""
-        least: float = min(variant.memory_bytes for variant in self.plan_candidates.variants(plan_candidate))
-        kinds = KINDS[self.planning.recompute]
-        if kinds and least > HOPELESS * self.limit:  # else it is not needed, and takes as long as a simulation
-            keeping = plan_candidate.simulation.keeping(kinds)
-            least += keeping.least - keeping.most
-        return least
 
     def _refuse(self, least: PlanCandidate, failure: NoneFits | None) -> NoReturn:
         needs = least.memory_bytes
