@@ -220,7 +220,7 @@ def _traced(call: _Call) -> Iterator[None]:
         (vars(submodule), key, value, value.copy())
         for submodule in module.modules()
         for key, value in vars(submodule).items()
-        if isinstance(value, list | dict) and key not in vars(torch.nn.Module())
+        if type(value) in (list, dict) and key not in vars(torch.nn.Module())  # subclasses may refuse changes
     ]
     # By identity, because modules may share a buffer.
     numbers = {id(b): b.clone() for own in buffers.values() for b in own.values() if b is not None}
