@@ -82,6 +82,7 @@ class StagedChannel(DeviceChannel):
         self._in_pinned = [device.pinned(self._in.shape, self.dtype) for _ in range(2)]
         self._uploaded: list[Event | None] = [None, None]
         self._downloaded: Event | None = None
+        self._sent = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -90,6 +91,7 @@ class StagedChannel(DeviceChannel):
 
     # Call the hooks of the inner channel, not its public methods: this channel alone keeps the meter and the state.
     def _start(self) -> None:
+        self._sent = False
         if self._sends:
             self._device.download(self._out, self._out_pinned)
             self._downloaded = self._device.mark()
@@ -102,10 +104,12 @@ class StagedChannel(DeviceChannel):
             for peer, where in self._sends.items():
                 np.copyto(self._inner._send_buffer(peer, self.slot), self._out_pinned[where])
         self._inner._start()
+        self._sent = True
 
     def _finish(self) -> float:
         # All ranks finish their channels in the same order, so no two ranks wait here for messages sent later.
-        self._send()
+        if not self._sent:  # else an earlier call has failed while it waited for the messages
+            self._send()
         arrived = self._inner._finish()
         if self._recvs:
             pinned, before = self._in_pinned[self.slot], self._uploaded[self.slot]

@@ -57,6 +57,33 @@ def test_messages_arrive_run_after_run(transport, monkeypatch):
         assert r.choice.name == transport
 
 
+@pytest.mark.ranks(2, 3)
+def test_an_exchange_that_fails_is_sent_once(monkeypatch):
+    """After a fault of the host channel on one rank, the exchange is finished there without sending again."""
+    with gpu_ranks(monkeypatch, "mpi-staged") as r:
+        comm, device = r.comm, r.device
+        sends, recvs = ring(comm.size, comm.rank, 100)
+        channel = comm.channel(sends, recvs, "float32", device=device)
+
+        def fail():
+            raise OSError("cable pulled")
+
+        for run in range(3):
+            for peer, count in sends.items():
+                source = device.array(values(comm.rank, peer, count, run), "float32")
+                np.copyto(channel.send_buffer(peer, channel.slot), source)
+            channel.start()
+            if comm.rank == 0 and run == 1:
+                with monkeypatch.context() as faulty, pytest.raises(OSError, match="cable pulled"):
+                    faulty.setattr(channel._inner, "_finish", fail)
+                    channel.finish()
+            channel.finish()
+            for peer, count in recvs.items():
+                found = channel.recv_buffer(peer, channel.slot).get()
+                np.testing.assert_array_equal(found, values(peer, comm.rank, count, run).astype(np.float32))
+            channel.release()
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_channels_under_way_at_once(transport, monkeypatch):
