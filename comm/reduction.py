@@ -349,8 +349,9 @@ class Reduction:
             first.wait()
         except Exception as fault:
             first.fault = fault
-            if first is self._plan.operation:
-                queue.popleft()
+            if first is not self._plan.operation:
+                raise CommError(f"reduction {self._meter.name}: a sum started before it has failed: {fault}") from fault
+            queue.popleft()
             raise
         queue.popleft()
 

@@ -301,8 +301,8 @@ class UnderWay:
 
     def start(self) -> None:
         self.finish()  # the last step may have started the sum and had no backward pass to finish it
-        self.under_way = True
         self._reduction.start()
+        self.under_way = True  # not after a start that has failed
 
     def finish(self) -> None:
         if self.under_way:
