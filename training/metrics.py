@@ -603,11 +603,14 @@ class Calibration:
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
-    """Compute the sigmoid of each logit, without overflow; the absolute error is that of rounding near 1."""
-    # sigmoid(x) = (1 + tanh(x / 2)) / 2: tanh saturates where an exponential would overflow.
-    y = np.tanh(0.5 * block)
-    y += 1
-    y *= 0.5
+    """Compute the sigmoid of each logit, without overflow or cancellation: small probabilities are accurate."""
+    e = np.abs(block)
+    np.negative(e, out=e)
+    np.exp(e, out=e)
+    # s / (1 + e) with s = 1 where the logit is positive, else e.
+    y = np.maximum(e, block >= 0)
+    e += 1
+    y /= e
     return y
 
 

@@ -33,6 +33,7 @@ from halograd.training.metrics import (
     counted,
     read_details,
     scores,
+    sigmoid,
     write_details,
 )
 from tests.training.cuts import CUTS, overrides_of
@@ -665,6 +666,19 @@ def test_calibration_is_its_definition_in_any_order(given, cut):
     where = np.minimum((p * BINS).astype(int), BINS - 1)
     error = sum(abs(p[where == k].sum() - true[where == k].sum()) for k in range(BINS)) / len(p)
     assert found["error"] == pytest.approx(error, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_small_probabilities_are_accurate(dtype):
+    """A probability near 0 has the relative accuracy of its dtype, where ``(1 + tanh(x / 2)) / 2`` would be 0."""
+    x = np.linspace(-80, 80, 641).astype(dtype)
+    wide = x.astype(np.longdouble)
+    exact = np.where(wide < 0, np.exp(wide), 1) / (1 + np.exp(-np.abs(wide)))
+    y = sigmoid(x)
+    assert y.dtype == dtype
+    assert np.max(np.abs(y / exact - 1)) < 4 * np.finfo(dtype).eps
+    with np.errstate(over="raise"):
+        assert sigmoid(np.array([-1e30, -np.inf, np.inf, 1e30], dtype)).tolist() == [0, 0, 1, 1]
 
 
 def test_probabilities_that_are_some_already():
