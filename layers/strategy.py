@@ -282,7 +282,7 @@ class Strategy:
         """Log a warning if ranks own nothing of any layer's output: this is correct, but a waste. Local; once per
         process.
 
-        There is no warning if only single layers have entries, as in a plan, which may leave ranks idle on purpose.
+        There is no warning if only single layers have parts, as in a plan, which may leave ranks idle on purpose.
         """
         idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
@@ -295,8 +295,8 @@ class Strategy:
 
     @property
     def _is_plan(self) -> bool:
-        """Whether there are entries of single layers, but no parts for all layers, as in a plan."""
-        return bool(self.layers) and not self.parts
+        """Whether single layers have parts, but there are none for all layers, as in a plan."""
+        return not self.parts and any(axis in own for own in self.layers.values() for axis in AXES)
 
     def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
         idle = list(range(size))

@@ -237,6 +237,17 @@ def test_ranks_that_are_idle_are_named_once(strategy, batch, size, ranks, caplog
         assert record.levelname == "WARNING"
 
 
+@pytest.mark.parametrize("own", [{"halo": "pad"}, {"wide": True}, {"recompute": "block"}])
+def test_options_of_one_layer_make_no_plan(own, caplog):
+    """Options of single layers do not permit idle ranks, as their parts do."""
+    strategy = Strategy(layers={"conv1_1": own})
+    with pytest.raises(UserError, match="no cut needs 1 ranks, the run has 4"):
+        strategy.validate(NETWORK, 4)
+    _warn_once.cache_clear()
+    strategy.warn_of_idle_ranks(NETWORK, 1, 4)
+    assert "3 of 4 ranks" in caplog.text
+
+
 def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
     """Layers after a cut trunk may leave ranks idle without a warning."""
     Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
