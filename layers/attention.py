@@ -633,7 +633,7 @@ class MultiHeadAttention:
     """Attention with its projections: three convolutions of kernel 1, :class:`Attention`, and a fourth convolution.
 
     It is not a layer, but a function of nodes, whose calls share the layers; these are named ``name.query``,
-    ``name.key``, ``name.value``, ``name.attention`` and ``name.out``.
+    ``name.key``, ``name.value``, ``name.attention`` and ``name.out``. The first call sets their channels.
 
     Parameters
     ----------
@@ -670,7 +670,7 @@ class MultiHeadAttention:
         self.heads, self.channels, self.width, self.groups = heads, channels, width, groups
         self.qkv_bias, self.name = qkv_bias, name
         self.attention = Attention(heads, name=self._named("attention"), **settings)
-        self._projections: dict[tuple[str, int], Conv] = {}
+        self._projections: dict[str, Conv] = {}
 
     def __call__(self, queries: Node, keys: Node | None = None, values: Node | None = None) -> Node:
         """Return the attention of queries to keys and values; by default keys are the queries, and values the keys."""
@@ -691,9 +691,13 @@ class MultiHeadAttention:
 
     def _projection(self, part: str, channels: int, bias: bool) -> Conv:
         """Return the projection to this number of channels; all calls share it."""
-        if (part, channels) not in self._projections:
-            self._projections[part, channels] = Conv(channels, 1, bias=bias, name=self._named(part))
-        return self._projections[part, channels]
+        projection = self._projections.setdefault(part, Conv(channels, 1, bias=bias, name=self._named(part)))
+        if projection.filters != channels:
+            raise ValueError(
+                f"MultiHeadAttention: expected inputs whose {part} has {projection.filters} channels, as in an earlier "
+                f"call, got {channels}; make another MultiHeadAttention, or set width and channels"
+            )
+        return projection
 
     def _named(self, part: str) -> str | None:
         return self.name and f"{self.name}.{part}"

@@ -159,6 +159,19 @@ def test_calls_with_projections_share_all_parameters(name):
     assert len(twice) == 9
 
 
+@pytest.mark.parametrize("name", [None, "m"])
+def test_calls_with_projections_take_one_number_of_channels(name):
+    """A call that cannot share the projections of an earlier one is refused, whether the layers have names or not."""
+    attend = MultiHeadAttention(2, name=name)
+    attend(Input((5, 4), "x"))
+    with pytest.raises(ValueError, match="query has 4 channels, as in an earlier call, got 8; make another"):
+        attend(Input((5, 8), "z"))
+    fixed = MultiHeadAttention(2, width=3, name=name)
+    fixed(Input((5, 4), "x"))
+    with pytest.raises(ValueError, match="out has 4 channels, as in an earlier call, got 8; .* set width and channels"):
+        fixed(Input((5, 8), "z"))
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", ["everywhere", "dilated", "heads that blocks cut"])
 def test_dropped_weights_are_the_same_under_every_cut(ranks, alone, turn, case):
