@@ -102,7 +102,10 @@ class Network:
 
     def freeze(self, *patterns: str) -> Network:
         """Return a copy of the network in which these layers, by name or pattern, are frozen too."""
-        return Network(self.outputs, self.name, [*self.frozen, *patterns])
+        frozen = Network(self.outputs, self.name, [*self.frozen, *patterns])
+        # Checkpoints do not depend on what is frozen.
+        frozen.origin = self.origin
+        return frozen
 
     @property
     def inputs(self) -> dict[str, Input]:

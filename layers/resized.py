@@ -9,7 +9,7 @@ and predictions are cut to the sample, so that inputs, targets and outputs have 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .layer import Input, Node, Shape
 from .network import Network
@@ -102,7 +102,7 @@ class _Resizing:
 
     def network(self) -> Network:
         # Predictions first: the extents of targets follow from theirs.
-        old, targets = self._old, set(self._old.targets)
+        old, targets = self._old, self._old.targets
         loss = old.outputs.get("loss")
         of_targets = self._only_of(targets)
         for node in old.nodes:
@@ -129,7 +129,7 @@ class _Resizing:
         new.origin = old.origin or old
         return new
 
-    def _only_of(self, targets: set[str]) -> set[Node]:
+    def _only_of(self, targets: Collection[str]) -> set[Node]:
         """Return the nodes that depend on these inputs alone."""
         nodes: set[Node] = set()
         for node in self._old.nodes:

@@ -97,6 +97,21 @@ def test_the_name_of_a_layer_is_no_pattern():
     assert frozen.freeze("las*").frozen == resized(frozen, (6, 6)).freeze("last").frozen == {"stage[0]", "last"}
 
 
+def test_copies_of_another_size_that_are_frozen_have_the_fingerprint_of_their_origin():
+    y, _ = nodes()
+    network = hg.Network(hg.Conv(1, 1, name="last")(y))
+    assert fingerprint(resized(network, (8, 9)).freeze("conv")) == fingerprint(network)
+
+
+def test_the_first_target_that_does_not_scale_is_named():
+    """The message is the same on all ranks, whose sets have different orders."""
+    y, _ = nodes()
+    terms = [mse(y, hg.Resize(2)(hg.Input((3, 3, 2), name=f"target{k}")), name=f"mse{k}") for k in range(8)]
+    network = hg.Network({"y": y, "loss": sum(terms[1:], start=terms[0])})
+    with pytest.raises(ValueError, match=r"target 'target0' of 3 x 3 does not scale with predictions of 7 x 6"):
+        resized(network, (7, 6))
+
+
 def test_auxiliary_predictions_are_trained():
     x, target = hg.Input((4,), name="x"), hg.Input((1,), name="target", dtype="int32")
     first, second = hg.Dense(3, name="first")(x), hg.Dense(3, name="second")(x)
