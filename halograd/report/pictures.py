@@ -245,7 +245,7 @@ class Masks:
         ``(n,)`` indices of the samples in the data set.
     truth, predicted
         ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is not a
-        class are left blank in the truth, and with two classes in the predictions.
+        class are left blank.
     classes
         Number of classes. With two, a prediction is drawn as hits, misses and false alarms; with more, as classes.
     title
@@ -321,7 +321,7 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
             outcome = np.where(truth, np.where(mask, 1, 2), np.where(mask, 3, 0))
             _show(panel, np.ma.array(outcome, mask=~known), ListedColormap([LIGHT, BLUE, MISSED, FALSE]), 3)
         else:
-            _show(panel, mask, colours, masks.classes - 1)
+            _show(panel, np.ma.array(mask, mask=~known), colours, masks.classes - 1)
         panel.set_title(f"IoU {iou(mask, truth, masks.classes):.2f}")
     for panel in row:
         panel.set(xticks=[], yticks=[])

@@ -21,7 +21,7 @@ from halograd.cli.run import run
 from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.report.page import read_masks, write_page
-from halograd.report.pictures import best_to_worst, draw_masks, iou
+from halograd.report.pictures import Masks, best_to_worst, draw_masks, iou
 from halograd.report.status import read_record
 from halograd.training.metrics import Confusion, by_class
 from halograd.training.run import train
@@ -229,6 +229,16 @@ def test_ignored_positions_are_not_shown(tmp_path, channels, ignored):
     assert iou(chosen, target[0, ..., 0], classes) == pytest.approx(counted.scores()["iou"])
     draw_masks(tmp_path / "p.png", masks)
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_ignored_positions_are_blank_in_predictions(tmp_path, monkeypatch, classes):
+    shown = []
+    monkeypatch.setattr("halograd.report.pictures._show", lambda axes, mask, *_: shown.append(np.ma.getmaskarray(mask)))
+    truth, guess = np.zeros((1, 4, 5), int), np.ones((1, 4, 5), int)
+    truth[0, 1, 2:] = -1
+    draw_masks(tmp_path / "p.png", Masks(np.array([0]), truth, {"network": guess}, classes))
+    assert len(shown) == 2 and all(np.array_equal(mask, truth[0] < 0) for mask in shown)
 
 
 def test_masks_of_which_one_is_ignored(tmp_path):
