@@ -416,9 +416,9 @@ class Abs(_Function):
 class Power(_Function):
     """Power ``y = x ** exponent``: 2 for squares, 0.5 for roots, -1 for reciprocals.
 
-    Inputs must be positive (or, for a positive exponent, not negative) unless the exponent is an integer. The gradient
-    of a square root at 0 is limited to a large number, so that the gradient of a norm ``(x ** 2).sum() ** 0.5`` is 0 at
-    zeros.
+    Inputs must be positive (or, for a positive exponent, not negative) unless the exponent is an integer. For exponents
+    between 0 and 1, the gradient at 0 is limited to a large number, so that the gradient of a norm ``(x ** 2).sum() **
+    0.5`` is 0 at zeros.
 
     Parameters
     ----------
@@ -436,18 +436,16 @@ class Power(_Function):
         _power(x, self.exponent, y)
 
     def slopes(self, z: Any, out: Any) -> None:
-        if self.exponent == 0.5:
-            np.sqrt(z, out=out)
-            # 1 / sqrt(0) would be infinite; times the derivative 2 x = 0 of a square before it, it would be NaN.
-            np.maximum(out, _SMALLEST_ROOT[np.dtype(z.dtype).name], out=out)
-            np.reciprocal(out, out=out)
-        else:
-            _power(z, self.exponent - 1, out)
+        if 0 < self.exponent < 1:
+            # The slope at 0 would be infinite; times the derivative 2 x = 0 of a square before it, it would be NaN.
+            np.maximum(z, _SMALLEST[np.dtype(z.dtype).name], out=out)
+            z = out
+        _power(z, self.exponent - 1, out)
         np.multiply(out, self.exponent, out=out)
 
 
-#: Root of the smallest normal number of a dtype. bfloat16 has the exponents of float32.
-_SMALLEST_ROOT = {"float16": 2.0**-7, "bfloat16": 2.0**-63, "float32": 2.0**-63, "float64": 2.0**-511}
+#: Smallest normal number of a dtype. bfloat16 has the exponents of float32.
+_SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 
 
 def _power(x: Any, exponent: float, out: Any) -> None:

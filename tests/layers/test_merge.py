@@ -220,16 +220,18 @@ def test_settings_that_are_refused(make, message):
         make(hg.Input(POINTWISE_SHAPE))
 
 
+@pytest.mark.parametrize("exponent", [0.5, 0.25, 0.9])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_the_slope_of_a_root_is_limited_only_below_the_smallest_normal_number(dtype):
+def test_the_slope_of_a_root_is_limited_only_below_the_smallest_normal_number(dtype, exponent):
     """bfloat16 has the exponents of float32: small numbers keep their slopes."""
     dtype = as_dtype(dtype)
     smallest = 2.0**-14 if dtype.name == "float16" else 1e-30
     x = np.array([0, smallest, 4 * smallest], dtype)
     slopes = np.empty_like(x)
-    hg.Power(0.5).slopes(x, slopes)
+    hg.Power(exponent).slopes(x, slopes)
     assert np.isfinite(slopes).all()
-    np.testing.assert_allclose(slopes[1:].astype(float), 0.5 / np.sqrt(x[1:].astype(float)), rtol=0.02)
+    exact = exponent * x[1:].astype(float) ** (exponent - 1)
+    np.testing.assert_allclose(slopes[1:].astype(float), exact, rtol=0.02)
 
 
 SCALE_SHAPE = (7, 6, 5)
