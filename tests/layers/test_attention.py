@@ -168,7 +168,7 @@ def test_calls_with_projections_take_one_number_of_channels(name):
         attend(Input((5, 8), "z"))
     fixed = MultiHeadAttention(2, width=3, name=name)
     fixed(Input((5, 4), "x"))
-    with pytest.raises(ValueError, match="out has 4 channels, as in an earlier call, got 8; .* set width and channels"):
+    with pytest.raises(ValueError, match=r"out has 4 channels, as in an earlier call, got 8; .* width and channels"):
         fixed(Input((5, 8), "z"))
 
 
