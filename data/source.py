@@ -197,7 +197,7 @@ class ArrayDataset:
         has ``shape`` and ``dtype``; the reading thread reads it as ``array[index, a:b, c:d, ...]``. Packed data
         (:class:`Packing`) are unpacked if ``attrs`` of the array describe them, as in h5py and Zarr.
     targets : collection of str
-        Names of the arrays that predictions are compared with.
+        Names of the arrays that predictions are compared with, and of weights.
     channel_names : mapping, optional
         Names of the channels, by the name of the array.
     groups : int array ``(N,)``, optional
@@ -239,7 +239,9 @@ class ArrayDataset:
         for what, keys in (("targets", targets), ("channel_names", channel_names or ())):
             unknown = sorted(set(keys) - set(arrays))
             if unknown:
-                raise DataError(f"{path}: expected {what} out of {', '.join(arrays)}, got {unknown[0]!r}")
+                example = f"name them: ArrayDataset(arrays, [{list(arrays)[-1]!r}])"
+                way = example if what == "targets" else "correct the name"
+                raise DataError(f"{path}: expected {what} out of {', '.join(arrays)}, got {unknown[0]!r}; {way}")
         self.path, self.arrays = Path(path), dict(arrays)
         self.groups: NDArray[np.int64] | None = None if groups is None else np.asarray(groups, np.int64)
         if self.groups is not None and self.groups.shape != (len(self),):

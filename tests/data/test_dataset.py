@@ -421,7 +421,7 @@ def test_refusals():
     for arguments, options, message in (
         (({},), {}, "expected arrays of as many samples each"),
         (({"x": x, "target": x[:3]},), {}, "expected arrays of as many samples each"),
-        (({"x": x},), {}, "expected targets out of x, got 'target'"),
+        (({"x": x},), {}, r"targets out of x, got 'target'; name them: ArrayDataset\(arrays, \['x'\]\)"),
         (({"x": x}, []), {"channel_names": {"x": ["a"]}}, "expected 3 names of channels of 'x', got 1"),
         (({"x": x}, []), {"groups": [1, 2]}, r"expected a group per sample, \(4,\), got \(2,\)"),
     ):
