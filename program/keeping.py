@@ -144,7 +144,8 @@ class Keeping:
                 self._readers[owners[buffer]] = max(self._readers[owners[buffer]], position)
         #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays: during the
         #: operation, and before it.
-        self._alive, others, between = np.zeros((count, here)), *np.zeros((2, len(operations) + 1))
+        self._alive, (others, between, early) = np.zeros((count, here)), np.zeros((3, len(operations) + 1))
+        ends = {buffer: at for at, operation in enumerate(operations[:begin]) for buffer in operation.buffers()}
         for buffer, intervals in spans.items():
             mine = owners.get(buffer) if buffer in repeats.read_later else None
             for start, stop in intervals:
@@ -155,7 +156,12 @@ class Keeping:
                     between[stop + 1] -= aligned(buffer.nbytes)
                 else:
                     self._alive[mine, : max(0, stop + 1 - begin)] += aligned(buffer.nbytes)
+                    # If it is computed again, the forward pass holds it until its last reader.
+                    early[start] += aligned(buffer.nbytes)
+                    early[min(stop, ends.get(buffer, stop)) + 1] -= aligned(buffer.nbytes)
         kept = sum(program.placement.kept.values())
+        # Largest memory in the forward pass if all outputs that may be computed again are [B].
+        forward = float(np.cumsum(others + early)[:begin].max(initial=0.0)) + kept
         self._others, self._between = np.cumsum([others, between], axis=1)[:, begin : begin + here] + kept
         #: Bytes of each output during each operation of the forward pass when that is repeated: until the last one that
         #: reads it, or to the end if the backward pass reads it; and the layer of each operation.
@@ -177,7 +183,7 @@ class Keeping:
         self._prepare(whole)
         self._arenas: dict[frozenset[str], int] = {}  # by the layers that are computed again [B]
         self.most = self.arena(strategy)
-        self.least = self._least()
+        self.least = max(self._least(), forward)
 
     def _may(self, step: Step) -> bool:
         own = self._strategy.layers.get(step.name, {})

@@ -358,6 +358,15 @@ def test_the_smallest_arena_is_not_larger_than_under_a_rule_for_all_layers(make)
         assert keeping.arena(keeping.within(capacity)) <= capacity
 
 
+def test_the_forward_pass_limits_what_is_saved():
+    """The backward pass reads no large output, so that nothing is saved."""
+    x = hg.Input((32, 32, 8))
+    scores = hg.Dense(3)(hg.GlobalAveragePool()(hg.Add()(hg.StochasticDepth(0.3)(x), x)))
+    network = hg.Network({"loss": hg.SoftmaxCrossEntropy()(scores, hg.Input((1,), "t", "int32"))})
+    keeping = Keeping(network, Strategy({}), Target(BATCH))
+    assert keeping.least == pytest.approx(keeping.most, rel=1e-3) and not keeping.may_fit(0.7 * keeping.most)
+
+
 def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():
     network, target = build("mesh_2k"), Target(1)
     sizes = [
