@@ -117,9 +117,25 @@ def test_a_plan_refused_at_launch_is_replaced_once_for_all(machine, backend, cap
 
 def test_if_all_are_refused_at_launch_it_says_so(machine, backend):
     machine.cudnn.engines = lambda: [EngineDouble("eng1", launches=False), EngineDouble("eng2", launches=False)]
-    kernel = forward(backend)
-    with pytest.raises(KernelError, match="all launches failed, the last one with: CUDNN_STATUS_EXEC"):
-        kernel()
+    first, second = forward(backend), forward(backend)
+    for kernel in (first, first, second):  # kernels of one shape share the plan: each call ends in the same way
+        with pytest.raises(KernelError, match="all launches failed, the last one with: CUDNN_STATUS_EXEC"):
+            kernel()
+    assert machine.cudnn.launches == []
+
+
+def test_a_restored_plan_is_replaced_by_none_if_all_are_refused(machine):
+    engines = [EngineDouble("eng71", compiled=True), EngineDouble("eng0")]
+    machine.cudnn.engines = lambda: engines
+    with machine.open() as backend:
+        forward(backend)
+    for engine in engines:
+        engine.launches = False
+    with machine.open() as backend:
+        kernel = forward(backend)
+        for _ in range(2):
+            with pytest.raises(KernelError, match="all launches failed, the last one with: CUDNN_STATUS_EXEC"):
+                kernel()
 
 
 def test_a_plan_that_ran_once_is_not_replaced(machine, backend):
