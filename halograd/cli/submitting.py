@@ -20,6 +20,7 @@ from .options import Several
 if TYPE_CHECKING:
     from ..jobs import Job, Resources, Software
     from ..layers import Network
+    from ..perfmodel.cost import Training
     from ..perfmodel.machine import Machine
     from ..training.config import BackendConfig, Config
 
@@ -233,7 +234,9 @@ def _check(
             on_device = BACKENDS[loaded.backend.kernels].on_device
             resources.check_backend(loaded.backend.kernels, on_device, loaded.backend.threads)
         # Most sweeps change keys on which the cut does not depend, and making a large network takes long.
-        what = repr((loaded.model, loaded.strategy, loaded.training.at_once))
+        limited = loaded.strategy.auto and loaded.strategy.memory is not None
+        step = _planned_step(loaded) if limited else None
+        what = repr((loaded.model, loaded.strategy, loaded.training.at_once, step))
         if what in checked:
             continue
         checked.add(what)
@@ -245,30 +248,36 @@ def _check(
             check_planner(loaded.strategy.planner, "strategy.planner")
             if loaded.strategy.machine is not None:
                 machine = Machine.load(loaded.strategy.machine)
-                if loaded.strategy.memory is not None:
-                    _check_limit(loaded, network, machine, ranks)
+                if step is not None:
+                    _check_limit(loaded, network, machine, ranks, step)
         else:
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once, trainable=False)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)
 
 
-def _check_limit(loaded: Config, network: Network, machine: Machine, ranks: int) -> None:
+def _planned_step(loaded: Config) -> Training:
+    """Return the settings of training that the memory of a plan depends on."""
+    from ..perfmodel.cost import Training
+    from ..training.build import state_slots
+
+    training = loaded.training
+    accumulates, clips = training.accumulate > 1, training.clip_norm is not None
+    return Training(training.dtype, state_slots(loaded), False, accumulates, clips, loaded.data.prefetch + 1)
+
+
+def _check_limit(loaded: Config, network: Network, machine: Machine, ranks: int, step: Training) -> None:
     """Raise UserError if no plan that the job may make is within the memory limit of the configuration."""
     from ..output import working
-    from ..perfmodel.cost import Training
     from ..perfmodel.kernel_times import RooflineTimes
     from ..perfmodel.predict import Planning, plan_network
     from ..planning import parse_memory
-    from ..training.build import state_slots
 
-    table, training = loaded.strategy, loaded.training
-    accumulates, clips = training.accumulate > 1, training.clip_norm is not None
-    step = Training(training.dtype, state_slots(loaded), False, accumulates, clips, loaded.data.prefetch + 1)
+    table = loaded.strategy
     limit = parse_memory(table.memory, "strategy.memory")
     planning = Planning(table.planner, limit, training=step, recompute=table.recompute or "auto")
     with working(f"planning on {ranks} ranks within {table.memory}"):
-        plan_network(network, training.at_once, ranks, machine, RooflineTimes(machine), planning)
+        plan_network(network, loaded.training.at_once, ranks, machine, RooflineTimes(machine), planning)
 
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:

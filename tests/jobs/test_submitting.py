@@ -262,6 +262,17 @@ def test_a_limit_within_which_there_is_a_plan(submit):
     assert submit(*LIMITED, "--set", "strategy.memory=1GiB")[0] == 0
 
 
+def test_a_limit_holds_for_every_task_of_a_sweep(submit, monkeypatch):
+    """The state of the optimizer counts: a later task may need more memory than the first one."""
+    planned = []
+    monkeypatch.setattr(
+        "halograd.perfmodel.predict.plan_network", lambda *arguments: planned.append(arguments[-1].training.slots)
+    )
+    sweep = ["--sweep", "optimizer.kind=sgd,adam", "--sweep", "schedule.learning_rate=1e-3,1e-2"]
+    assert submit(*LIMITED, "--set", "strategy.memory=1GiB", *sweep)[0] == 0
+    assert planned == [0, 2]
+
+
 def test_without_slurm_it_says_what_else_can_be_done(submit, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, err = submit()
