@@ -532,6 +532,13 @@ class WindowPadding:
         named = ["constant" if axis_mode == "zeros" else axis_mode for axis_mode in modes]
         return self._pads.setdefault(amounts, Pad(amounts, named, name=self._name))(node)
 
+    def source(self, node: Node) -> Node:
+        """Return the node from which a call made `node`."""
+        made = [layer for pad in self._pads.values() for layer in (pad, *pad._layers.values())]
+        while any(node.layer is layer for layer in made):
+            (node,) = node.inputs
+        return node
+
 
 class PadAxis(Pieced):
     """Padding of one spatial axis, at both ends, with rows of the array itself."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from .layer import Input, Node, Shape
+from .layer import Input, Layer, Node, Shape
 from .network import Network
-from .padding import Pad, Pieced
+from .padding import Pad, Pieced, WindowPadding
 from .resize import Resize
 
 __all__ = ["resized"]
@@ -110,7 +110,7 @@ class _Resizing:
                 if old.names[node] not in targets:
                     self._nodes[node] = self._input(node)
             elif node is not loss and node not in of_targets:
-                self._nodes[node] = Node(node.layer, [self._nodes[n] for n in node.inputs])
+                self._nodes[node] = Node(node.layer, [self._input_of(node.layer, n) for n in node.inputs])
         for name in targets:
             self._nodes[old.inputs[name]] = self._target(old.inputs[name])
         for node in old.nodes:
@@ -128,6 +128,14 @@ class _Resizing:
         # The network of the user, which checkpoints are compared with.
         new.origin = old.origin or old
         return new
+
+    def _input_of(self, layer: Layer, node: Node) -> Node:
+        """Return the new node of an input of a layer; the padding in a mode, before its windows, follows the extents.
+        """
+        padding = layer.before
+        if isinstance(padding, WindowPadding):
+            return padding(self._nodes[padding.source(node)])
+        return self._nodes[node]
 
     def _only_of(self, targets: Collection[str]) -> set[Node]:
         """Return the nodes that depend on these inputs alone."""

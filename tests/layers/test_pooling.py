@@ -332,6 +332,22 @@ def test_a_model():
     assert made.layers["pad/x"].shape == (16, 16, 24, 2)
 
 
+@pytest.mark.parametrize("mode", ["reflect", ("replicate", "zeros")])
+@pytest.mark.parametrize("built, extents", [((8, 6), (9, 7)), ((9, 7), (8, 6))])
+def test_same_padding_in_a_mode_follows_the_extents(mode, built, extents):
+    """With a stride, "same" pads samples of odd and even extents differently."""
+
+    def network(space):
+        y = hg.Conv(2, 3, 2, "same", padding_mode=mode, name="conv")(hg.Input((*space, 1), "x"))
+        return hg.Network({"y": y})
+
+    made, want = resized(network(built), extents), network(extents)
+    assert made.outputs["y"].shape == want.outputs["y"].shape
+    assert [(n.shape, vars(n.layer).get("low")) for n in made.nodes] == [
+        (n.shape, vars(n.layer).get("low")) for n in want.nodes
+    ]
+
+
 @pytest.mark.parametrize("built, extents", [((8, 6), (9, 7)), ((9, 7), (8, 6)), ((9, 6), (7, 10))])
 def test_averages_beyond_the_end_of_samples_of_another_size(built, extents):
     """Whether windows reach beyond the array depends on its extents; what they read there never counts."""
