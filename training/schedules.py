@@ -351,7 +351,8 @@ class OneCycleSettings(LinearSettings):
 class OneCycle(Schedule):
     """Half a cosine up from ``start * rate`` to `rate`, then one down to `final` at the last step, `steps` - 1.
 
-    As torch.optim.lr_scheduler.OneCycleLR, whose `final` is ``rate / 25e4`` (Smith and Topin 2019).
+    As torch.optim.lr_scheduler.OneCycleLR, whose `final` is ``rate / 25e4`` (Smith and Topin 2019). Steps after the
+    last keep `final`, where torch raises an error.
     """
 
     name: ClassVar[str] = "one_cycle"
