@@ -281,6 +281,7 @@ class Hdf5Dataset:
 
     def belonging(self, kind: Unit, name: str) -> NDArray[np.bool_]:
         """Return which samples belong to a file, a simulation or a year of this name, ``(N,)`` (:func:`held_out`)."""
+        # The name of a sample of several files, else that of the file; p1.nii.gz has the stem p1.nii.
         own = getattr(self._location, "sample", self.path.stem.removesuffix(".nii"))
         return belonging_to(kind, name, [str(self.path), self.path.name, self.path.stem, own], self.structure)
 

@@ -321,4 +321,5 @@ def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
     if number in _FULL and (mine or number != errno.ENOENT):
         return f"{_FULL[number]}; nothing was left behind"
     reason = None if number is None else os_reason(OSError(number, os.strerror(number)))
+    # `os_reason` gives REASON; REMEDY, and the note is put between them.
     return None if reason is None else "; nothing was left behind; ".join(reason.split("; ", 1))

@@ -546,6 +546,7 @@ def _parts(folder: Path, name: str, sample: str) -> list[tuple[Path, str, str]]:
     parts = []
     for pattern in name.split(AND):
         file, array = _split(pattern)
+        # Up to the first dot, because an ending may have two parts (.nii.gz).
         stem = file.rpartition("/")[2].split(".")[0]
         parts.append((folder / file.replace(SAMPLE, sample), array, stem.replace(SAMPLE, "").strip("_-. ")))
     return parts

@@ -205,6 +205,7 @@ class Channels(StoredArray):
         layouts = [layout.decode("utf-8", "replace") if isinstance(layout, bytes) else layout for layout in layouts]
         self._last = [isinstance(layout, str) and layout.endswith("C") for layout in layouts]
         grids = [array.shape[:-1] if last else array.shape for array, last in zip(arrays, self._last)]
+        # Channels first: `read` joins arrays along their last axis only.
         first = any(isinstance(layout, str) and layout.startswith("NC") for layout in layouts)
         if len(set(grids)) > 1 or not 2 <= len(grids[0]) <= 4 or first:
             raise DataError(

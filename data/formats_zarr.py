@@ -107,6 +107,7 @@ class _ZarrArray(StoredArray):
 
     def cached(self, nbytes: int, chunks: Chunks) -> StoredArray:
         """Return the array with a cache of `nbytes` [B] if its chunks have several samples, else the same array."""
+        # No other sample uses such a chunk, so it need not be kept.
         if chunks.shape[0] == 1:
             return self
         return _ZarrArray(self._of, self._stored, self.name, ChunkCache(chunks.shape, nbytes, self._chunk))

@@ -109,6 +109,7 @@ class _Attributes(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = self._stored[name]
+        # Arrays of strings: of fixed length (S), or of variable length, which are objects (O).
         if isinstance(value, np.ndarray) and value.dtype.kind in "SO":
             decoded = np.empty(value.shape, object)
             for i, item in np.ndenumerate(value):

@@ -326,6 +326,7 @@ class MeshBlock:
 
     def advance(self) -> None:
         """Move all nodes by one time step (RK4)."""
+        # RK4 needs the flow at the beginning, in the middle and at the end of the step.
         frozen = [self._flow.freeze(2 * self.step + k) for k in range(3)]
         total = self._at.shape[1]
         for start in range(0, total, SLICE):

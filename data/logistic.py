@@ -107,6 +107,7 @@ def best_threshold(model: LogisticModel, blocks: Blocks) -> tuple[float, float]:
 
 
 def _counts_above(probability: Array) -> Array:
+    # side="right": a probability equal to a threshold is not above it.
     return len(probability) - np.searchsorted(np.sort(probability), THRESHOLDS, side="right").astype(float)
 
 
@@ -143,6 +144,7 @@ def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Arr
         p = _sigmoid(score)
         # -log p for true = 1, -log(1 - p) for 0, without overflow.
         loss += float(np.sum(np.logaddexp(0, score) - true * score))
+        # Of the cross-entropy summed over cells: gradient X^T (p - y), Hessian X^T W X with W = diag(p (1 - p)).
         gradient += values.T @ (p - true)
         hessian += values.T @ (values * (p * (1 - p))[:, None])
         count += len(values)

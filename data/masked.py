@@ -130,6 +130,7 @@ class Masked(DatasetView):
         shape, grid = self.dataset.fields[name].shape, self.fields[name].shape
         extents = shape if len(shape) == len(grid) else (1,) * len(grid)
         ranges = [(0, 1) if n == 1 else limits for n, limits in zip(extents, part.ranges[1:])]
+        # A number per sample is read as (N, 1), without spatial axes.
         own = ranges if len(shape) == len(grid) else [(0, 1)]
         stored = np.zeros(Box.of_ranges([part.ranges[0], *own]).shape, dtype)  # nothing is read beyond a smaller sample
         self.dataset.read(name, indices, Box.of_ranges([part.ranges[0], *own]), stored)

@@ -114,6 +114,7 @@ class MeshSimulation:
 
     def __init__(self, settings: Settings, index: int) -> None:
         self.settings, self.index = settings, index
+        # A random stream per simulation, so that its flow does not depend on the number of samples.
         rng = np.random.default_rng([settings.seed, index])
         self.bubble = Bubble.draw(rng)
         self.flow = Flow(rng, self.bubble, settings.time_step, settings.most_steps)
@@ -155,6 +156,7 @@ class MeshSimulation:
         eligible = eligible[eligible > 0]  # no instant at rest, where nothing has moved
         if len(eligible) < s.samples_per_simulation:
             # The flow tangles all cells at once, or hardly any: take the instants nearest to the range.
+            # Without step 0, which is at rest; `1 +` turns positions in `off` back into steps.
             off = np.maximum(s.least_masked - share, share - s.most_masked)[1:]
             eligible = 1 + np.sort(np.argsort(off, kind="stable")[: s.samples_per_simulation])
         return [int(rng.choice(part)) for part in np.array_split(eligible, s.samples_per_simulation)]
@@ -224,6 +226,7 @@ def generate(
 def _hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a new HDF5 file. The first error is raised, and not those of closing a broken file."""
     # No chunk cache: every write reaches the file at once, so the write that fills the disk fails.
+    # No lock: nothing else opens a temporary file, and some file systems have no locks (`open_to_read`).
     file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0, locking=False)
     try:
         yield file

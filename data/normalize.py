@@ -54,6 +54,7 @@ LARGEST = 1e6
 CLIP = 5.0
 """Standard deviations at which ``clip`` cuts."""
 _RULES = 3  # version of the numbers' meaning: 2 separates "metric" from "log", 3 unpacks packed numbers
+# Rows of a sample that are read at once (`SampleRows`), and that are normalized at once.
 _ROWS = 64
 _CACHED_ROWS = 16
 _LONG = 8e9  # bytes that one rank needs ten seconds or more to read

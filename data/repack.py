@@ -97,6 +97,7 @@ def _copy(old: h5py.Group, new: h5py.Group, chunks: Mapping[int, tuple[int, ...]
         elif place in chunks:
             _rechunk(member, new, name, chunks[place])
         else:
+            # HDF5 copies stored chunks as they are, without inflating them.
             old.copy(name, new)
 
 

@@ -140,6 +140,7 @@ def _distinct(labels: NDArray[Any]) -> NDArray[Any]:
 def _announce(samples: int) -> None:
     """Log a warning before a long computation."""
     if samples >= _MANY:
+        # About 16 B per sample: its int64 index, and that in a shuffled copy.
         _log.warning("drawing the order of %s samples, %.1f GB on every rank", f"{samples:,}", 16e-9 * samples)
 
 

@@ -119,6 +119,7 @@ class DatasetView:
         self.dataset = dataset
         self.path: Path = dataset.path
         self.groups: NDArray[np.int64] | None = dataset.groups
+        # A copy, because views such as `Masked` add fields in place.
         self.fields: dict[str, Field] = dict(dataset.fields)
 
     def __getattr__(self, name: str) -> Any:
@@ -129,6 +130,7 @@ class DatasetView:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    # `__getattr__` delegates reads only: what is set on a view must reach the data set that reads.
     @property
     def lenient(self) -> frozenset[str]:
         """Names of fields in which invalid values are permitted."""
@@ -227,6 +229,7 @@ class ArrayDataset:
     ) -> None:
         for name, array in arrays.items():
             try:
+                # Only for the errors of objects that lack them.
                 np.dtype(array.dtype), array.shape[0]
             except (AttributeError, TypeError, IndexError):  # a list, a tensor (of a dtype unknown to NumPy), a scalar
                 raise DataError(
@@ -252,6 +255,7 @@ class ArrayDataset:
         self.ranges: dict[str, TargetRange] = {}
         self.bytes_read = 0
         names = channel_names or {}
+        # Inputs first, as in files (`Structure.fields`).
         first = [name for name in arrays if name not in targets]
         ordered = [*first, *(name for name in arrays if name in targets)]
         self.fields = {name: self._field(name, names.get(name), name in targets) for name in ordered}

@@ -280,6 +280,7 @@ class Storage:
 
     def _check_virtual(self, dataset: h5py.Dataset, checked: _Checked) -> None:
         mapped = h5s.create_simple(dataset.shape)
+        # A new dataspace selects everything; the parts are added to an empty selection, which counts overlaps once.
         mapped.select_none()
         # Sources that follow one another in one file are checked with one opening.
         for name, parts in groupby(self._sources(dataset), key=lambda source: source.file):
@@ -301,6 +302,7 @@ class Storage:
         for entry in dataset.virtual_sources():
             # A whole source may have any shape: it need only have as many elements.
             whole = entry.src_space.get_select_type() == h5s.SEL_ALL
+            # The shape is needed only for a selection of everything, which is excluded here.
             slabs = None if whole else hyperslabs(entry.src_space, ())
             filled = hyperslabs(entry.vspace, dataset.shape)
             elements = sum(slab.block_size for slab in filled)
@@ -347,6 +349,7 @@ class Storage:
             prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", own)
             path = os.path.abspath(os.path.join(prefix, name))  # relative to the working directory
             held = self._admit(path, f"{self._where(dataset)} takes numbers from {name}, which")
+            # A file without a size limit has the largest integer as `size` (h5f.UNLIMITED).
             here = min(size, needed)
             if held < offset + here:
                 raise DataError(
@@ -401,6 +404,7 @@ def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.
 
 
 def _key(dataset: h5py.Dataset) -> _Key:
+    # A dataset may have several names, by links, but has one address.
     return os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
 
 

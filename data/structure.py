@@ -365,6 +365,7 @@ def groups(file: StoredFile, path: Path, samples: int) -> NDArray[np.int64] | No
         return None
     packing, numbers = dataset.packing(f"{path}: 'simulation'"), dataset.numbers()
     if packing is not None:
+        # A view, because `_Unsigned` reads the same bits with the other signedness.
         absent = packing.absent(numbers.view(packing.dtype))
         if packing.scales or absent.any():
             what = "scale_factor or add_offset" if packing.scales else f"a missing value for sample {absent.argmax()}"
@@ -390,6 +391,7 @@ def _times_of(file: StoredFile, inputs: StoredArray) -> tuple[NDArray[np.float64
         units = _text(scale.attrs.get("units"))
         is_time = isinstance(units, str) and " since " in units and scale.dtype.kind in "iuf"
         with suppress(DataError):  # without its numbers, the order of the samples is that of time
+            # By name, because `get` checks the sources of its data, which `scales` does not.
             checked = file.get(scale.name) if is_time and scale.shape == (len(inputs),) else None
             if checked is not None:
                 calendar = _text(scale.attrs.get("calendar"))

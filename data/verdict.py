@@ -52,6 +52,7 @@ TINY = 10 * float(np.finfo(np.float64).eps)
 HUGE = 1e30
 """VERDICT_DBL_MAX."""
 
+# Distance of the 2x2 Gauss points from the axes of the parent square [-1, 1]^2.
 _GAUSS = 1 / np.sqrt(3.0)
 
 
@@ -185,6 +186,7 @@ def unit(z: Array) -> Array:
 def aspect_ratio(q: Quads) -> Array:
     """Compute the longest edge times the perimeter, divided by the sum of the corner Jacobians; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
+        # The sum of the corner Jacobians is four times the area (`volume`).
         return _clamp(maximum(q.lengths) * sum(q.lengths) / sum(q.areas))
 
 

@@ -361,6 +361,7 @@ def _pieces(low: int, high: int, extent: int, periodic: bool) -> Iterator[tuple[
 KEY = "--window"
 #: Smallest weight along an axis; that of the middle is 1.
 SMALLEST = 1e-3
+# As in nnU-Net and MONAI (sigma_scale = 0.125).
 _SIGMA = 1 / 8  # of the window
 
 

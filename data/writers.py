@@ -163,6 +163,7 @@ def copy_whole(source: Path, path: Path) -> None:
         If a part is missing, which HDF5 does not report.
     """
     shutil.copyfile(source, path)
+    # Numbers come from `source`: HDF5 looks for the parts relative to the folder of the file that names them.
     with h5py.File(source, "r", locking=False) as old, h5py.File(path, "r+", locking=False) as new:
         for name in filter(None, old.attrs.get("needs", "").split("\n")):
             if not (source.parent / name).exists():
