@@ -5,7 +5,7 @@ This implements ``strategy = "auto"``. The command line or a script passes :func
 
 1. Plan with the known times, measure the layers whose times are missing, and plan again, until no time is missing.
 2. Measure a second time the layers on which the plan and the baselines depend: among hundreds of candidates with
-measurement errors, the minimum prefers those whose times are too short. If this changes the plan, go back to 1.
+   measurement errors, the minimum prefers those whose times are too short. If this changes the plan, go back to 1.
 3. Time steps of the plan, and of the baselines with a similar prediction. The fastest is chosen. Effects that the model
    leaves out (such as ranks that wait for each other at each message) favor some strategies systematically.
 """
@@ -346,6 +346,7 @@ class _Planner:
             draw = np.random.default_rng(comm.rank)
             for name, node in self.network.inputs.items():
                 array = executor.input(name).array
+                # Other inputs are class indices: they stay 0, which is a class of every network.
                 if node.dtype == "compute":
                     executor.device.assign(array, draw.random(array.shape, np.float32).astype(array.dtype))
             yield trainer.step

@@ -160,6 +160,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items()) + "}"
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    # TOML permits control characters in strings only as escapes.
     return '"' + "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) == "Cc" else c for c in escaped) + '"'
 
 

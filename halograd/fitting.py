@@ -145,6 +145,7 @@ def _with_kind(table: Mapping[str, Any], registry: Registry[Any]) -> dict[str, A
 def _check_callbacks(callbacks: Any) -> None:
     """Check the callbacks before the run begins. Raises UserError."""
     several = isinstance(callbacks, Sequence)
+    # Raises for the first object that is no callback, or for a single callback without a list.
     for callback in (
         [callback for callback in callbacks if not isinstance(callback, Callback)] if several else [callbacks]
     ):
@@ -171,6 +172,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
     for key in others:
         if key not in known:
             raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
+    # `metrics` is no table of a configuration: the list is added to output.metrics below.
     listed = others.pop("metrics", [])
     if not isinstance(listed, list | tuple):
         raise UserError(f"fit(): metrics: expected a list of names, objects or classes, got {listed!r}")
@@ -181,6 +183,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
     tables: dict[str, Any] = {
         key: dict(setting) if isinstance(setting, Mapping) else setting for key, setting in others.items()
     }
+    # A configuration holds only text, so the network is registered in this process, and named by its location.
     source = give(network, network.name) if isinstance(network, Network) else network
     # A colon marks a location, in a file or in this script; other texts are names of models.
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
@@ -189,6 +192,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, settings: Mappi
     tables["output"] = {**tables.get("output", {}), "directory": str(out)}
     if metrics:
         tables["output"]["metrics"] = [*tables["output"].get("metrics", []), *metrics]
+    # A table of the caller replaces a default table as a whole.
     return {"optimizer": dict(_ADAM), "schedule": {"kind": "constant", "learning_rate": 1e-3}, **tables}
 
 
@@ -236,6 +240,7 @@ def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
 
 def _samples_of(name: str, samples: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array ``(N, *spatial, C)``, or ``(N,)``, for an input with this sample shape."""
+    # `asarray` would drop the mask, and the network would read the numbers under it.
     if np.ma.is_masked(samples):
         raise UserError(
             f"apply(): data: {name!r}: expected an array without masked elements, got some; fill them first"
@@ -262,6 +267,7 @@ def _checksum(dataset: ArrayDataset) -> int:
     checksum = 0
     for name, array in dataset.arrays.items():
         checksum = zlib.crc32(f"{name} {array.shape} {array.dtype}".encode(), checksum)
+        # crc32 reads contiguous memory only.
         checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return checksum
 
@@ -287,6 +293,7 @@ class TrainedRun:
         validations, steps = on_root(
             comm, lambda: [read_log(directory / "log.jsonl", e) for e in ("validation", "step")]
         )
+        # Those of the last validation: earlier jobs of a resumed run may have had other metrics.
         names = [key for key in (validations[-1] if validations else {}) if key not in ("event", "time")]
         self.history = {name: [entry.get(name) for entry in validations] for name in names}
         self.losses = {entry["step"]: entry["loss"] for entry in steps}

@@ -113,6 +113,7 @@ def _quota(root: Path) -> float:
     quota = math.inf
     for group, version in _groups(root, "cpu"):
         if version == 2:
+            # The file has QUOTA PERIOD; without a file, both are empty.
             time, period = (*_read(group / "cpu.max").split(), "", "")[:2]
         else:
             time, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
@@ -141,6 +142,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
         if number == "0" and not controllers:  # if both versions are mounted, version 2 is in a separate folder
             groups |= {(mounted, 2, path), (mounted / "unified", 2, path)}
         elif controller in controllers.split(","):
+            # Controllers that are mounted together have one folder (cpu,cpuacct), often with a link per controller.
             groups |= {(mounted / controller, 1, path), (mounted / controllers, 1, path)}
     for folder, version, path in sorted(groups):
         group = PurePosixPath("/", path).relative_to("/")

@@ -36,7 +36,7 @@ __all__ = [
     "try_splits",
 ]
 
-# Open MPI refuses more ranks than cores without this.
+# Without this, Open MPI refuses more ranks than cores: version 5 reads the first variable, version 4 the second.
 ENVIRONMENT = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -77,6 +77,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], report: Callab
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # mpiexec forwards its standard input to rank 0, and would read that of a script which calls this command.
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",

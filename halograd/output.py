@@ -137,5 +137,6 @@ def progress_bar(
     both = not transient or sys.stdout.isatty()  # output to a file cannot be erased
     off = not (shown and console.is_terminal)
     with Progress(*columns, console=console, disable=off, transient=transient, redirect_stdout=both) as bar:
+        # Until the first call gives the total, the bar shows only that something runs.
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

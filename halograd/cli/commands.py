@@ -212,6 +212,7 @@ def train(
         overrides.append(f"training.init={to_toml(str(init))}")
     if init_from is not None:
         overrides.append(f"training.init_from={to_toml(str(init_from))}")
+    # Planners are arguments, because they import `training`, which therefore does not import them.
     result = run(config, overrides, resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
@@ -221,6 +222,7 @@ def train(
     there = [name for name in ("log.jsonl", "checkpoints") if (folder / name).exists()]
     named = ": best.h5" if (folder / "checkpoints" / "best.h5").exists() else ""
     best_text = ""
+    # Step 0: no validation has a score.
     if best["step"]:
         best_text = f" (best {best['name']} {score_text(best['value'])}, of step {best['step']}{named})"
     print(f"{done} to step {result['steps']}; {folder} holds {' and '.join(there) or 'nothing'}{best_text}")
@@ -298,6 +300,7 @@ def apply(
         if result["settings"]:
             print(f"for these data and ranks: {' '.join(result['settings'])}")
         if "windows" in result:
+            # 0.5 is the default of `Slide`.
             overlap = 0.5 if how.overlap is None else how.overlap
             print(f"{result['windows']} windows of {how.window}, overlap {overlap:g}")
         print(f"{out}: {result['samples']} samples{more}, by step {result['step']}", flush=True)

@@ -290,6 +290,7 @@ STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
 
 def examine() -> int:
     """Examine this machine and print the report on rank 0; return 1 if training cannot run. Collective."""
+    # Before the import of MPI, which initializes it and may crash without enough shared memory.
     warn_of_shared_memory()
     findings = [*careful("Python", probe_python), *careful("mpi4py", probe_mpi)]
     world = _world(findings)
@@ -299,6 +300,7 @@ def examine() -> int:
         on_node = _cores_of_node(world)
     findings += careful("threads", lambda: probe_threads(on_node))
     findings += careful("shared memory", lambda: probe_shared_memory(len(on_node)))
+    # Most of these are names of packages: after an error of a probe, the remedy installs its package again.
     findings += careful("numpy", probe_numpy)
     findings += careful("onednn-cpu-gomp", probe_onednn, "warn")
     findings += careful("h5py", probe_hdf5)

@@ -179,6 +179,7 @@ class Explainer:
         self.plan, self.plan_request, self.request, self._report = plan, plan_request, plan.request, report
         self.pricing = plan_request.pricing(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, plan.request.slots, ahead=AHEAD)
+        # Candidates are ranked with messages of a few ranks, as in a search; `self.pricing` simulates those chosen.
         quick = Pricing(NetworkModel(plan_request.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
         arguments = (plan_request.network, plan.batch, plan.ranks, quick, self.training)
         self.costs = network_costs(*arguments, plan.request.full, plan.strategy.bucket_bytes)

@@ -53,6 +53,7 @@ def draw_strip(plan: Plan, path: Path) -> None:
     longest = max(len(_short(r.name)) for r in records)
     # Sizes in inches; names are vertical, so long ones need a higher row.
     height = 1.55 + 0.062 * longest
+    # Above the highest bar there is space for its value; without any time, the axis still needs an extent.
     top = max(r.seconds for r in records) * 1.18 or 1.0
     columns = 4 if len(cuts) > 3 else len(cuts)
     legend = 0.75 + 0.2 * math.ceil(len(cuts) / columns)

@@ -227,6 +227,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     from ..models import build
     from ..planning import planned_settings
 
+    # Only for its check, whose error names --optimizer.
     what.training()
     optimizer = planned_settings(what.optimizer).model_dump()
     build(what.model, **parse_options(what.options or ()))  # report an error here once, not in every job

@@ -70,6 +70,7 @@ def predict(
     if len(counts) == 1:
         _single(predictor, counts[0], batch, as_json, plot)
         return
+    # `predictor.report` becomes the function that changes this text: each prediction is shown when it begins.
     with working("predicting") as predictor.report:
         series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
     if plot is not None:

@@ -191,6 +191,7 @@ def allreduce(
             rows += [_measured(comm, transport, method, nbytes, rounds) for method in chosen]
             nodes = len(set(comm.nodes))  # collective
             where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
+            # Empty on other ranks, which therefore print nothing: below, the communicator is closed.
             title = where if comm.rank == 0 else ""
     if title and as_json:
         print(json.dumps({"ranks": title, "units": {"bytes": "B", "seconds": "s"}, "sums": rows}))

@@ -230,6 +230,7 @@ def _check(
     checked, ranks = set[str](), resources.ranks
     for changes in settings or [[]]:
         loaded = _load(config, [*sets, *changes])
+        # A local job reserves nothing, so there is nothing to compare with the backend unless GPUs are requested.
         if kind != "local" or resources.gpus_per_node:
             on_device = BACKENDS[loaded.backend.kernels].on_device
             resources.check_backend(loaded.backend.kernels, on_device, loaded.backend.threads)
@@ -251,6 +252,7 @@ def _check(
                 if step is not None:
                     _check_limit(loaded, network, machine, ranks, step)
         else:
+            # Not trainable: which outputs are kept for recomputation does not matter to these checks.
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once, trainable=False)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)
@@ -262,6 +264,7 @@ def _planned_step(loaded: Config) -> Training:
     from ..training.build import state_slots
 
     training = loaded.training
+    # As in `halograd.auto`, so that the check refuses what the job would refuse.
     accumulates, clips = training.accumulate > 1, training.clip_norm is not None
     return Training(training.dtype, state_slots(loaded), False, accumulates, clips, loaded.data.prefetch + 1)
 

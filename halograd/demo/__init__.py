@@ -53,6 +53,7 @@ def run_demo(out: Path, settings: DemoSettings) -> HeldOutResults:
     with clock.stage("evaluate"):
         # All samples, because the thresholds are chosen on those of the training.
         arguments = ["evaluate", str(files.run), "--samples", "all", "--predictions", str(files.predictions)]
+        # The configuration sets output.timeline, but an evaluation would record a timeline and not write it.
         run_ranks(mpiexec, settings.ranks, [*arguments, "--set", "output.timeline=false"], _quiet)
     with clock.stage("logistic regression"):
         results = score_held_out(files, settings)

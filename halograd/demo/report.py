@@ -158,6 +158,7 @@ def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
     for name, own_field in dataset.fields.items():
         scores.append(np.empty((n, *own_field.shape), np.float32))
         dataset.read(name, range(n), Box.of_shape(scores[-1].shape), scores[-1])
+    # Inputs come first in `fields`.
     inputs, masks = scores
     return inputs, masks[..., 0]
 

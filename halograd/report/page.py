@@ -253,6 +253,7 @@ def _shown_masks(
 ) -> Masks | None:
     samples = sample[...]
     channels = prediction.shape[-1]
+    # Masks are (n, H, W, C) or (n, D, H, W, C), with class indices as targets.
     if prediction.ndim not in (4, 5) or target.shape[:-1] != prediction.shape[:-1] or target.shape[-1] != 1:
         return None
     if channels == 1 and not _are_masks(target):
@@ -307,6 +308,7 @@ def _image(
     Samples are found by their files, because their numbers may be those of other data: of an evaluation of other files,
     or of ``data.lag``. `spatial` are the extents of the masks, which may be those of windows in the middle of samples.
     """
+    # With data.file a function of the user makes the data set, which no path opens.
     if "file" in data or any(name not in file for name in SOURCES):
         return None, ""
     paths, numbers = (dataset_of(file, name)[...] for name in SOURCES)

@@ -104,6 +104,7 @@ class Record:
     def checkpoint(self) -> Checkpoint | None:
         """Newest checkpoint, or None. A running job may remove the file at any time."""
         folder = self.directory / "checkpoints"
+        # Steps in names have leading zeros, so the newest file sorts last.
         for path in (checkpoint_of(folder / "latest.h5"), *sorted(folder.glob("step-*.h5"), reverse=True)):
             with suppress(OSError):
                 status, step = path.stat(), path.stem.rpartition("-")[2]
@@ -272,6 +273,7 @@ def _state(record: Record, now: float, age: float, pace: float | None) -> tuple[
     for entry in reversed(record.since_begin):
         if entry["event"] == "finished":
             diverged = record.last("diverged")
+            # The log also has divergences of earlier epochs or jobs, from which the loss has recovered.
             if diverged is None or diverged["step"] != entry.get("step"):
                 return "finished", ""
             return "finished", f"but diverged: {diverged['reason']}"
