@@ -13,6 +13,7 @@ import dataclasses
 import io
 import logging
 import mmap
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -234,8 +235,10 @@ def _traced(call: _Call) -> Iterator[None]:
             module.train()
         _check_modes(module)
         module.forward = call.forward(original)
-        with torch.random.fork_rng(devices), _quiet(), marked():
+        with torch.random.fork_rng(devices), _quiet(), marked(), _norms_by_function() as found:
             yield
+            if found:
+                _check_evaluation(call, found)
     finally:
         if own is None:
             module.__dict__.pop("forward", None)
@@ -279,6 +282,44 @@ def _check_modes(module: Any) -> None:
                 f"from_torch(): expected norms with a momentum, got {name!r} with momentum=None, whose running "
                 "statistics are means over all steps; set momentum=0.1"
             )
+
+
+@contextlib.contextmanager
+def _norms_by_function() -> Iterator[list[str]]:
+    """Yield a list of the modules (of Python) that call ``batch_norm`` with running statistics and ``training=True``.
+
+    Calls of torch's own modules are not listed: these pass their mode.
+    """
+    functional, found = library("torch").nn.functional, list[str]()
+    original = functional.batch_norm
+
+    def batch_norm(x: Any, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
+        training = args[2] if len(args) > 2 else kwargs.get("training", False)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if training and mean is not None and caller != "torch.nn.modules.batchnorm":
+            found.append(caller)
+        return original(x, mean, var, *args, **kwargs)
+
+    functional.batch_norm = batch_norm
+    try:
+        yield found
+    finally:
+        functional.batch_norm = original
+
+
+def _check_evaluation(call: _Call, found: list[str]) -> None:
+    """Raise UserError if ``batch_norm`` takes the statistics of the batch in evaluation, too: our norms do not."""
+    found.clear()
+    outputs = call.outputs
+    call.module.eval()
+    with library("torch").no_grad():
+        call.module(*call.tensors.values())
+    call.outputs = outputs
+    if found:
+        raise UserError(
+            "from_torch(): expected norms that evaluate with running statistics, got batch_norm(..., training=True) in "
+            "evaluation mode, too; write training=self.training"
+        )
 
 
 @contextlib.contextmanager

@@ -429,6 +429,8 @@ def test_a_norm_that_never_trains_is_refused(exporter):
     assert [node.layer.kind for node in network(lambda m: m.training).layers.values()] == ["Conv", "BatchNorm"]
     with pytest.raises(UserError, match=r"\(BatchNormalization\).*, got a norm of running statistics in training"):
         network(lambda m: False)
+    with pytest.raises(UserError, match=r"expected norms that evaluate with running statistics, got batch_norm\("):
+        network(lambda m: True)
 
 
 def test_a_missing_package_is_named(monkeypatch):
