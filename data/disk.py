@@ -313,6 +313,7 @@ def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
     """Return the reason and remedy of a disk error at `final`; None for any other error."""
     name: Any = getattr(error, "filename", None)
     named = isinstance(name, str | os.PathLike)  # a file descriptor is not a name
+    # Also the partial file, whose name contains that of the final one.
     mine = named and Path(name).parent == final.parent and final.name in Path(name).name
     if (named and not mine) or isinstance(error, BeingWritten | NotRegular):
         return None  # an error of a file that the block reads

@@ -218,9 +218,11 @@ class Channels(StoredArray):
         self.shape = (*grids[0], ends[-1])
         # Arrays may have different packings, so `read` returns values, and `attrs` have no packing.
         self._packings = [array.packing(f"{path}: {array.name!r}") for array in arrays]
+        # Unpacked numbers are floats, in the precision in which `Packing` computes them.
         dtypes = [np.dtype(np.float64) if packing else array.dtype for packing, array in zip(self._packings, arrays)]
         self.dtype = np.result_type(*dtypes)
         names = [f"{text} {k}" if n > 1 else text for text, n in zip(texts, counts) for k in range(n)]
+        # All arrays are on one grid, which the first one describes.
         same = {key: arrays[0].attrs[key] for key in ("coordinates", "grid_mapping") if key in arrays[0].attrs}
         order = {3: "NWC", 4: "NHWC", 5: "NDHWC"}[self.ndim]
         attrs: dict[str, Any] = {"layout": order, "channel_names": np.array(names, object), **same}
@@ -454,6 +456,7 @@ class SampleArray(StoredArray):
     def read(self, where: Where, out: NDArray[Any]) -> None:
         """Read a part of the sample to `out`."""
         own = [slice(index, index + 1) if isinstance(index, int) else index for index in where[1:]]
+        # An index instead of a slice drops the axes that are left out.
         values = np.asarray(self._source[tuple(0 if axis is None else own[axis] for axis in self._axes)])
         kept = [axis for axis in self._axes if axis is not None]
         # `values` has the axes `kept`, in the order of the source.

@@ -90,6 +90,7 @@ class Bubble:
     def draw(cls, rng: np.random.Generator) -> Bubble:
         """Draw a bubble 2 to 8 times lighter or heavier than its surroundings."""
         x, y = rng.uniform(0.3, 0.7, 2)
+        # Logarithm of the density ratio: its sign decides whether the bubble is heavier or lighter.
         ratio = float(rng.choice([-1, 1])) * rng.uniform(np.log(2.0), np.log(8.0))
         return cls(float(x), float(y), float(rng.uniform(0.12, 0.24)), float(np.exp(ratio)))
 

@@ -339,6 +339,7 @@ class SampleRows:
         box = Box.of_shape((1, *shape)).replace(1, first, min(first + self._buffer.shape[1], shape[0]))
         block = self._buffer[tuple(slice(n) for n in box.shape)]  # a part, for the last rows or a smaller sample
         self._dataset.read(self._name, [index], box, block)
+        # Without rules, numbers are returned as they were read: `find_invalid` checks them itself.
         weights = getattr(self._dataset, "weighted", {}).get(self._name) if self._rules else None
         if weights:
 

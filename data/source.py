@@ -86,14 +86,14 @@ class Dataset(Protocol):
 def overlap(box: Box, shape: Sequence[int]) -> tuple[Box, tuple[slice, ...]]:
     """Return the part of a box within an array of this shape, and its slices in an array of the box. Local.
 
-    The slices of an empty part are empty.
+    An array of the box has the shape of the box. The slices of an empty part are empty.
     """
     part = box & Box.of_shape(shape)
     return part, part.slices(origin=box.start) if part.size else (slice(0, 0),) * box.ndim
 
 
 def checked_index(dataset: Any, index: int) -> int:
-    """Return the number of a sample. Raises DataError if the data set has no such sample. Local."""
+    """Return the number of a sample as an int. Raises DataError if the data set has no such sample. Local."""
     if not 0 <= index < len(dataset):
         raise DataError(f"{dataset.path}: expected a sample of 0 .. {len(dataset) - 1}, got {index}")
     return int(index)

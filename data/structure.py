@@ -202,6 +202,7 @@ def input_kind(inputs: StoredArray, path: Path, layout: str | None) -> Kind:
     shape = inputs.shape
     own = layout is None or isinstance(inputs, Channels)
     name = _text(inputs.attrs.get("layout")) if own else layout
+    # Each time of a map is a sample, without channels.
     if name is None and _is_map_in_time(inputs):
         name = "NHW"
     # Axes that are not spatial: samples, and channels.
@@ -253,6 +254,7 @@ def field_kind(dataset: StoredArray, path: Path, inputs: StoredArray, kind: Kind
     stated = _text(dataset.attrs.get("layout"))
     if isinstance(stated, str) and stated in _LAYOUTS and len(stated) == len(shape):
         return _LAYOUTS[stated]
+    # A number per sample: `shape_of` makes it (1,).
     if len(shape) == 1:
         return "no channels"
     # Before "vector": with one spatial axis, (N, K) is a grid if K divides its extent.
