@@ -98,7 +98,9 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parse the data of a JSON text. Raises the errors of :func:`parse_toml`, also for duplicate keys."""
+    """Parse the data of a JSON text. Raises the errors of :func:`parse_toml` (not for long lines), also for duplicate
+    keys.
+    """
     _check_size(len(text), source, "JSON")
     return _parsed(_loads_json, text, source, "JSON")
 

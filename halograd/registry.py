@@ -57,7 +57,7 @@ class Registry(Generic[Kind]):
         self._objects: dict[str, Any] = {}
 
     def register(self, cls: type[Kind]) -> type[Kind]:
-        """Add a class under its attribute `name`; return the class. Raises ValueError if the name is taken."""
+        """Add a class under its attribute `name`; return the class. Raises ValueError if another class has the name."""
         name = getattr(cls, "name", "")
         if not isinstance(name, str) or not name or is_location(name):
             raise ValueError(f"{cls.__name__}.name: expected a text without ':', got {name!r}")
@@ -118,6 +118,7 @@ class Registry(Generic[Kind]):
         at = at or self.key
         if name in self._classes:
             return self._classes[name]
+        # Not kept in `_classes`: Python imports a module once, so every call returns the same class.
         if name in self._later:
             return self._later[name]()
         if name in self._objects:

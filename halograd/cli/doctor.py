@@ -278,6 +278,7 @@ def _driver() -> tuple[str, int]:
         count, version = ctypes.c_int(), ctypes.c_int()
         if code == 0:
             library.cuDeviceGetCount(ctypes.byref(count))
+        # It needs no initialization, so the version is known even if cuInit failed.
         library.cuDriverGetVersion(ctypes.byref(version))
     except OSError as error:
         return str(error), 0

@@ -262,6 +262,7 @@ def _chosen(methods: Sequence[str] | None, codecs: Sequence[str] | None) -> list
         if name not in METHODS:
             raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {name!r}")
     chosen = []
+    # A method without --codec is timed without encoding, in float32.
     for codec in [CODECS.make(name, "--codec") for name in codecs or (["float32"] if methods else CODECS.names)]:
         # Only ordered sums encode what they send.
         names = methods or (METHODS if codec.identity else ["ordered"])

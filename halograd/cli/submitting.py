@@ -228,6 +228,7 @@ def _check(
     from ..training.build import make_network, make_strategy
 
     checked, ranks = set[str](), resources.ranks
+    # Without a sweep there is one task, without changes.
     for changes in settings or [[]]:
         loaded = _load(config, [*sets, *changes])
         # A local job reserves nothing, so there is nothing to compare with the backend unless GPUs are requested.

@@ -149,6 +149,7 @@ def score_held_out(files: Files, settings: DemoSettings) -> HeldOutResults:
 def _logits(files: Files) -> np.ndarray:
     """Return the logits ``(N, H, W, 1)``, by index of the sample."""
     with open_to_read(files.predictions) as file:
+        # The file need not have the samples in the order of their indices.
         order = np.argsort(dataset_of(file, "sample")[:])
         return dataset_of(file, "prediction")[:][order]
 
