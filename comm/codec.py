@@ -190,6 +190,7 @@ class BFloat16(Codec):
     def _split(values: np.ndarray, work: Sequence[np.ndarray]) -> None:
         """Write the leading bits of the values into ``work[0]``."""
         high, rest = work[0], work[1]
+        # c in `high`, then c - v in `rest`, then high = c - (c - v).
         np.multiply(values, _SPLIT, out=high)
         np.subtract(high, values, out=rest)
         np.subtract(high, rest, out=high)
@@ -203,5 +204,6 @@ class BFloat16(Codec):
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
         bits = out.view(np.uint32)
+        # The 16 bits, widened to 32, are moved to the upper half; the lower half becomes zero.
         np.copyto(bits, wire)
         np.left_shift(bits, 16, out=bits)

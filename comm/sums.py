@@ -56,6 +56,7 @@ def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
 
 def shard(size: int, ranks: int, itemsize: int, rank: int) -> slice:
     """Return the part of `rank`: element `rank` of the list that :func:`shards` returns. Local."""
+    # Whole cache lines, so that two ranks do not write to the same one.
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-size // step)
     return slice(min(size, lines * rank // ranks * step), min(size, lines * (rank + 1) // ranks * step))
@@ -190,6 +191,7 @@ def ring_slots(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
     True
     """
     whole = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    # At least the largest slot, at most all slots one after the other.
     nbytes = min(sum(whole), max([RING_BYTES, *whole]))
     slots, end = list[tuple[int, int]](), 0
     for size, requested in zip(whole, sizes):

@@ -206,6 +206,7 @@ def doubling_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float
     ----------
     Thakur et al. (2005) as above, Section 4.5.
     """
+    # `size & (size - 1)` is 0 for a power of two; in Python, unlike C, `&` binds more tightly than `!=`.
     messages = size.bit_length() - 1 + 2 * (size & (size - 1) != 0)
     return messages * (alpha + beta * nbytes)
 

@@ -95,6 +95,7 @@ class Box:
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Return slices that select this box in an array whose element ``[0, ...]`` is global `origin`."""
         at = origin if origin is not None else (0,) * self.ndim
+        # By the extent: in an empty box, `stop` may be before `start`.
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.start, at, self.shape))
 
     def replace(self, axis: int, start: int, stop: int) -> Box:

@@ -161,6 +161,7 @@ class Halo:
             raise ValueError("a halo exchange needs a layout that owns every element once")
         held, owned = tensor.held, tensor.layout.boxes
         start = held[tensor.comm.rank].start
+        # Both ends are the whole local array, which begins at the start of the held box.
         self._ends = End(owned, tensor.local, start), End(held, tensor.local, start)
         # Source and target are one array: what a rank owns stays where it is, and only the margins are written.
         self._fill = Exchange(tensor.comm, *self._ends)

@@ -29,6 +29,7 @@ __all__ = ["Groups", "group_of", "in_group", "reductions_in_groups", "sample_gro
 
 Result = TypeVar("Result")
 
+# Weak keys, so that the table keeps no parent in memory.
 #: Communicators of the groups, by parent communicator and grouping; None on a rank without a group.
 _groups: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
 
@@ -129,6 +130,7 @@ class Groups:
                 spans.append(range(0, parts * stride, stride))
             stride *= parts
         if len(spans) > 1:
+            # From the slowest axis to the fastest, which gives ascending ranks.
             return tuple(first + sum(steps) for steps in itertools.product(*reversed(spans)))
         # Without an axis of the kind "all", a group has one rank.
         (span,) = spans or [range(1)]

@@ -107,6 +107,7 @@ class Layout:
         shape = tuple(shape)
         if isinstance(parts, Mapping):
             names = axis_names(len(shape))
+            # One part along an axis that the array lacks cuts nothing.
             if unknown := [name for name, n in parts.items() if name not in names and n != 1]:
                 raise ValueError(f"parts: expected {', '.join(names)} for {shape}, got {unknown[0]!r}")
             parts = [parts.get(name, 1) for name in names]
@@ -316,10 +317,12 @@ class Blocks(Sequence[Box]):
     @cached_property
     def overlapping(self) -> bool:
         """Whether the boxes of two ranks have an element in common."""
+        # Two parts of an axis that overlap belong to ranks with equal parts along all other axes.
         return any(_overlap(axis) for axis in self.axes) and self.fullest > 0
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Return whether every element of an array of this shape lies in some box, and every box in the array."""
+        # Boxes are all products of the intervals, so they cover the array if each axis is covered.
         return all(_covers(axis, n) for axis, n in zip(self.axes, shape, strict=True))
 
     def contain(self, others: Blocks) -> bool:

@@ -59,6 +59,7 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
         )
     if summed or not sources.overlapping:
         received = [Piece(peer, rank, box) for peer, box in intersecting(sources, targets[rank])]
+        # The piece that stays on this rank is among the received ones.
         sent = [Piece(rank, peer, box) for peer, box in intersecting(targets, sources[rank]) if peer != rank]
         # By source, target and box, so that both ranks of a message have its pieces in one order.
         return sorted(received + sent)

@@ -234,6 +234,7 @@ class Context:
     def take(self) -> list[Operation]:
         """Return the operations that were added since the last call. For the compiler."""
         operations = list(self._operations)
+        # In place: a context made by `with_arrays` has the same list.
         self._operations.clear()
         return operations
 
@@ -466,6 +467,7 @@ def _gathered(
             return Gathered(context, view, box, copied=region.part(box))
     if stored != owned:  # halos that were read from disk, or computed, are not sources: blocks with halos overlap
         stored, region = owned, Region(region.part(owned[context.rank]), owned[context.rank])
+    # A view of the storage itself is source and target at once: then only the parts of other ranks are written.
     exchange = context.exchange(
         stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
     )

@@ -310,6 +310,7 @@ class Run(Operation):
 
     def views(self) -> Iterator[View]:
         yield from self.arrays.values()
+        # They may run within this operation, so their arrays are in use as well.
         for operation in self.guarded:
             yield from operation.views()
 
@@ -349,6 +350,7 @@ class Release(Operation):
 
     released: tuple[Buffer, ...]
 
+    # `views` yields nothing: a release does not count as a use of the buffers.
     def describe(self) -> str:
         return f"release {len(self.released)} arrays of {sum(buffer.nbytes for buffer in self.released)} B"
 

@@ -139,6 +139,7 @@ class Region(NamedTuple):
         if box == self.box:
             return self.view
         if not box.size:
+            # An index relative to the region may be negative here.
             return View(self.view.buffer, (0,) * box.ndim, box.shape)
         return self.view.part([a - o for a, o in zip(box.start, self.box.start)], box.shape)
 
@@ -260,6 +261,7 @@ class Value:
         """Extend the gradient's storage by the halo `needed` of the previous layer, if the views stay packed."""
         held = self.held_gradient[self.rank]
         grown = hull([held, needed])
+        # Kernels read both as packed arrays: `dy` is the held box, the gathered gradient the needed one.
         if is_packed(grown, held) and is_packed(grown, needed):
             self.gradient_box = grown
 

@@ -160,6 +160,7 @@ class MpiStaged(Route):
         return ""
 
     def connect(self, opened: Any, context: TransportContext) -> Any:
+        # `DeviceLinks` opens nothing for a staged transport.
         raise AssertionError("arrays go through the host")
 
 
@@ -286,6 +287,7 @@ def _sharing_fault(facts: Sequence[RankFacts]) -> str:
                 f"{both}, for which NCCL {version_text(needed)} is needed, got {version_text(version)}; use "
                 "'mpi-staged', or one rank per GPU"
             )
+        # Kernels of NCCL that share a GPU wait for each other, and may hang if its SMs run out: so few CTAs each.
         if not all(f.shares for f in facts):
             return f"{both}; set NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks (and NCCL_MAX_CTAS=8), or use 'mpi-staged'"
     return ""

@@ -275,6 +275,7 @@ def rank_facts(device: Device, node: int) -> RankFacts:
     """Return the facts of this rank that the choice of a transport needs. Local."""
     gpu = gpu_address(device)
     if not gpu:
+        # Without CUDA neither `nccl` nor `mpi-cuda` can work, whatever the other facts are.
         return RankFacts(node, "")
     version, fault = 0, ""
     try:

@@ -86,6 +86,7 @@ class NcclLink:
         self.comm_stream.cuda.device.use()
         if self.rank == 0:
             unique, fault = _tried(nccl.get_unique_id, "to begin a communicator")
+        # Before the broadcast, in which the others would wait for a first rank with a fault.
         self._context.agree(fault)
         unique = self._context.mpi.bcast(unique, root=0)
         # The first communicator of a family decides whether those split from it share its connections and buffers.
@@ -365,6 +366,7 @@ class _Calls:
         with self._link.group() as comm:
             if self._even:
                 own = self._at[self._link.rank]
+                # In place for NCCL: the result is at the rank's own offset in the array of summands.
                 comm.reduceScatter(self._address, own, self._lengths[0], self._dtype, total, self._stream)
                 return
             # NCCL has no reduce-scatter of unequal shards; the group makes one operation of these sums.
@@ -382,6 +384,7 @@ class _Calls:
                 return
             for root, (at, length) in enumerate(zip(self._at, self._lengths)):
                 if length:
+                    # NCCL's all-gather takes shards of one length only.
                     comm.broadcast(at, at, length * size, self._bytes, root, self._stream)
 
     @property

@@ -224,6 +224,7 @@ class TimedPassage(Passage):
 
     def enter(self) -> None:
         super().enter()
+        # After `enter`: the wait for the kernels' stream is no communication.
         self._events = [self._spans.timestamp(self.comm_stream.stream)] if self._meter.timed else []
 
     def leave(self) -> None:
@@ -236,6 +237,7 @@ class TimedPassage(Passage):
             super().join()
             return
         compute = self.comm_stream.cuda.compute
+        # Both on the kernels' stream: the time between them is its wait.
         before = self._spans.timestamp(compute)
         super().join()
         self._spans.put(self._meter, [*self._events, before, self._spans.timestamp(compute)])

@@ -137,6 +137,7 @@ class DeviceWatchdog:
         fault = self._failed() or self._overdue()
         if fault is None or self._fault is not None:
             return
+        # Before `abort`: the calls that it ends must find the fault.
         self._fault = fault
         self.abort()
         if not self._stop.wait(self._grace) and not self._raised:
@@ -198,6 +199,7 @@ class DeviceWatchdog:
                 except Exception as error:
                     return f"{self._who}: {label}: {error}; the device has failed, and the job cannot go on"
             if done:
+                # Unless the operation was started again since the query.
                 if self._under_way.get(key) is item:
                     self._under_way.pop(key, None)
             elif now - since > self.timeout:

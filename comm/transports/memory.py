@@ -139,12 +139,14 @@ class Arena:
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         # At least as large as all windows so far: few windows, whose number MPI limits, hold any number of channels.
         size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
+        # One collective for all facts from which the ranks of the node decide, each in the same way.
         mine = [*requests, size, free_memory(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)
         # One row per rank of the node; `requested` and `used` have several columns.
         requested, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
         starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), requested.cumsum(axis=1)], axis=1)
+        # A chunk can be used if the segments of all ranks have enough free bytes.
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:

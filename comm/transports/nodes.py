@@ -183,6 +183,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, node_group: NodeGroup, progr
     # The background does everything except raising exceptions; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
     operation = StagedOperation(*runs, first=copies, last=copies + (attempt is not None), queue=node_group.queue)
+    # MPI may hold a copy of the total during its all-reduce.
     nbytes = buffers.nbytes + (flat.nbytes if attempt is not None else 0)
     return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[buffers.block.free])
 

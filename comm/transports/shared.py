@@ -199,6 +199,7 @@ class NodeMemory:
         parts = shards(flat.size, ranks, flat.itemsize)
         deposited = [slice(0, flat.size)] * ranks if method.adds else parts
         half = rounded(max(part.stop - part.start for part in deposited) * flat.itemsize)
+        # Two timestamps, which only an emulated network uses, then two slots.
         block = yield 2 * ALIGNMENT + 2 * half
         travel = self._travel(block, method, flat.nbytes)
         own = slice(0, flat.size) if method.gathers else parts[me]
@@ -215,6 +216,7 @@ class NodeMemory:
                 buffers.gather, buffers.returns = travel, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
             runs.append(buffers.stages(Plain()))
         nbytes = 2 * flat[deposited[me]].nbytes
+        # Flags alone have no arrival time.
         arrival = travel if self.network is not None else None
         # `start` deposits (`first=1`); `finish` waits and adds up.
         return ReductionPlan(StagedOperation(*runs, first=1), arrival=arrival, nbytes=nbytes, close=[block.free])
@@ -245,6 +247,7 @@ class NodeMemory:
         # One stage serves as all barriers, because they follow each other.
         codec, barrier = method.codec, Signal(stage.block.flags)
         dtype = flat.dtype if codec.identity else np.dtype(codec.wire)
+        # In a reduce-scatter, a rank must add up its own shard; in an all-reduce, it may add up any share of a piece.
         pieces = stage.pieces(flat, dtype.itemsize) if method.gathers else stage.parts(flat)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [piece.own for piece in pieces])
         for piece in pieces:
@@ -312,6 +315,7 @@ class _CommonStage:
         step = STAGE_BYTES // self.block.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
         parts = []
         for i in range(0, longest, step):
+            # Shards differ in length: at the end, parts of the shorter ones are shorter or empty.
             cut = [slice(min(p.start + i, p.stop), min(p.start + i + step, p.stop)) for p in whole]
             parts.append(_StagePiece(cut, cut, self.block.mine))
         return parts
@@ -343,6 +347,7 @@ class _CommonStage:
         """Return a view of a rank's memory on the stage that may begin at any element. Views are cached."""
         key = rank, first, nbytes, dtype
         if key not in self._views:
+            # `SharedBlock.view` begins at a cache line.
             line = first // ALIGNMENT * ALIGNMENT
             self._views[key] = self.block.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
         return self._views[key]
