@@ -89,6 +89,7 @@ class _ZarrArray(StoredArray):
         return [self._scale(name, n) for name, n in zip(self._dimensions, self.shape)]
 
     def _scale(self, dimension: Any, extent: int) -> list[StoredArray]:
+        # In version 3, the name of a dimension may be null, which is None here.
         path = posixpath.join(posixpath.dirname(self.name), str(dimension))
         # A coordinate is its own scale.
         scale = self if path == self.name else self._of.get(path) if isinstance(dimension, str) else None

@@ -89,6 +89,7 @@ class Hdf5File(StoredFile):
                 shapes[name] = item.shape
             return True if most is not None and len(shapes) >= most else None  # True ends `visititems`
 
+        # It visits every object once, and follows neither soft nor external links.
         self.file.visititems(note)
         return shapes
 
@@ -136,6 +137,7 @@ class Hdf5Array(StoredArray):
 
     def __init__(self, file: Hdf5File, stored: h5py.Dataset, path: str) -> None:
         self._of, self.stored, self._path = file, stored, path  # the path may lead through links to other files
+        # A null dataspace has the shape None; `Hdf5File.find` refuses it.
         self.name, self.shape = stored.name, tuple(stored.shape or ())
         self.attrs: Mapping[str, Any] = _Attributes(stored.attrs)
 
@@ -192,6 +194,7 @@ def scales_of(dataset: h5py.Dataset) -> list[list[h5py.Dataset]]:
 
 def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
     try:
+        # A null reference is false; that of a deleted scale raises an error.
         return file[reference] if isinstance(reference, h5py.Reference) and reference else None
     except HDF5_FAULTS:
         return None

@@ -310,6 +310,7 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
             shifted[absent] = 0
             total[0] += len(shifted) - absent.sum(axis=0)
             total[1] += shifted.sum(axis=0)
+            # Sums of squares, without an array of the squares.
             total[2] += np.einsum("nc,nc->c", shifted, shifted)
 
 
@@ -377,6 +378,7 @@ class KeptStatistics:
         if not files:
             return
         states = [path.stat() for path in files]
+        # Not of the contents: their hash would take as long as the statistics.
         marks = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in zip(files, states)]
         fields = {
             name: [field.dataset, field.shape, field.channel_names, field.is_target, str(field.packing)]
