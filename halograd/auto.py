@@ -350,6 +350,7 @@ class _Planner:
                 if node.dtype == "compute":
                     executor.device.assign(array, draw.random(array.shape, np.float32).astype(array.dtype))
             yield trainer.step
+            # The updates of the last step, which otherwise wait for a next forward pass.
             trainer.synchronize()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:

@@ -102,6 +102,7 @@ def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ)
     environment
         Variables of the process.
     """
+    # macOS has no affinity masks.
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     task = environment.get("SLURM_CPUS_PER_TASK", "")
     return Cores(frozenset(affinity), _quota(root), int(task) if task.isdigit() and int(task) else math.inf)

@@ -161,6 +161,7 @@ def try_splits(
             lines: list[str] = []
             job, result = Path(folder) / "job.json", Path(folder) / f"{ranks}.json"
             backend = {**tables.get("backend", {}), "threads": threads}
+            # output.directory is a required key, but trials write nothing there.
             job.write_text(json.dumps({**tables, "backend": backend, "output": {"directory": folder}}))
             try:
                 run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)

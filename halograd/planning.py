@@ -136,6 +136,7 @@ def _measured(plan_request: PlanRequest, batch: int, ranks: int) -> KernelTimes 
     # `halograd profile` writes device, library and threads in this form; other machine files have no times.
     match = _DEVICE.fullmatch(plan_request.machine.device)
     if (
+        # The name of a shipped machine has no suffix.
         Path(plan_request.machine_file).suffix != ".toml"
         or not record_path(plan_request.machine_file).exists()
         or match is None

@@ -295,6 +295,7 @@ def apply(
         parts = how.extents, how.overlap, how.rollout
         result = predict(run, data, out, sets, how.what, world, plan_run, progress, written, how.axes, *parts)
     if world.rank == 0:
+        # Samples that an interrupted job had computed already.
         before = result["samples"] - result["computed"]
         more = f", {before} of them before" if before else ""
         if result["settings"]:

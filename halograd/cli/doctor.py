@@ -294,6 +294,7 @@ def examine() -> int:
     # Before the import of MPI, which initializes it and may crash without enough shared memory.
     warn_of_shared_memory()
     findings = [*careful("Python", probe_python), *careful("mpi4py", probe_mpi)]
+    # None if MPI cannot be loaded: then everything that needs it is left out.
     world = _world(findings)
     on_node = [usable_cores()]
     if world is not None:

@@ -200,6 +200,7 @@ def describe_machine() -> list[tuple[str, str]]:
 
 
 def _processor() -> str:
+    # On Linux, `platform.processor` returns the architecture, or nothing.
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text().splitlines():

@@ -230,6 +230,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
     epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
     total, epoch = None, None
     if epochs:
+        # Logs of old versions lack steps_per_epoch; then it is derived from the first validation.
         total = _last_step({"steps_per_epoch": per_epoch, **begin})
         # Counted from the end, because batches of earlier jobs may have another size.
         epoch = max(1, min(epochs, epochs + 1 + (step - total) // per_epoch))
