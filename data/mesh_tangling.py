@@ -215,6 +215,7 @@ def generate(
         An argument is out of range, the folder is missing, or the disk is full.
     """
     settings = Settings(resolution, samples, seed, samples_per_simulation)
+    # Per cell float32 channels and a byte of the mask, which are not compressed.
     needed = samples * resolution**2 * (4 * len(CHANNELS) + 1)
     with atomic_path(path, needed, remedy="request fewer or smaller samples") as partial, _hdf5(partial) as file:
         _create(file, settings)

@@ -202,6 +202,7 @@ def condition_number(q: Quads) -> Array:
     if q.collapsed.any():
         (a, b, c), twice = q.triangle
         # v1.v1 + v2.v2 - v1.v2 with v1.v2 from the law of cosines.
+        # The factor sqrt(3) makes it 1 for an equilateral triangle.
         value = (a + c - (a + c - b) / 2) / (np.where(twice == 0, 1.0, twice) * np.sqrt(3.0))
         result[q.collapsed] = np.where(twice == 0, HUGE, np.fmin(value, HUGE))
     return result
@@ -232,6 +233,7 @@ def jacobian(q: Quads) -> Array:
     """Compute the smallest Jacobian at the corners [m^2]."""
     result = _clamp(minimum(q.corner_areas))
     if q.collapsed.any():
+        # The Jacobian of a triangle is twice its area.
         result[q.collapsed] = q.triangle[1]
     return result
 

@@ -111,6 +111,7 @@ def fit(
     config = check_config(_tables(network, data, out, options), source="fit()")
     _check_callbacks(callbacks)
     result = train(config, (), resume, world, plan_run, rank_schemes_of, callbacks)
+    # Only a network of the script must be registered again before each use (`given`).
     return TrainedRun(Path(config.output.directory), network if isinstance(network, Network) else None, world, result)
 
 

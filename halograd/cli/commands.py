@@ -104,6 +104,7 @@ def _alone() -> bool:
     """Return whether this process is to run a command for one process: it is rank 0 of a job, or has no launcher."""
     from ..comm.boot import launched_size
 
+    # Without a launcher MPI is not imported, and so not initialized: login nodes may not allow it.
     if launched_size() is None:
         return True
     from mpi4py import MPI

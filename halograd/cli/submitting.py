@@ -168,6 +168,7 @@ def submit(
     chosen = _kind(kind, job)
     loaded = _load(config, sets or [])
     threads = _threads(loaded.backend, requested.cpus_per_rank)
+    # A rank gets as many threads as cores, unless the configuration sets them (`_threads`).
     overrides = [*(sets or []), *([] if threads == loaded.backend.threads else [f"backend.threads={threads}"])]
     resources, software = requested.resources(threads), runs_with.software()
     settings = parse_sweep(job.sweep or [])

@@ -91,6 +91,7 @@ class Record:
     @property
     def step(self) -> int:
         """Last known step."""
+        # With output.log_steps, the line of an event may be newer than the last line of a step.
         return max([0, *(s["step"] for s in self.steps[-1:]), *(e.get("step", 0) for e in self.events)])
 
     @property
