@@ -70,6 +70,7 @@ def natural(path: str) -> tuple[str, str]:
     >>> sorted(["s10.h5", "s2.h5", "s1.h5", "s.h5"], key=natural)
     ['s.h5', 's1.h5', 's2.h5', 's10.h5']
     """
+    # The path itself orders names that differ in leading zeros only.
     return re.sub("[0-9]+", lambda number: _by_value(number[0]), path), path
 
 
@@ -525,6 +526,7 @@ def _matches(folder: Path, pattern: str) -> Iterator[tuple[str, str]]:
     first, *others = [re.escape(text) for text in pattern.split(SAMPLE)]
     # A second {sample} in the pattern must match the same name.
     expression = re.compile(f"{first}(?P<sample>[^/]+)" + "(?P=sample)".join(others))
+    # The glob finds candidates; the expression checks that every {sample} is the same name.
     for path in folder.glob("/".join("*" if SAMPLE in word else glob.escape(word) for word in pattern.split("/"))):
         file = path.relative_to(folder).as_posix()
         match = expression.fullmatch(file)

@@ -372,6 +372,7 @@ class Sampler:
 Unit = Literal["file", "simulation", "year"]
 KINDS: tuple[Unit, ...] = ("file", "simulation", "year")
 """Meanings of a name, in the order in which they are tried."""
+# Units of time, in seconds; months and years have no fixed length.
 _SECONDS = {"second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "hour": 3600, "hr": 3600, "h": 3600, "day": 86400}
 _SINCE = re.compile(r"\s*([a-zA-Z]+?)s?\s+since\s+(\d+)-(\d+)-(\d+)(?:[T\s]+(\d+):(\d+)(?::(\d+))?)?")
 #: Lengths of the months of calendars of CF whose years all have one length.

@@ -115,6 +115,7 @@ def look_at(dataset: Dataset, name: str, least: int = 1, usable: NDArray[Any] | 
         # NaN marks an absent element.
         np.fmin(low, np.fmin.reduce(values, axis=0), out=low)
         np.fmax(high, np.fmax.reduce(values, axis=0), out=high)
+        # In float64, because squares of large float32 numbers overflow.
         magnitude = np.abs(values[~np.isnan(values)], dtype=np.float64)
         if magnitude.size:
             scale = max(scale, float(magnitude.mean()), float(np.square(magnitude).mean()))
@@ -321,6 +322,7 @@ def count_classes(
         for first in range(0, shape[0], rows):
             box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
             labels = read_box(dataset, name, int(sample), box, reduction).reshape(-1)
+            # This also drops NaN, which marks elements of weight 0: a comparison with NaN is false.
             labels = labels[(labels >= 0) & (labels < classes)]
             if np.any(labels != np.rint(labels)):
                 raise DataError(

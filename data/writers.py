@@ -142,6 +142,7 @@ def join(out: Path) -> bool:
         If `out` is not an HDF5 file, or parts of it are missing.
     """
     with open_file(out) as file:
+        # `needs` lists the parts to which a file of predictions refers.
         if "needs" not in file.attrs:
             return False
     with atomic_path(out) as partial:

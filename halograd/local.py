@@ -76,6 +76,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], report: Callab
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
+        # One stream, so that messages and output keep their order.
         stderr=subprocess.STDOUT,
         # mpiexec forwards its standard input to rank 0, and would read that of a script which calls this command.
         stdin=subprocess.DEVNULL,

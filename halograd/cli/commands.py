@@ -382,6 +382,7 @@ def status(
             if len(runs) == 1:
                 raise
             print(f"halograd: error: {error}", file=sys.stderr)
+            # As for other user errors (`USER_MISTAKE` in run.py).
             code = 2
         else:
             print(json.dumps(run_status.as_dict()) if as_json else "\n".join(status_text(run_status)))

@@ -77,6 +77,7 @@ def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> N
     for i in sorted(range(len(records)), key=lambda i: -bottoms[i])[:8]:
         if 1e-3 * bottoms[i] > 0.12 * top:
             ax.text(i, bottoms[i], f"{bottoms[i]:.3g}", ha="center", va="bottom", fontsize=6, color=DARK)
+    # The limits of `_tiles`, so that each bar stands above its tile.
     ax.set_xlim(-0.7, width - 0.3)
     ax.set_ylim(0, 1e3 * top)
     ax.set_title("ms", loc="left", fontsize=8)

@@ -125,6 +125,7 @@ def prepare(files: Files) -> None:
     """
     with writing(f"--out {files.out}"):
         files.out.mkdir(parents=True, exist_ok=True)
+    # `mkdir` raises no error for an existing folder that is read-only.
     if not os.access(files.out, os.W_OK):
         raise UserError(f"--out: expected a folder that can be written to, got {files.out}; choose another one")
     if files.new_run.exists():
