@@ -77,6 +77,7 @@ class Codec(ABC):
 
         Override it where the error is known without decoding; `work` has at least one array.
         """
+        # The value to encode is v = values + error; the new error is v - decoded(encoded(v)).
         np.add(values, error, out=error)
         self.encode(error, wire, work)
         self.decode(wire, work[0])

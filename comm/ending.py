@@ -162,6 +162,7 @@ def refuse(error: UserError, where: str = "") -> None:
         Location in the user's code, if known.
     """
     together, prints = _await_others(error)
+    # If all ranks make the mistake, no rank is named.
     locations = [location for location in ("" if together else _rank(), where) if location]
     if prints:
         suffix = f" ({'; '.join(locations)})" if locations else ""
@@ -182,11 +183,13 @@ def _await_others(error: BaseException) -> tuple[bool, bool]:
     deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])
     guards = _open_guards()
     for guard in guards:
+        # All before the first wait: another rank may already wait in a different one of these guards.
         guard.leave(error)
     if not all(guard.wait(deadline - time.monotonic()) for guard in guards):
         return False, True
     if agreed:
         return True, bool(getattr(error, "arose_here", False))
+    # Not the guards that were left by an earlier error: they do not show whether this one is the same on all ranks.
     identical = all(guard.identical for guard in guards if guard.left is not None and guard.left[0] == _mark(error))
     return True, _widest(guards).rank == 0 or not identical
 

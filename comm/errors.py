@@ -19,7 +19,7 @@ __all__ = ["CommError", "agree", "describe", "is_agreed", "is_shared", "mark_agr
 
 
 class CommError(RuntimeError):
-    """Error of a communication that failed, or of an invalid request for one.
+    """Error raised if communication fails or a request for it is invalid.
 
     The text gives what was expected, what was received, and the remedy.
     """

@@ -363,6 +363,7 @@ class Reduction:
         except Exception as fault:
             raise CommError(f"reduction {self._meter.name} of {self.buffer.nbytes} bytes failed: {fault}") from fault
         finally:
+            # Also after a failure, so that the watchdog does not report a wait that has ended.
             self._meter.waited()
 
 

@@ -22,6 +22,7 @@ AGE = 60.0  # [s]
 # All ranks of a node map this segment in MPI_Init, and MPICH 5.0 does not use its name again, except to unlink it at
 # the end.
 UNNAMED = "mpich_shm_*"
+# Names of MPICH (mpich), Open MPI (sm, vader) and UCX.
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
 

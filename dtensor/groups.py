@@ -110,6 +110,7 @@ class Groups:
         """Return the number of the group of a rank; None for a rank without a group."""
         if rank >= self.placed:
             return None
+        # Ranks and groups are numbered row-major: the last axis is the fastest.
         color, scale = 0, 1
         for parts, kind in reversed(self.runs):
             rank, at = divmod(rank, parts)

@@ -263,6 +263,7 @@ class Blocks(Sequence[Box]):
             return [self[r] for r in range(self.size)[rank]]
         if not -self.size <= rank < self.size:
             raise IndexError(f"expected a rank below {self.size}, got {rank}")
+        # A negative rank counts from the end, as in other sequences.
         at = self.coordinates(rank % self.size)
         box = self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
         self._last = rank, box
@@ -367,6 +368,7 @@ class Blocks(Sequence[Box]):
         axes = []
         for d, axis in enumerate(self.axes):
             rows = {axis, *(other.axes[d] for other in others)}
+            # Without a change it is the same object, which comparisons of blocks recognize at once.
             axes.append(axis if len(rows) == 1 else tuple(_hull(row) for row in zip(*rows, strict=True)))
         return Blocks(axes, self.size)
 

@@ -254,6 +254,7 @@ class Value:
                 grown = hull(own)
                 box = grown if all(is_packed(grown, part) for part in own) else box
         shape = (*box.shape[:-1], max(self.stored_channels, box.shape[-1])) if self.stored_channels else box.shape
+        # Inputs are written outside of the program, so no other buffer may use their memory.
         view = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read).view
         self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 

@@ -303,6 +303,7 @@ class NcclChannel(DeviceChannel):
         if not self.peers:
             return
         link, stream = self._link, self._link.comm_stream.ptr
+        # A message computes nothing, so bytes serve for every dtype.
         as_bytes = link.nccl.NCCL_UINT8
         self._passage.enter()
         with link.group() as comm:

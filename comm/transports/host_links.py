@@ -134,6 +134,7 @@ class HostLinks:
 
     def _plan(self, buffer: np.ndarray, method: Method, name: str) -> Planning:
         flat = buffer.reshape(-1)
+        # Reached by hierarchical sums only: without shared memory, all others are made by messages.
         if self._memory is None:
             *names, last = (repr(known) for known in TRANSPORTS.names if TRANSPORTS[known].shares)
             raise CommError(

@@ -274,6 +274,7 @@ class MessageSums:
         back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
         scatter, gather = Messages(there), Messages(back)
         encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
+        # Without a codec, messages send from the buffer, and sums arrive in it: there is nothing to copy.
         copies = [] if encoding is None else [(encoded, flat)]
         buffers = SumBuffers(copies, scatter, received, own, gather, [] if encoding is None else [(flat, encoded)])
         stages = buffers.stages(encoding or Plain())
