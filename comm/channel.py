@@ -253,6 +253,7 @@ def check_matching(
     if not differing.size:
         return
     peer = int(differing[0])
+    # The checksums do not show in which of several channels the counts differ.
     if len(specs) > 1:
         raise CommError(
             f"recv_counts: expected in {len(specs)} channels the counts that rank {peer} sends, got other counts; give "

@@ -20,6 +20,7 @@ Context = TypeVar("Context", "MPI.Comm", "MPI.Intracomm", "MPI.Win")
 
 #: Number of contexts that this library may use; the rest is for the program and its other libraries.
 LIMIT = 1536
+# Of the whole process, because the libraries limit the number per process.
 _held = 0
 
 

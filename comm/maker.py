@@ -107,6 +107,7 @@ class Maker:
     def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
         nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
         ranks = [self._comm.ranks[peer] for peer in sorted(pattern.sends.keys() | pattern.recvs.keys())]
+        # A message is counted by its sender only.
         return Meter(self._instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes, ranks)
 
     def _meters(self, spec: ReductionSpec) -> list[Meter]:
@@ -120,6 +121,7 @@ class Maker:
             share = node_shares(comm.nodes)[comm.rank]
             traffic = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
         name = spec.name or spec.kind
+        # One message per sum, whatever the algorithm; none if this rank contributes nothing to this traffic.
         return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes, comm.ranks) for kind, nbytes in traffic]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
@@ -159,6 +161,7 @@ def _check_kinds(comm: Ranks, on_host: bool, dtypes: list[str]) -> None:
     """
     host, expected = comm.mpi.bcast((on_host, dtypes), root=0)
     first = comm.ranks[0]
+    # The first rank finds no difference: the agreement of the caller raises the error there.
     if len(dtypes) != len(expected):
         raise CommError(
             f"channels: expected {len(expected)} as on rank {first}, got {len(dtypes)}; request as many on all ranks, "

@@ -392,6 +392,7 @@ def check_spec(spec: ReductionSpec) -> None:
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
     if on_host:  # on a device, the dtypes depend on the transport (`Maker._link`)
         check_type(spec)
+    # The flags of CuPy's arrays have no `writeable`.
     if not buffer.flags.c_contiguous or (on_host and not buffer.flags.writeable):
         raise CommError(
             f"buffer: expected a {'writeable ' if on_host else ''}C-contiguous array, got strides {buffer.strides} "

@@ -203,6 +203,7 @@ class ExchangeSpec:
         return self.source.dtype.itemsize
 
 
+# Compared by identity: two sums with equal arguments are still two sums.
 @dataclass(eq=False)
 class Sum:
     """Sum in place over groups of ranks.

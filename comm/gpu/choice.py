@@ -146,6 +146,7 @@ class MpiCuda(Route):
     def connect(self, opened: Any, context: TransportContext) -> Any:
         from .mpi_cuda import MpiCudaTransport
 
+        # Additions run on the stream that NCCL would use for large sums; MPI's messages use no stream.
         return MpiCudaTransport(opened.cuda, opened.comm_streams[1], context)
 
 
@@ -251,6 +252,7 @@ def choose(requested: str, facts: Sequence[RankFacts]) -> Choice:
         route = DEVICE_TRANSPORTS.make(name)
         fault = route.fault(facts)
         if not fault:
+            # With the faults of the transports tried before: `mpi-staged` has no other reason.
             return Choice(route, "; ".join(filter(None, [route.reason, *reasons])))
         reasons.append(f"no {name}: {fault}")
     raise AssertionError("one of the transports works everywhere")

@@ -114,6 +114,7 @@ def main(ordinal: int) -> int:
     for nbytes in SIZES:
         source, target = device.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
         source.fill(nbytes % 251 + 1)  # never 0, the value that the target has before
+        # MPI does not wait for the stream that fills the source.
         device.synchronize()
         message, received = raw(device.address(source), nbytes), raw(device.address(target), nbytes)
         MPI.COMM_SELF.Sendrecv(message, 0, 0, received, 0, 0)

@@ -150,6 +150,7 @@ class MpiCudaChannel(DeviceChannel):
             part = array[where]
             return raw(device.address(part), part.nbytes)
 
+        # Receives first, as in `MpiChannel`.
         self._messages = Messages(
             [
                 *(mpi.Recv_init(message(self._in, where), peer, pattern.tag) for peer, where in self._recvs.items()),

@@ -97,6 +97,7 @@ class DeviceWatchdog:
     def under_way(self, passage: Any, label: str) -> None:
         """Record that `passage` was just started again; its attribute ``done`` reports its end."""
         # One assignment, to a key that exists from the second time on: no lock in a step.
+        # The item keeps the passage alive, so no other object gets its id.
         self._under_way[id(passage)] = (passage, label, time.monotonic())
 
     def forget(self, passage: Any) -> None:
