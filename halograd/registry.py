@@ -60,9 +60,9 @@ class Registry(Generic[Kind]):
         """Add a class under its attribute `name`; return the class. Raises ValueError if another class has the name."""
         name = getattr(cls, "name", "")
         if not isinstance(name, str) or not name or is_location(name):
-            raise ValueError(f"{cls.__name__}.name: expected a text without ':', got {name!r}")
-        if self._classes.get(name, cls) is not cls:
-            other = self._classes[name].__name__
+            raise ValueError(f"{cls.__name__}.name: expected a string without ':', got {name!r}")
+        if self._classes.get(name, cls) is not cls or name in self._later:
+            other = self._classes[name].__name__ if name in self._classes else "a class of halograd"
             raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken, got that of {other}")
         self._classes[name] = cls
         return cls

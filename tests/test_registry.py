@@ -69,6 +69,9 @@ def test_a_name_is_taken_once(filters):
     assert filters.register(Scale) is Scale
     with pytest.raises(ValueError, match="not taken"):
         filters.register(type("Again", (Filter,), {"name": "scale"}))
+    filters.register_later("later", lambda: Scale)
+    with pytest.raises(ValueError, match="not taken"):
+        filters.register(type("Earlier", (Filter,), {"name": "later"}))
     with pytest.raises(ValueError, match="without ':'"):
         filters.register(type("Named", (Filter,), {"name": "a:b"}))
 

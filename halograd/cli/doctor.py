@@ -53,12 +53,14 @@ def probe_python() -> Iterator[Finding]:
 
 
 def probe_threads(on_node: Sequence[Cores]) -> Iterator[Finding]:
-    """Compare the cores of all ranks of a node with their threads. Local."""
-    ranks_on_node, cores = len(on_node), Cores.together(on_node)
+    """Compare the cores of all ranks of a node with the threads that they have without a configuration. Local."""
+    from ..training.config import BackendConfig
+
+    ranks_on_node, cores, threads = len(on_node), Cores.together(on_node), BackendConfig().threads
     setting = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(setting) if setting.isdigit() and int(setting) > 0 else 1
-    source = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS is not set"
-    value = f"{threads} per rank ({source}), {ranks_on_node} ranks on this node, {cores} cores"
+    # As in a training run, which warns of it (`halograd.training.backend`).
+    ignored = "" if setting in ("", f"{threads}") else f"; OMP_NUM_THREADS={setting} is ignored"
+    value = f"{threads} per rank (backend.threads), {ranks_on_node} ranks on this node, {cores} cores{ignored}"
     if threads * ranks_on_node > cores:
         remedy = f"more threads than cores: start at most {max(1, cores // threads)} ranks per node to be fast"
         yield Finding("threads", "warn", value, remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ import pytest
 
 import halograd.kernels
 from halograd.cli import doctor as doctor_module
-from halograd.cli.doctor import careful, merge, show
+from halograd.cli.doctor import careful, merge, probe_threads, show
 from halograd.findings import Finding
+from halograd.limits import Cores
 from tests.kernels.cudnn.fake_runtime import Machine
 from tests.launch import command_line, mpiexec
 
@@ -37,7 +39,8 @@ def test_sound_machine():
     for name in ("Python", "MPI library", "thread level", "mpi4py", "ranks", "communication", "NumPy", "h5py"):
         assert lines[name].startswith("ok "), lines
     assert lines["thread level"] == "ok multiple"
-    assert "1 per rank (OMP_NUM_THREADS=1), 1 ranks on this node" in lines["threads"]
+    assert "1 per rank (backend.threads), 1 ranks on this node" in lines["threads"]
+    assert "ignored" not in lines["threads"]
     assert {"formats", "shared memory", "CUDA driver", "CuPy", "cuDNN", "NCCL"} <= lines.keys()
     assert any("oneDNN" in name or "onednn" in name for name in lines)
 
@@ -82,10 +85,13 @@ def test_several_ranks_give_one_report():
     assert lines["ranks"].startswith("ok 3 on ") and lines["communication"].startswith("ok sum over ranks 6 of 6")
 
 
-def test_more_threads_than_cores_is_a_warning():
+def test_threads_of_ranks():
+    """A run ignores OMP_NUM_THREADS; more ranks than cores are a warning."""
     code, lines, _ = doctor(OMP_NUM_THREADS="4096")
     assert code == 0
-    assert lines["threads"].startswith("warn 4096 per rank") and "start at most 1 ranks per node" in lines["threads"]
+    assert re.fullmatch(r"ok 1 per rank .* cores; OMP_NUM_THREADS=4096 is ignored", lines["threads"])
+    (found,) = probe_threads([Cores(frozenset({0, 1}))] * 3)
+    assert found.status == "warn" and "ranks per node to be fast" in found.remedy
 
 
 def test_worst_finding_of_all_ranks_is_shown():
