@@ -239,6 +239,7 @@ class OperationQueue:
                 self.operations.remove(operation)
             limit = operation.at  # later operations must not overtake this one
             self.worked |= operation.worked
+            # The next poll begins with the first operation again: earlier ones have priority.
             if self.worked:
                 break
         return self.idle

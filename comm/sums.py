@@ -174,7 +174,7 @@ def is_large(nbytes: int) -> bool:
 def held_together(sums: Sequence[tuple[int, Held]]) -> int:
     """Return the memory of sums by messages that one communicator plans together [B]. Local.
 
-    `sums` holds, for each, the size of its buffer [B] and its memory. Small sums have memory of their own.
+    `sums` holds the buffer size [B] and the memory of each sum. Small sums have memory of their own.
     """
     small = sum(held.here + held.inside for nbytes, held in sums if not is_large(nbytes))
     large = [held for nbytes, held in sums if is_large(nbytes)]

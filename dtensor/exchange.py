@@ -38,7 +38,7 @@ class End:
     blocks
         Box per rank, in global indices.
     array
-        Array of this rank, on the host or on a device; None if its box is empty.
+        Array of this rank, on the host or on a device. It may be None at one end of an exchange if its box is empty.
     origin
         Global index of the array's element ``[0, ...]``; by default the start of this rank's box. An array may be
         larger than its box, for example by margins.

@@ -176,7 +176,7 @@ def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
 
 
 def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the boundaries of a split into parts in proportion to their shares, each rounded to the nearest integer.
+    """Return the boundaries, rounded to the nearest integers, of a split into parts in proportion to `shares`.
 
     An array of half the size has half the boundaries, up to rounding. So blocks stay at the same relative position
     after a strided layer.

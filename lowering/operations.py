@@ -49,7 +49,7 @@ class Timing(NamedTuple):
     copied
         Size of arrays that the kernel copies in addition [B].
     share
-        Part of the time of the phase, if another kernel computes the rest.
+        Fraction of the time of the phase that the kernel takes; below 1 if another kernel computes a part of it.
     """
 
     phase: str
@@ -74,7 +74,7 @@ class SumsOver:
     arrays
         Names of the norm's arrays that the other kernel needs.
     share
-        Part of the norm's time in this pass that remains without the sums.
+        Fraction of the norm's time in this pass that remains without the sums.
     activation
         Activation between the array and the sums.
     refused
@@ -307,6 +307,7 @@ class Run(Operation):
     def arrays(self) -> dict[str, View]:
         """Arrays that the kernel reads or writes, by the names of their parameters."""
         views = self.kernel.views
+        # Arrays that the declaration names, also by prefixes (``source*``); None is not an array.
         return {name: view for name in self.access.used(views) if (view := views[name]) is not None}
 
     def views(self) -> Iterator[View]:

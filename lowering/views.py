@@ -175,7 +175,7 @@ class Value:
     contributions
         Gradients from the layers that read this value, one array each.
     gathered
-        Gathered copies of the value, by boxes, fill, and whether channels are padded.
+        Views of gathered boxes (copies, or parts of the storage), by boxes, fill, and whether channels are padded.
     stored_channels
         Number of channels of the storage, in which those beyond the value's own are zeros; 0: the value's own only.
     """
