@@ -246,6 +246,7 @@ class Huber(_Pointwise):
         x -= t
         np.maximum(x, -self.delta, out=slope)
         np.minimum(slope, self.delta, out=slope)
+        # slope is c, the derivative; the targets are not needed any more, so t holds c / 2.
         np.multiply(slope, 0.5, out=t)
         x -= t
         x *= slope
@@ -310,6 +311,7 @@ class Focal(_Pointwise):
         more *= p
         np.multiply(t, rest, out=x)
         p *= rest
+        # New names of two buffers that are overwritten: 1 - q and p - t.
         wrong, difference = rest, more
         np.add(more, x, out=wrong)
         difference -= x
@@ -326,6 +328,7 @@ class Focal(_Pointwise):
         slope *= wrong
         np.multiply(ce, wrong, out=x)
         if self.alpha is not None:
+            # a = (2 alpha - 1) t + 1 - alpha, in the memory of t.
             t *= 2 * self.alpha - 1
             t += 1 - self.alpha
             x *= t

@@ -77,6 +77,7 @@ def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
 
 def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Blocks:
     """Return, per rank, the `needed` box with only its block of the input channels. Pure arithmetic."""
+    # Input channels vary fastest over the ranks, so their blocks repeat for each block of filters.
     return needed.replace(-1, intervals(channels, parts["input_channel"]) * parts["channel"])
 
 

@@ -125,6 +125,7 @@ class _OfTwo(Layer):
         boxes = [context.needed(i) for i in range(2)]
         x, g = (context.gather(i, blocks) for i, blocks in enumerate(boxes))
         exchange_all((x, g))
+        # A vector per sample gets axes of one element, so that it is broadcast.
         small = with_axes(g.view, len(context.box.shape))
         kernel = context.kernel(type(self).combine, x=x.view, g=small, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
@@ -266,6 +267,7 @@ class Concat(Layer):
         return names.index(self.axis)
 
     def output_shape(self, *shapes: Shape) -> Shape:
+        # Without inputs there is no axis: the check below reports them.
         axis = self.along(shapes[0]) if shapes else -1
         if not shapes or any(_without(s, axis) != _without(shapes[0], axis) for s in shapes):
             same = "spatial shape" if self.axis == "channel" else f"shape but for their {self.axis}"

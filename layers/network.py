@@ -181,6 +181,7 @@ class Network:
         if counted:
             self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(counted)
         if self.origin is not None:
+            # A copy has nodes of its own, so the loss of the original has no counts yet.
             self.origin.balance(counts)
 
     @property
@@ -356,6 +357,7 @@ def _sorted_nodes(outputs: list[Node]) -> list[Node]:
     stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]
     while stack:
         node, expanded = stack.pop()
+        # Each reader of a node pushes it, as long as it is not done.
         if node in done:
             continue
         if expanded:

@@ -512,6 +512,7 @@ class WindowPadding:
         # Calls with the same amounts share a layer: a network refuses two layers of one name.
         self._pads: dict[Amounts, Pad] = {}
         several = not isinstance(mode, (str, Sphere))
+        # One mode for all axes is only checked here: with 2 axes every mode is possible.
         modes = () if isinstance(mode, Sphere) else modes_of(mode, len(mode) if several else 2, "zeros")
         self._keeps_zeros = several and stencil.padding != "same"
         own: Any = 0
@@ -534,6 +535,7 @@ class WindowPadding:
 
     def source(self, node: Node) -> Node:
         """Return the node from which a call made `node`."""
+        # A Pad with one layer per axis is itself in no node.
         made = [layer for pad in self._pads.values() for layer in (pad, *pad._layers.values())]
         while any(node.layer is layer for layer in made):
             (node,) = node.inputs
@@ -709,6 +711,7 @@ def _sources(output: Blocks, part: ShownBox) -> Blocks:
 
     def along(span: Span, a: int, b: int) -> Interval:
         first, last = _common((a, b), span.rows)
+        # Some sources of an empty interval are not empty: that of "replicate" is always one row.
         return span.source(first, last) if last > first else (0, 0)
 
     functions: list[Callable[[int, int], Interval] | None] = [None] * len(output.axes)

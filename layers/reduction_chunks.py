@@ -257,10 +257,12 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
         return lambda elements, layer: elements * itemsize >= bucket_bytes
     if chunks == "first":  # the first chunk ends with the k-th layer that backward reaches
         counted = [i for i, layer in enumerate(layers) if layer.kind != "other"]
+        # No layer has the index -1: then all chunks are closed at the end of backward.
         last = counted[min(scheme.first_layers, len(counted)) - 1] if counted else -1
         return lambda elements, layer: layer == last
     if chunks == "weights":  # equal numbers of layers; the last layers, whose sums hardly overlap, have a chunk each
         weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
+        # `- 1`: the last layer of backward always has a chunk of its own.
         chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
         lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
         return lambda elements, layer: layer in lasts

@@ -285,6 +285,7 @@ def _regrouped(
     rows = flat[(slice(None),) * first + (slice(low - origin, high - origin),)]
     rows = rows.reshape(*before, -1, *inner, *after)
     part = rows[(slice(None),) * (first + 1) + tuple(slice(a, b) for a, b in ranges[axis + 1 :])]
+    # The changed axes before `axis` have one element each, so they are left out.
     own = block.reshape(*before, *block.shape[first + axis :])
 
     def run() -> None:
@@ -467,6 +468,7 @@ class ChannelShuffle(Layer):
 @writes("y")
 def _shuffle(groups: int, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     *outside, channels = x.shape
+    # Both views have the shape (.., groups, C / groups), with equal elements at equal indices.
     source = x.reshape(*outside, groups, channels // groups)
     cells = y.reshape(*outside, channels // groups, groups)
     target = cells.transpose(*range(len(outside)), -1, -2)
@@ -494,6 +496,7 @@ def _within_block(size: int, low: int, high: int) -> Interval:
     >>> _within_block(4, 5, 7), _within_block(4, 5, 9)
     ((1, 3), (0, 4))
     """
+    # Across two blocks, the channels may be those at both ends of a block: then the whole block is read.
     first, last = low // size, -(-high // size)
     return (low - first * size, high - first * size) if last - first == 1 else (0, size * (high > low))
 
@@ -522,6 +525,7 @@ def _copies(fine: Box, coarse: Box, factor: int, blocks: int | None = None) -> l
 def _block(fine: Interval, coarse: Interval, shift: int) -> tuple[slice, slice]:
     """Return slices of the fine channels `c` and the coarse channels ``shift + c``, for all `c` in both."""
     first = max(fine[0], coarse[0] - shift)
+    # `max`: without common channels the stop could be negative, and a slice would count it from the end.
     stop = max(first, min(fine[1], coarse[1] - shift))
     return slice(first - fine[0], stop - fine[0]), slice(first + shift - coarse[0], stop + shift - coarse[0])
 

@@ -145,6 +145,7 @@ class Strategy:
         """Return the parts per axis of one layer, as shares if the parts are unequal; every axis is named."""
         if layer not in self._cuts:
             own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
+            # Parts of a layer replace all those of the strategy: along axes that it does not name it is whole.
             chosen = own or self.parts
             self._cuts[layer] = {axis: _cut(chosen.get(axis, 1)) for axis in AXES}
         return self._cuts[layer]

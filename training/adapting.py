@@ -134,6 +134,7 @@ def sized(config: Config, extents: Sequence[int]) -> tuple[str, dict[str, Any]]:
             if difference(fingerprint(network), fingerprint(other), extents=False) is None:
                 return "model", resolution
     own = {"extents": list(extents)}
+    # For its error only: not every network takes samples of these extents.
     make_network(_changed(config, "data", own))
     return "data", own
 
@@ -264,6 +265,7 @@ def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] |
         strategy = make_strategy(own, ranks, network, batch, trainable=False)
         strategy.validate(network, ranks)
         strategy.refuse_empty_blocks(network)
+        # Validation permits more parts than samples, but ranks without samples would be idle.
         if max(strategy.parts_of(name)["sample"] for name in network.layers) <= batch:
             return None
     except UserError:

@@ -57,6 +57,7 @@ class Clip:
         if self._squares is not None:
             self._squares.close()
         # Every rank that holds a block adds its squares to the sum, so they are divided by the number of these ranks.
+        # Not where each rank adds only its shard, or where the ranks add nothing.
         once = [self._sum is None or store.is_sharded(bucket) for bucket in store.buckets]
         counts = [1 if alone else b.holders.members_each for alone, b in zip(once, store.buckets)]
         terms = [(b.grads[store.owned(b)], count) for b, count in zip(store.buckets, counts)]

@@ -149,6 +149,7 @@ class Evaluation:
     def begin(self) -> None:
         """Set all counts to zero."""
         for counts in self._counts:
+            # In place, because the reductions sum these arrays.
             counts[...] = 0
         self._loss.begin()
 

@@ -58,6 +58,7 @@ class LossWatch:
         self._last = loss
 
     def _count(self) -> None:
+        # NaN: no loss is pending, so that none is added twice.
         loss, self._last = float(self._last), math.nan
         # Nothing to add yet, or a loss that ends the run (`Diverged`).
         if not math.isfinite(loss):

@@ -185,6 +185,7 @@ class Optimizer:
             arrays = params, bucket.grads[part], tuple(state), scalars, decays, copy, skip, *rounded
             yield self.kernel(UpdateArrays(*arrays))
             if average is not None:
+                # One range without weight decay, which the parameters contain already.
                 whole = ((0, part.stop - part.start, False),)
                 updates = UpdateArrays(average, params, (), scalars, whole, skip=skip)
                 yield self.store.memory.kernels.average(updates)

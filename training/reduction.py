@@ -190,6 +190,7 @@ class Reducer:
         return [s for s in self._states if s.bucket.replicated and layer in s.bucket.chunk.layers]
 
     def _cast(self, state: _State) -> None:
+        # Direct updates read the gradients in 16 bits themselves.
         if not self.store.direct:
             state.bucket.widen()
 

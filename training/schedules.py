@@ -99,6 +99,7 @@ class Schedule(ABC):
     @classmethod
     def of(cls, settings: Any, span: TrainingSpan) -> Schedule:
         """Return the schedule of a table ``[schedule]``: ``cls(settings, span)``."""
+        # For the type checker: this base class takes no arguments.
         make: Any = cls
         return make(settings, span)
 

@@ -318,6 +318,7 @@ def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> Non
 def merge_traces(parts: list[Path], path: Path) -> None:
     """Merge files with the events of one rank each into one trace, whose times start at 0; remove the files. Local."""
     events = [event for part in parts for event in json.loads(part.read_text())]
+    # Events that name processes and threads have no time.
     first = min((e["ts"] for e in events if "ts" in e), default=0.0)
     for event in events:
         if "ts" in event:
