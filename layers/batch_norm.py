@@ -444,6 +444,7 @@ class _BatchNormKernel:
         # In float64, so that the sum over ranks is not rounded to the dtype of the kernels.
         np.copyto(mean, self.mean)
         np.copyto(var, self.var)
+        # `max`: of a single element the variance is 0, and there is no unbiased one.
         var *= self.n.count / max(self.n.count - 1, 1)
         self.moments *= self.n.share  # the sum over ranks is then the mean over elements
         self._pending = True

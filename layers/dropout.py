@@ -166,6 +166,7 @@ class _DropoutKernel:
         self.mode, kernels = environment.mode, environment.kernels
         self.pairs = (x, y), (dy, dx)
         if self.mode.state is None:  # the caller does not count steps
+            # Seed, step, and the index in the batch of the first sample of the part.
             self.mode.state = kernels.device.array([self.mode.seed, self.mode.step, 0], np.uint64)
         # Not hash(), which differs from process to process for strings.
         mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)

@@ -494,6 +494,7 @@ def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) 
         best, numbers = chosen[:, :1], chosen[:, 1:]
         np.amax(candidates[:, :, 0], axis=1, out=best, keepdims=True)
         np.not_equal(candidates[:, :, 0], best, out=worse)
+        # As in `Search`: the largest of the negative numbers is that of the first maximum.
         np.multiply(worse, -beyond, out=worse)
         np.subtract(worse, candidates[:, :, 1], out=worse)
         np.amax(worse, axis=1, out=numbers, keepdims=True)
@@ -723,6 +724,7 @@ class ChannelMax(_OverChannels):
     def lower(self, context: Context) -> Lowered:
         boxes = context.needed(0)
         x = context.gather(0, boxes).run()
+        # A rank with an empty block still takes part in the exchange of gradients.
         if not context.box.size:
             return Lowered(lambda: context.return_gradient(0, boxes).run())
         search = Search(len(x.view.shape) - 1, [(0, context.shapes[0][-1])])

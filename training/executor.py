@@ -482,6 +482,7 @@ class Executor:
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
         self.heartbeat.count += 1
+        # So that a forward pass of another executor of these parameters finishes the updates first.
         self.store.reducer = self.reducer
         # Before any kernel of the pass: updates that are still due read the gradients that it overwrites.
         self.reducer.begin(self.mode.part)

@@ -149,6 +149,7 @@ class Flips:
                 self._exchanges[v, image].run()
                 means[v] += self._received[v, image]
             if image + 1 == count:
+                # A divisor of the same dtype keeps the dtype of the means.
                 yield batches[number // count], [mean / mean.dtype.type(count) for mean in means]
 
     def close(self) -> None:

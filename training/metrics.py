@@ -535,6 +535,7 @@ class Weighted(Metric):
         scores: dict[str, float | None] = dict.fromkeys(type(self).better)
         if weight > 0:
             scores["weighted_mae"], scores["weighted_rmse"] = absolute / weight, float(np.sqrt(squares / weight))
+        # Channels without weight have neither mean nor correlation.
         each = counts[counts[:, 0] > 0]
         w, x, t, xx, tt, xt = each[:, [0, 3, 4, 5, 6, 7]].T
         if self.center == "mean":
