@@ -275,6 +275,7 @@ class ConvStatistics:
 
 
 def _ignoring_norm(make: Callable[..., Any], eps: float, f: FusedActivation | None) -> Callable[..., Any]:
+    # The sums of a convolution's output depend neither on the norm's epsilon nor on its activation.
     return make
 
 
@@ -507,6 +508,7 @@ class ConvTranspose(Layer):
                 around = (n - 1) * w.stride + w.extent - count
                 lo, hi = around // 2, around - around // 2
             spatial.append(n)
+            # `_window` subtracts output padding from the padding at the end: that of a negative `hi`.
             pads.append((lo, max(0, hi)))
             more.append(max(0, -hi))
         return self.changed(padding=tuple(pads), output_padding=tuple(more)), (*spatial, shape[-1])
@@ -570,6 +572,7 @@ class ConvTranspose(Layer):
         def backward() -> None:
             dy = context.gather_gradient(context.gradient_blocks)
             dy.start()
+            # Without a pair of an input and an output, the gradients of this rank are zero.
             paired = value.box.size and dy.box.size
             geometry = local_geometry(windows, dy.box, value.box, groups) if paired else None
             if context.frozen:

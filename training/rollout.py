@@ -244,6 +244,7 @@ class Rollout:
             # ``(N, *spatial, times, channels)``
             times = source.received.reshape(*source.received.shape[:-1], self._at_once, -1)
             new = times[..., source.channels].astype(source.state.dtype)
+            # Elements without data stay so: a network predicts numbers everywhere.
             new[np.broadcast_to(source.absent[..., None, :], new.shape)] = np.nan
             # The oldest times leave the history: the last channels stay.
             kept = source.state.shape[-1]

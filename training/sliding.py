@@ -90,6 +90,7 @@ class _Sums:
         self._session, self._values, self._windows = session, list(values), windows
         self._rank = session.comm.rank
         self._boxes = [placed(session, value)[1][self._rank] for value in values]
+        # Samples have one size with sliding windows: here and below, sample 0 stands for all.
         self._cut = windows.longest(0)
         self._starts = [  # per output and axis: in elements of the output
             # a window of w elements has m outputs
