@@ -187,6 +187,7 @@ def write_checkpoint(
     needed = sum(array.nbytes for arrays in snapshot.groups.values() for array in arrays.values())
     progress = progress or TrainingProgress()
     with atomic_path(path, needed=needed) as partial, ChunkWriter(partial) as raw:
+        # HDF5 leaves the first bytes of the file free: the header of the `ChunkWriter` lies there.
         with h5py.File(raw, "w", userblock_size=HEADER) as file:
             file.attrs["dtype"] = snapshot.dtype
             file.create_dataset("network", data=json.dumps(snapshot.network))

@@ -271,6 +271,7 @@ class ParameterStore:
         """Return the elements of a bucket that this rank updates: all, or its shard of a sharded bucket. Local."""
         size = bucket.params.size
         color = bucket.holders.color(self.rank)
+        # A rank without a group holds nothing of the bucket: its size is 0.
         if color is None or not self.is_sharded(bucket):
             return slice(0, size)
         holders = bucket.holders.members(color)
@@ -308,6 +309,7 @@ class ParameterStore:
                 f"rechunk(): expected replicated layers among {sorted(self.separate)}, for which the arrays were made, "
                 f"got {sorted(others)[0]!r}"
             )
+        # Residuals of rounding, which only some payloads have, are allocated with the arrays.
         kinds = [f"payload {s.payload}, error_feedback {s.error_feedback}" for s in (self.scheme, scheme)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"rechunk(): expected {kinds[0]}, for which the arrays were made, got {kinds[1]}")
