@@ -450,6 +450,7 @@ class _Ring(_Lowering):
             views["dq"] = context.scratch(self.q.box.shape) if dq is None else dq.view
             sums = {i: _ReturnedSum(context, i) for i in (1, 2) if needed[i]}
             for number, ((k, v), box) in self._travelling(steps):
+                # Kernels compute both; `sums` returns only those that are needed.
                 grads = [context.scratch(view.shape, view.dtype) for view in (k, v)]
                 arrays = {"k": k, "v": v, "dk": grads[0], "dv": grads[1], **views}
                 kernel = self.kernel(_backward_more if number else _backward, box, number > 0, **arrays)

@@ -232,6 +232,7 @@ class ReplicatedDense:
         self.filter = kernels.dense_backward_filter(x, dy, dw, db)
         if get("dx") is not None:
             self.data = kernels.dense_backward_data(dy, w, arrays["dx"])
+        # None on a rank that holds no weights, and takes no part in the gathers.
         if arrays["rows_gather"] is not None:
             self.rows = RowGather(arrays["rows"], arrays["rows_gather"], x, first)
             self.errors = RowGather(arrays["errors"], arrays["errors_gather"], dy, first)
