@@ -308,6 +308,10 @@ class Reduction:
             self.finish()
         if not self.closed:
             self.closed = True
+            queue, operation = self._plan.queue, self._plan.operation
+            if queue is not None and operation is not None and operation in queue:
+                # An earlier sum has failed: no later one may end this one, whose memory is freed.
+                queue.remove(operation)
             for call in self._plan.close:
                 call()
             self._plan.close.clear()

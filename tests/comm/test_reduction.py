@@ -164,6 +164,22 @@ def test_a_failed_sum_is_an_error_of_its_calls_alone(communicator, step, monkeyp
         assert (total.buffer == communicator.size).all()
 
 
+@on_a_node
+def test_a_sum_that_is_closed_after_the_failure_of_another_is_not_ended_later(communicator, monkeypatch):
+    bad = communicator.reduction(np.ones(200_000, "f4"), name="bad", codec=Failing())
+    good, later = (communicator.reduction(np.ones(200_000, "f4"), name=name) for name in ("good", "later"))
+    monkeypatch.setattr(Failing, "step", "decode")
+    bad.start()
+    good.start()
+    for failed in (good, bad):
+        with pytest.raises(CommError, match="no such number"):
+            failed.finish()
+    good.close()
+    assert not bad._plan.queue
+    later.run()
+    assert (later.buffer == communicator.size).all() and (good.buffer == 1).all()
+
+
 @over_mpi
 @pytest.mark.mpi(min_size=2)
 def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
