@@ -436,7 +436,7 @@ def properties(specs: Sequence[ReductionSpec]) -> list[str]:
 def check_identical(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
     """Raise CommError unless `mine` (from `properties`) is the same as on the first rank. Collective.
 
-    Messages call that rank `first`. The caller agrees on the error.
+    Messages of errors call that rank `first`. The caller makes all ranks agree on the error.
     """
     expected = mpi_comm.bcast(mine, root=0)
     if len(mine) != len(expected):

@@ -207,7 +207,8 @@ class Hdf5Dataset:
         Raises
         ------
         DataError
-            An unknown name, NaN or infinity in the box, a target out of range, or a file that can no longer be read.
+            An unknown name, NaN or infinity in the box of a field that is not in `lenient`, a target out of range, or
+            a file that can no longer be read.
         """
         if name not in self.fields:
             raise DataError(

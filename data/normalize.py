@@ -357,8 +357,8 @@ class SampleRows:
 class KeptStatistics:
     """File of statistics in the folder of the first data file, named by a hash of all that they depend on. Local.
 
-    The hash is that of names, sizes and times of change of all data files, the fields of the data set, and `about`. No
-    file is written for data sets without files, or with samples in folders (Zarr).
+    The hash is that of names, sizes and modification times of all data files, the fields of the data set, and `about`.
+    No file is written for data sets without files, or with samples in folders (Zarr).
 
     Parameters
     ----------

@@ -416,7 +416,7 @@ def held_out(dataset: Any, names: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def belonging_samples(dataset: Any, kind: Unit, name: str) -> NDArray[np.bool_]:
-    """Return which samples of a data set belong to a name, ``(N,)``; `kind` is the meaning of the name. Local.
+    """Return which samples belong to the file, simulation or year `name`, by `kind`: ``(N,)``. Local.
 
     Of data sets without a method `belonging`, only groups (``"simulation"``) have names.
     """

@@ -76,7 +76,7 @@ def torch_of_ours(order: Order) -> np.ndarray:
 
 
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
-    """Return the order of the features (last axis) of every node, and the nodes whose features torch lacks. Local.
+    """Return the order of the features (last axis) of every node, and the nodes without one in torch. Local.
 
     Orders are known after Flatten, before Reshape, and at inputs and values with spatial axes. They propagate, forward
     and backward, through layers that keep the position of every feature. So the units of a dense layer whose output is
@@ -84,8 +84,8 @@ def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node
 
     Returns
     -------
-    Orders by node; and, for each node whose features have no order in torch, the node of the layer that causes this. It
-    combines features of different orders, such as a sum does, or depends on positions within flattened features.
+    Orders by node; and, for each node whose features have no order in torch, the node of the layer that causes this.
+    That layer combines features of different orders, as a sum does, or depends on positions within flattened features.
     """
     orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
     # Repeated, because an order that is found backward may determine others forward.

@@ -709,7 +709,7 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _read(file: Path | Buffer, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
-    """Read an array from a file, or from its content in memory. Raises UserError if a file is missing or too short."""
+    """Read an array from a file, or from its content in memory. Raises UserError if a file is missing or short."""
     count = math.prod(shape)
     if not isinstance(file, Path):
         # A copy can be written, and does not keep a mapped file open.

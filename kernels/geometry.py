@@ -222,7 +222,7 @@ def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
 
 
 def _next(run: StridedRun) -> tuple[tuple[int, float], ...]:
-    """Return the taps of the next output of a run."""
+    """Return the taps of an output that would continue the run."""
     return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
 
 

@@ -376,7 +376,10 @@ class StrategySearch:
         return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def best_grids(self) -> list[Parts]:
-        """Return at most `GRIDS` grids, the best for all layers; if there are many grids, by a neighborhood search."""
+        """Return at most `GRIDS` grids, the fastest if all layers have the same.
+
+        Of many grids, those are taken that a neighborhood search finds.
+        """
         by_grid: dict[Parts, PlanCandidate] = {}
 
         def seconds(parts: Parts) -> float:

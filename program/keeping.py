@@ -73,7 +73,7 @@ class Keeping:
     Parameters
     ----------
     strategy
-        Strategy without recomputation, except that options ``"none"`` of single layers are obeyed.
+        Strategy whose cuts are used. Of its options ``recompute``, only ``"none"`` of single layers counts.
     target
         Batch and rank.
     seconds

@@ -69,7 +69,7 @@ class Step:
 
     @cached_property
     def states(self) -> Mapping[str, Parameter]:
-        """Whole untrained arrays by short name."""
+        """Descriptions of the whole untrained arrays, by short name."""
         return self.layer.state(*self.shapes)
 
 

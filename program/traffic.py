@@ -154,7 +154,7 @@ class GroupSum:
 
     @classmethod
     def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
-        """Create the sum over `groups`; `sizes` are by the number of the group [B]."""
+        """Create the sum over `groups`; ``sizes[k]`` is that of group `k` [B]."""
         return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
 
     def sent(self, ranks: int) -> ExchangeTraffic:

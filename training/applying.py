@@ -415,7 +415,7 @@ def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
 
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
-    """Write attributes, coordinates and the sources of the samples into a file of predictions, for readers."""
+    """Write attributes, coordinates and the sources of the samples into a file of predictions."""
     # A data set of the user may have no attributes.
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         if name not in _OWN:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one file per step, the times at which files are written, and the file from which a run
+"""Checkpoints of a run: one file for each, the times at which files are written, and the file from which a run
 continues.
 
 ``latest.h5`` names the newest file and ``best.h5`` the best, as text. When a run is resumed, a damaged file is renamed

@@ -503,7 +503,8 @@ class Executor:
         return Block(self.runner.region(region), region.box)
 
     def set_input(self, name: str, array: Any) -> None:
-        """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective: one message.
+        """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective, for agreement
+        on errors.
 
         Every rank copies its block, so the array may hold anything outside of it; its shape is checked.
 

@@ -452,7 +452,7 @@ def _leave_out_padding(windows: SampleWindows, network: Network, reductions: Map
 def _open_dataset(
     data: DataConfig, network: Network, comm: Communicator, labelled: bool, several_sizes: bool
 ) -> Dataset:
-    """Open the data set. One rank examines each file; other ranks open it at their first read. Collective."""
+    """Open the data set. Each file is examined by one rank; others open it at their first read. Collective."""
     if data.file is not None:
         with comm.agreement():
             return _open_own(data, network, labelled)

@@ -108,7 +108,10 @@ class Predictor:
         }
 
     def point(self, ranks: int, batch: int) -> Point:
-        """Return the prediction for this number of ranks and this batch; its time is None if nothing fits."""
+        """Return the prediction for this number of ranks and this batch.
+
+        Its time is None if there is no plan; `fault` is the reason. With a given grid it always has a time.
+        """
         # Strong and weak scaling have the first point in common.
         key = (ranks, batch)
         if key not in self._known:

@@ -421,7 +421,7 @@ class Candidates:
         return None
 
     def build(self, index: int) -> Built | None:
-        """Build a candidate so that its graph launches it, also if it was built before. Return None if the build fails.
+        """Build a candidate so that its graph launches it, even if it was built before. Return None if the build fails.
         """
         graph = self._graph
         try:

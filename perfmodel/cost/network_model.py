@@ -133,7 +133,7 @@ class _Loads(NamedTuple):
     peers
         Largest number of messages of a rank in one direction.
     packed_units, packed_messages
-        Units, and messages, that the rank that packs most packs and unpacks.
+        Units, and messages, that the busiest rank packs and unpacks.
     """
 
     ways: list[_Load]

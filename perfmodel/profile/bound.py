@@ -188,7 +188,7 @@ class BoundLayer:
 
 
 def _program(step: Step, size: int, trained: bool) -> Program:
-    """Return a program of one layer, whose inputs, output and gradient of the output keep their memory."""
+    """Return a program of one layer; its inputs, its output and the gradient of its output keep their memory."""
     lowered = Alone(step, trained)
     backward = lowered.backward() if trained else []
     probed = frozenset([step.output.name])  # other layers write the gradient of the output
