@@ -112,7 +112,7 @@ def run_layer(
 
 
 def _differentiated(network: Network) -> list[str]:
-    """Return the inputs whose gradients are compared: those of the layer, of a loss the prediction."""
+    """Return the inputs whose gradients are compared: all of a layer, the prediction of a loss."""
     return ["x0"] if "g" not in network.inputs else [name for name in network.inputs if name != "g"]
 
 
