@@ -165,6 +165,7 @@ def test_a_failed_sum_is_an_error_of_its_calls_alone(communicator, step, monkeyp
 
 
 @on_a_node
+@pytest.mark.mpi(min_size=2)
 def test_a_sum_that_is_closed_after_the_failure_of_another_is_not_ended_later(communicator, monkeypatch):
     bad = communicator.reduction(np.ones(200_000, "f4"), name="bad", codec=Failing())
     good, later = (communicator.reduction(np.ones(200_000, "f4"), name=name) for name in ("good", "later"))
