@@ -265,10 +265,6 @@ class Keeping:
         best = min((*chosen, *self._rules()), key=self._compiled)
         return self.strategy(best) if self._compiled(best) < self.most else self._strategy
 
-    def choice(self, capacity: float) -> Strategy | None:
-        """Return the strategy of the fastest choice with an estimated arena of at most `capacity` [B], or None."""
-        return next((self.strategy(again) for _, again in self._search(capacity)), None)
-
     def within(self, capacity: float) -> Strategy | None:
         """Return the strategy with the fastest choice found that fits an arena of `capacity` [B]; None if none fits.
 
